@@ -1,0 +1,83 @@
+"""Unfog trains image diffusion models on your own pictures.
+
+    run = unfog.train("photos/", size=64, steps=2000)
+    pictures = unfog.load("runs/photos").sample(16, seed=0)        # uint8 [16, 64, 64, 3]
+
+The parts are usable on their own: `unfog.diffusion` (schedules, targets, weightings, samplers), `unfog.models`,
+`unfog.data`, `unfog.training`. Importing this module imports no torch; what needs it, imports it.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfog.errors import RequestError, RunError, UnfogError
+from unfog.version import __version__
+
+if TYPE_CHECKING:
+    from unfog.runs.run import Run
+
+__all__ = ["RequestError", "RunError", "UnfogError", "__version__", "load", "resume", "train"]
+
+
+def train(
+    source: str | PathLike[str], *, out: str | PathLike[str] | None = None, preset: str = "default", **settings: Any
+) -> Run:
+    """Train on a folder of images, or on a built-in set, as `unfog train` does.
+
+    Args:
+        source: the folder, or `"fashion"`.
+        out: the run folder, which must be new; None is a free one under `runs/`.
+        preset: the recipe that settings change: "default", "ddpm" or "demo".
+        settings: any setting of the command line, by its short name (`size=64, steps=2000, lr=1e-4`) or by a table of
+            its section (`optimizer={"warmup": 100}`). A part may be given by word, `schedule="cosine:steps=500"`.
+
+    Returns:
+        The run, which samples from its newest checkpoint.
+
+    Raises:
+        RequestError: the request cannot be met; found before training.
+        RunError: training could not go on.
+    """
+    from unfog.config.presets import preset as recipe
+    from unfog.config.toml import update
+    from unfog.config.tree import LENGTH, nested, without_length
+    from unfog.runs.run import Run
+    from unfog.runs.train import start
+
+    base = recipe(preset)
+    if any(name in settings for name in LENGTH):
+        base = without_length(base)
+    config = update(base, nested(settings) | {"source": str(source)}, "")
+    folder, _ = start(config, None if out is None else Path(out))
+    return Run(folder.path)
+
+
+def resume(path: str | PathLike[str], **settings: Any) -> Run:
+    """Go on with a run, as `unfog resume` does; `settings` as for `train`, changed from here on."""
+    from unfog.config.toml import update
+    from unfog.config.tree import LENGTH, nested, without_length
+    from unfog.runs.folder import RunFolder
+    from unfog.runs.run import Run
+    from unfog.runs.train import resume as go_on
+
+    folder = RunFolder(Path(path))
+    base = folder.read_config()
+    if any(name in settings for name in LENGTH):
+        base = without_length(base)
+    go_on(folder, update(base, nested(settings), ""))
+    return Run(folder.path)
+
+
+def load(path: str | PathLike[str]) -> Run:
+    """A run that was trained, ready to sample from the EMA weights of its newest whole checkpoint.
+
+    Raises:
+        RequestError: `path` is not a run.
+        RunError: it has no whole checkpoint.
+    """
+    from unfog.runs.run import Run
+
+    return Run(Path(path))

@@ -1,0 +1,76 @@
+"""`unfog COMMAND …`: find the command, run it, end with its exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from unfog.errors import RequestError, UnfogError
+from unfog.version import __version__
+
+HELP = """\
+Unfog trains image diffusion models on your own pictures, and never loses any of it.
+
+usage: unfog COMMAND …
+
+  train SOURCE     train on a folder of images, or on the built-in set `fashion`
+  resume RUN       go on with a run, exactly where it was
+  sample RUN       draw pictures
+  report RUN       write report.html: settings, loss curves, pictures over time
+
+  unfog COMMAND --help   explains a command
+  unfog --version        says which version this is
+  --debug                with any command: a full traceback instead of one line
+
+exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a signal after saving
+
+try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; always ends in SystemExit."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        sys.exit(run(words))
+    except UnfogError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"unfog: {error}\n")
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            raise
+        sys.stderr.write(f"unfog: {type(error).__name__}: {error}\n(this is a defect; --debug shows where)\n")
+        sys.exit(1)
+
+
+def run(words: list[str]) -> int:
+    """Run the command that the first word names, and return its exit status."""
+    # Imported here, so that `unfog --help` and a mistyped command answer at once.
+    from unfog.cli import commands
+
+    table: dict[str, Callable[[list[str]], int]] = {
+        "train": commands.train,
+        "resume": commands.resume,
+        "sample": commands.sample,
+        "report": commands.report,
+    }
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(HELP)
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"unfog {__version__}\n")
+        return 0
+    if words[0] not in table:
+        from unfog.config.kinds import suggest
+
+        raise RequestError(f"{words[0]!r} is not a command{suggest(words[0], table)}; see unfog --help")
+    return table[words[0]](words[1:])

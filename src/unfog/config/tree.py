@@ -1,0 +1,91 @@
+"""The configuration of a run: one frozen tree of what the layers declare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tyro.conf import Suppress
+
+from unfog.data.settings import Data
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.sampler import Sampler
+from unfog.models.settings import UNet
+from unfog.reporting.settings import Log
+from unfog.training.settings import (
+    Checkpoint,
+    EmaProfile,
+    Evaluate,
+    Optimizer,
+    PowerEma,
+    Preview,
+    Training,
+)
+
+Network = UNet | None  # None: chosen for the device and the image size
+
+
+# Short names of the settings that are given most; the rest go by their place in the tree, such as --optimizer.warmup.
+SHORT = {
+    "size": "data.size",
+    "flip": "data.flip",
+    "path": "diffusion.path",
+    "schedule": "diffusion.schedule",
+    "target": "diffusion.target",
+    "weighting": "diffusion.weighting",
+    "steps": "training.steps",
+    "images": "training.images",
+    "budget": "training.budget",
+    "batch": "training.batch",
+    "microbatch": "training.microbatch",
+    "precision": "training.precision",
+    "device": "training.device",
+    "seed": "training.seed",
+    "lr": "optimizer.lr",
+}
+LENGTH = ("steps", "images", "budget")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run is made of. `config.toml` in the run folder holds it with all choices made."""
+
+    source: Suppress[str] = ""
+    """Where the images are: a folder, or the name of a built-in set."""
+    data: Data = Data()
+    network: Network = None
+    """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1."""
+    label_dropout: float = 0.1
+    """Share of training images that are shown without their class, so that sampling can use --guidance."""
+    diffusion: Diffusion = Diffusion()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    ema: EmaProfile = PowerEma()
+    """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
+    sampler: Sampler = Sampler()
+    log: Log = Log()
+    preview: Preview = Preview()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    classes: Suppress[tuple[str, ...]] = ()
+    """Class names, as found in the data."""
+    fingerprint: Suppress[str] = ""
+    """Digest of the images and their order, so that a resume notices other data."""
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by short name, or whole sections, as the nested table of a TOML file."""
+    table: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, field = SHORT.get(name, name).partition(".")
+        if field:
+            table.setdefault(section, {})[field] = value
+        else:
+            table[name] = {**table.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return table
+
+
+def without_length(config: Config) -> Config:
+    """The same with no length given, so that one of steps, images and budget can be."""
+    return replace(config, training=replace(config.training, steps=0, images=0, budget=""))

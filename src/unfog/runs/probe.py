@@ -1,0 +1,76 @@
+"""Measuring before a run: how long a training step takes, by taking a few on a throwaway network."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from unfog.config.tree import Config
+from unfog.data.augment import Augment
+from unfog.data.images import ImageSet
+from unfog.data.stream import ImageStream
+from unfog.diffusion.objective import Objective
+from unfog.runs.build import build_state
+from unfog.training.loop import Every, train
+from unfog.training.state import TrainState
+
+
+class Clock:
+    """A run that writes nothing and notes the time after each step."""
+
+    def __init__(self, seconds: float, stop_requested: Callable[[], bool]):
+        self.seconds = seconds
+        self.interrupted = stop_requested
+        self.times = [time.perf_counter()]
+
+    def advance(self, step: int) -> None:
+        """Note the time; the loop has just waited for the device, to see whether the gradient was finite."""
+        self.times.append(time.perf_counter())
+
+    def stop_requested(self) -> bool:
+        """After enough steps, or when the person wants to stop."""
+        enough = len(self.times) > 4 and self.times[-1] - self.times[0] > self.seconds
+        return enough or self.interrupted()
+
+    def seconds_per_step(self) -> float:
+        """Median, without the first step, which also allocates."""
+        return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Nothing is recorded."""
+
+    def refused(self, step: int, images: int, norm: float) -> None:
+        """A refused step takes as long as another."""
+
+    def preview(self, state: TrainState) -> None:
+        """Never asked for."""
+
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Never asked for."""
+        return {}
+
+    def save(self, state: TrainState) -> None:
+        """Never asked for."""
+
+
+def seconds_per_step(
+    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
+) -> float:
+    """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
+    clock = Clock(limit, stop_requested)
+    train(
+        replace(config.training, images=10**9 * config.training.batch),
+        config.optimizer,
+        Every(log=0, preview=0, evaluate=0, checkpoint=0),
+        build_state(config, device),
+        ImageStream(images, config.training.seed),
+        Augment(config.data.flip, config.data.jitter),
+        Objective(config.diffusion, len(config.classes), config.label_dropout),
+        clock,
+    )
+    return clock.seconds_per_step()

@@ -1,0 +1,103 @@
+"""A run as Python sees it: `unfog.load("runs/photos").sample(16)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from unfog.config.tree import Config
+from unfog.diffusion.sampler import Observe, Sampler
+from unfog.reporting.figures import Pixels
+from unfog.runs.build import build_network
+from unfog.runs.choices import choose_device
+from unfog.runs.folder import RunFolder
+from unfog.runs.sampling import Drawing, draw, find_labels
+from unfog.training import checkpoint
+
+
+class Run:
+    """A run folder, and the network in one of its checkpoints.
+
+    Args:
+        path: the run folder.
+        weights: "ema", the average that pictures are best drawn from, or "raw", the weights as trained.
+        step: which checkpoint; None is the newest whole one.
+        device: auto, cpu, cuda, cuda:1 or mps.
+
+    Raises:
+        RequestError: `path` is not a run, or has no such checkpoint.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        weights: Literal["ema", "raw"] = "ema",
+        step: int | None = None,
+        device: str = "auto",
+    ):
+        self.folder = RunFolder(Path(path))
+        self.config: Config = self.folder.read_config()
+        self.weights = weights
+        self.device = choose_device(device)
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, step)
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder.path
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; () without."""
+        return self.config.classes
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The network with the checkpoint's weights, in evaluation mode, on the device."""
+        network = build_network(self.config)
+        network.load_state_dict(
+            checkpoint.load_weights(self.checkpoint.folder, "ema" if self.weights == "ema" else "model")
+        )
+        return network.to(self.device).eval()
+
+    def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
+        """The run's own sampler, with another kind or number of steps where given."""
+        changes = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
+        return replace(self.config.sampler, **changes)  # type: ignore[arg-type]
+
+    def sample(
+        self,
+        n: int = 16,
+        steps: int | None = None,
+        seed: int = 0,
+        label: Sequence[str | int] | str | int = (),
+        guidance: float = 1.0,
+        sampler: Literal["ddpm", "ddim", "heun", "dpmpp"] | None = None,
+        batch: int = 64,
+        progress: Callable[[int], None] = lambda done: None,
+        observe: Observe | None = None,
+    ) -> Pixels:
+        """Draw n pictures, uint8 [n, H, W, C].
+
+        Picture i is the same whatever n and batch are, to within the last bit of floating-point sums.
+
+        Args:
+            n: how many.
+            steps: of the sampler; None as the run is set.
+            seed: another one gives other pictures.
+            label: class names or numbers that the pictures cycle through; () is all classes.
+            guidance: strength of classifier-free guidance; 1 is none.
+            sampler: None as the run is set.
+            batch: pictures drawn at once.
+            progress: called with the number of pictures done.
+            observe: called before each sampling step of the first batch.
+        """
+        words = [label] if isinstance(label, str | int) else list(label)
+        labels = find_labels([str(word) for word in words], self.classes)
+        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, guidance, batch)
+        return draw(self.network, self.config, drawing, progress, observe)

@@ -1,0 +1,60 @@
+"""Exponential moving average of a network's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from unfog.training.settings import EmaProfile
+
+
+class Ema:
+    """Average of the floating-point parameters; buffers are copied as they are, since an average of a table is none.
+
+    Lives on the network's device. Starts as a copy of the network.
+    """
+
+    def __init__(self, model: nn.Module, profile: EmaProfile):
+        self.profile = profile
+        self.parameters = [p.detach().clone() for p in model.parameters()]
+        self.buffers = [b.detach().clone() for b in model.buffers()]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, update: int) -> None:
+        """Fold in the weights after optimiser update number `update` (1, 2, …)."""
+        new = [p.detach() for p in model.parameters()]
+        # One fused call for all tensors; torch's own optimisers use the same family of functions.
+        torch._foreach_lerp_(self.parameters, new, 1 - self.profile.decay(update))
+        for mine, theirs in zip(self.buffers, model.buffers()):
+            mine.copy_(theirs)
+
+    def _swap(self, model: nn.Module) -> None:
+        for mine, theirs in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
+            for i, tensor in enumerate(theirs):
+                tensor.data, mine[i] = mine[i], tensor.data
+
+    @contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """Let the network hold the average inside the `with`; its own weights return whatever happens in there.
+
+        Storage changes hands and nothing is copied, so the weights come back bit for bit.
+        """
+        self._swap(model)
+        try:
+            yield
+        finally:
+            self._swap(model)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The average under the network's own names, so that it loads into a network of the same kind."""
+        with self.swapped_into(model):
+            return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Take over an average that `state_dict` gave, on whatever device it lies. Names must match exactly."""
+        with self.swapped_into(model):
+            model.load_state_dict(weights, strict=True)

@@ -1,0 +1,163 @@
+"""Settings of training, one frozen dataclass for each thing that is configured. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from unfog.errors import RequestError
+
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, how much at once, on what."""
+
+    steps: int = 0
+    """Optimiser steps to train. Short: --steps. Give one of steps, images and budget."""
+    images: int = 0
+    """Training images to show, repeats counted. Short: --images."""
+    budget: str = ""
+    """Wall time to fill, such as 90s, 10m or 2h: measures the speed, then fixes `images`. Short: --budget."""
+    batch: int = 64
+    """Images for one optimiser step. Short: --batch."""
+    microbatch: int = 0
+    """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch. Short: --microbatch."""
+    clip: float = 1.0
+    """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
+    precision: PrecisionName = "auto"
+    """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device. Short: --precision."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu. Short: --device."""
+    seed: int = 0
+    """Seed of the initial weights, the order of images, noise and dropout. Short: --seed."""
+    patience: int = 20
+    """Steps in a row that may be refused for a non-finite gradient before the run stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "images", "microbatch", "clip"):
+            if getattr(self, name) < 0:
+                raise RequestError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.batch < 1:
+            raise RequestError(f"batch = {self.batch} trains on nothing; try 64")
+        if self.microbatch > self.batch:
+            raise RequestError(
+                f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"
+            )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its learning rate over the run."""
+
+    lr: float = 2e-4
+    """Peak learning rate. Short: --lr."""
+    warmup: int = 0
+    """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
+    schedule: Literal["constant", "cosine", "inverse-sqrt"] = "constant"
+    """What follows the warm-up: stay, fall to zero at the end of the run, or fall with 1/sqrt(steps)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of AdamW's running mean and running square of the gradient."""
+    eps: float = 1e-8
+    """AdamW's guard against division by zero."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+
+
+@dataclass(frozen=True)
+class PowerEma:
+    """EMA with a power-function profile: its horizon is a share of the run so far, so a run of any length has one.
+
+    decay = (1 - 1/n)^(gamma + 1) at update n (EDM2, eq. 127 with unit steps). `width` is the profile's standard
+    deviation relative to the run's length; gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) (eq. 126).
+    The first update copies the weights, so the initial random ones never count.
+    """
+
+    kind: ClassVar[str] = "power"
+    width: float = 0.1
+    """Standard deviation of the averaging window as a share of the run so far; below 0.28."""
+
+    @property
+    def gamma(self) -> float:
+        """The exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
+        low, high = 0.0, 1e6
+        for _ in range(200):
+            middle = (low + high) / 2
+            if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def decay(self, update: int) -> float:
+        """Weight of the old average at update 1, 2, 3, …"""
+        return float((1 - 1 / update) ** (self.gamma + 1))
+
+
+@dataclass(frozen=True)
+class FixedEma:
+    """EMA with a fixed decay, and a warm-up so that a short run is not mostly its initial weights.
+
+    At update n the decay is at most (1 + n) / (10 + n). With 0.9999, 1 - 1/e = 63% of the average comes from the last
+    10,000 updates (the last 5,000 make 39%).
+    """
+
+    kind: ClassVar[str] = "fixed"
+    decay_max: float = 0.9999
+    """Decay that the warm-up rises to."""
+
+    def decay(self, update: int) -> float:
+        """Weight of the old average at update 1, 2, 3, …"""
+        return min(self.decay_max, (1 + update) / (10 + update))
+
+
+EmaProfile = PowerEma | FixedEma
+EMAS = (PowerEma, FixedEma)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Sample grids during training, from the same noise each time."""
+
+    every: int = 0
+    """Steps between previews. 0: about ten in the run; -1: only the first and the last."""
+    images: int = 16
+    """Pictures in a preview. With classes, they cycle through them."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Held-out loss during training, on the same images, noise and noise levels each time."""
+
+    every: int = 0
+    """Steps between evaluations. 0: about ten in the run; -1: none."""
+    images: int = 256
+    """Held-out images that are used."""
+    levels: int = 8
+    """Noise levels, at equal quantiles of the training distribution."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a crash leaves behind."""
+
+    every: int = 0
+    """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
+    keep: int = 3
+    """Newest checkpoints to keep."""
+    milestones: int = 0
+    """Also keep those at multiples of this many steps, for good; 0: none."""
+
+
+def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
+    """Learning rate of optimiser step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
+    warmup = max(settings.warmup, 1)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    if settings.schedule == "cosine":
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+    if settings.schedule == "inverse-sqrt":
+        return settings.lr * math.sqrt(warmup / (step + 1))
+    return settings.lr
