@@ -1,5 +1,1 @@
 """The command line: parse, call, and turn errors into a line and an exit status. Imports torch only once it must."""
-
-from unfog.cli.main import main
-
-__all__ = ["main"]

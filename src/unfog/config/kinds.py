@@ -81,18 +81,16 @@ def _value(annotation: Any, text: str, where: str) -> Any:
         return tuple(_value(typing.get_args(annotation)[0], item, where) for item in text.split("/"))
     if annotation is bool:
         choices = {"1": True, "true": True, "0": False, "false": False}
-        if text.lower() in choices:
-            return choices[text.lower()]
-    elif annotation is str or typing.get_origin(annotation) is typing.Literal:
-        if annotation is str or text in typing.get_args(annotation):
-            return text
     else:
-        try:
-            return annotation(text)
-        except ValueError:
-            pass
-    wanted = getattr(annotation, "__name__", " or ".join(map(str, typing.get_args(annotation))))
-    raise RequestError(f"{where} = {text!r} is not a valid {wanted}")
+        choices = {str(choice): choice for choice in typing.get_args(annotation)}  # of a Literal
+    if text.lower() in choices:
+        return choices[text.lower()]
+    if choices:
+        raise RequestError(f"{where} = {text!r} is not one of {', '.join(choices)}")
+    try:
+        return annotation(text)
+    except ValueError:
+        raise RequestError(f"{where} = {text!r} is not a valid {annotation.__name__}") from None
 
 
 def spell(part: Any) -> str:

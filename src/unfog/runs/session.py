@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import UnfogError
 from unfog.evaluation.held_out import HeldOut, midpoints
+from unfog.reporting.figures import Pixels
 from unfog.reporting.progress import duration, say
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.runs.build import build_state
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder
+from unfog.runs.pictures import Strip
 from unfog.runs.sampling import draw, picture_grid, usual
 from unfog.training import checkpoint
 from unfog.training.loop import Every, to_model_range, train
@@ -45,7 +48,7 @@ class Session:
         self.state = build_state(config, device)
         self.drawn_step = -1
         self.fresh = self._restore()
-        self.recorder = Recorder(folder.path, config.log, self.steps, self.step)
+        self.recorder = Recorder(folder.path, config.log, self.steps, self.step, asdict(config))
 
     @property
     def step(self) -> int:
@@ -133,9 +136,17 @@ class Session:
             self.preview(self.state)
         if not (self.folder.checkpoints / f"{self.step:08d}").exists():
             self.save(self.state)
+        self.recorder.images(self.step, "denoising", self._denoising())
         self.recorder.event("finished" if done else "stopped", self.step)
         say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         return done
+
+    def _denoising(self) -> Pixels:
+        """How the first picture of the preview came out of the noise."""
+        strip = Strip(self.config.sampler.steps)
+        with self.state.ema.swapped_into(self.state.model):
+            draw(self.state.model, self.config, usual(self.config, 1), observe=strip)
+        return strip.picture()
 
     # What the loop asks for.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
-
-from unfog.reporting.progress import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,4 +43,5 @@ class StopSignals:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-        say(f"{self.received}: finishing this step and saving; once more to leave at once")
+        # Not through `sys.stderr`: the signal may have come in the middle of a write there.
+        os.write(2, f"{self.received}: ending this step and saving; once more to leave at once\n".encode())

@@ -1,0 +1,212 @@
+"""DDPM's schedules: tables of T noise levels, one for each timestep, or their limits as T grows (steps = 0)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, ClassVar
+
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+LAST = 0.999
+"""The quantile at which continuous schedules are first sampled; u = 1 may be infinitely noisy."""
+
+
+class _DDPM:
+    """What `Linear` and `Cosine` share: a table of T levels, or its continuous limit when steps = 0."""
+
+    steps: int
+    zero_terminal: bool
+
+    def betas(self) -> list[float]:
+        """Noise variance added at each of the T steps."""
+        raise NotImplementedError
+
+    def continuous(self, u: Tensor) -> Tensor:
+        """Quantile -> logsnr, in the limit of infinitely many steps."""
+        raise NotImplementedError
+
+    def continuous_quantile(self, logsnr: Tensor) -> Tensor:
+        """Inverse of `continuous`."""
+        raise NotImplementedError
+
+    def table(self) -> Tensor:
+        """Logsnr of timesteps 0 ... T-1, float64 [T], decreasing; -inf at the end with zero_terminal."""
+        import torch
+
+        return torch.tensor(_logsnr_table(self), dtype=torch.float64)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Quantile u in (0, 1) -> logsnr. Quantised: table[floor(u T)]."""
+        if not self.steps:
+            return self.continuous(u)
+        k = (u * self.steps).long().clamp(0, self.steps - 1)
+        return _table_like(self, u.dtype, u.device)[k]
+
+    def quantile(self, logsnr: Tensor) -> Tensor:
+        """Logsnr -> u. Quantised: table[k] -> k / T, linear in between, clamped to the table's ends."""
+        if not self.steps:
+            return self.continuous_quantile(logsnr)
+        import torch
+
+        noisiness = -_table_like(self, logsnr.dtype, logsnr.device)  # searchsorted wants increasing values
+        k = (torch.searchsorted(noisiness, -logsnr, right=True) - 1).clamp(0, self.steps - 2)
+        between = (-logsnr - noisiness[k]) / (noisiness[k + 1] - noisiness[k])
+        # inf / inf happens at one place, the last level of zero_terminal, which is all the way to k + 1.
+        return (k + between.clamp(0, 1).nan_to_num(nan=1.0)) / self.steps
+
+    def limits(self) -> tuple[float, float]:
+        """(noisiest, cleanest) logsnr: the table's ends, -inf with zero_terminal; of 1000 levels when continuous."""
+        if self.steps:
+            table = _logsnr_table(self)
+            return table[-1], table[0]
+        noisiest, *_, cleanest = self.levels(1000).tolist()
+        return noisiest, cleanest
+
+    def levels(self, steps: int) -> Tensor:
+        """Logsnr to sample at, float64 [steps], noisiest first.
+
+        Quantised: "trailing" timesteps, round(T i / steps) - 1. They start at T - 1, where training saw pure
+        noise or nearly; "leading" ones start short of it, where the network expects a trace of signal
+        (Lin et al. 2023, Table 2).
+
+        Raises:
+            RequestError: More steps than the schedule has levels.
+        """
+        if not self.steps:
+            return trailing(self, steps)
+        if steps > self.steps:
+            raise RequestError(
+                f"{steps} sampling steps are more than the schedule's {self.steps} levels; "
+                f"use at most {self.steps}, or another grid"
+            )
+        return self.table()[[round(self.steps * (steps - i) / steps) - 1 for i in range(steps)]]
+
+    def _check(self) -> None:
+        if self.steps < 0 or self.steps == 1:
+            raise RequestError(f"steps = {self.steps}: a schedule has at least 2 steps, or 0 for continuous")
+        if self.zero_terminal and not self.steps:
+            raise RequestError("zero_terminal rescales a table of levels: set steps, for example 1000")
+
+
+@dataclass(frozen=True)
+class Linear(_DDPM):
+    """Beta grows linearly (DDPM).
+
+    Betas are stated for T = 1000 and scaled by 1000 / T, so that any T ends in noise (Nichol & Dhariwal's code);
+    left as they are, T = 250 would end with SNR 0.09. The limit is the VP-SDE of Song et al. 2021, eq. 33.
+    """
+
+    kind: ClassVar[str] = "linear"
+    steps: int = 1000
+    """Number of timesteps T; 0 is continuous."""
+    beta_start: float = 1e-4
+    """Variance added by the first of 1000 steps."""
+    beta_end: float = 0.02
+    """Variance added by the last of 1000 steps."""
+    zero_terminal: bool = False
+    """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        largest = min(1.0, self.steps / 1000) if self.steps else 1.0
+        if not 0 < self.beta_start <= self.beta_end < largest:
+            raise RequestError(
+                f"beta_start = {self.beta_start}, beta_end = {self.beta_end}: need 0 < start <= end < {largest} "
+                f"(1, or steps / 1000); DDPM has 0.0001 and 0.02"
+            )
+
+    def betas(self) -> list[float]:
+        """Evenly spaced from beta_start to beta_end, scaled by 1000 / T."""
+        rise = (self.beta_end - self.beta_start) / (self.steps - 1)
+        return [(self.beta_start + rise * k) * 1000 / self.steps for k in range(self.steps)]
+
+    def continuous(self, u: Tensor) -> Tensor:
+        """log alpha_bar = -integral of beta; SNR = 1 / (1 / alpha_bar - 1)."""
+        integral = 1000 * u * (self.beta_start + (self.beta_end - self.beta_start) * u / 2)
+        return -integral.expm1().log()
+
+    def continuous_quantile(self, logsnr: Tensor) -> Tensor:
+        """The positive root of the quadratic integral, in the form that does not cancel."""
+        integral = logsnr.neg().exp().log1p() / 1000
+        root = (self.beta_start**2 + 2 * (self.beta_end - self.beta_start) * integral).sqrt()
+        return 2 * integral / (self.beta_start + root)
+
+
+@dataclass(frozen=True)
+class Cosine(_DDPM):
+    """alpha_bar = f(u) / f(0), f(u) = cos^2(pi/2 (u + offset) / (1 + offset)) (Nichol & Dhariwal, eq. 17)."""
+
+    kind: ClassVar[str] = "cosine"
+    steps: int = 1000
+    """Number of timesteps T; 0 is continuous."""
+    offset: float = 0.008
+    """Keeps the first steps from adding almost no noise."""
+    max_beta: float = 0.999
+    """Cap on the variance that one step adds, so that the last keeps some signal; unused when continuous."""
+    zero_terminal: bool = False
+    """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not (self.offset >= 0 and 0 < self.max_beta < 1):
+            raise RequestError(
+                f"offset = {self.offset}, max_beta = {self.max_beta}: need offset >= 0 and 0 < max_beta < 1; "
+                "the usual ones are 0.008 and 0.999"
+            )
+
+    @property
+    def _angle(self) -> float:
+        return math.pi / 2 / (1 + self.offset)
+
+    def betas(self) -> list[float]:
+        """1 - alpha_bar((k + 1) / T) / alpha_bar(k / T), capped."""
+        f = [math.cos((k / self.steps + self.offset) * self._angle) ** 2 for k in range(self.steps + 1)]
+        return [min(1 - f[k + 1] / f[k], self.max_beta) for k in range(self.steps)]
+
+    def continuous(self, u: Tensor) -> Tensor:
+        """SNR = f(u) / (f(0) - f(u)), as products of sines, which keep their precision at both ends."""
+        angle = self._angle
+        signal = ((1 - u) * angle).sin().square()
+        noise = (u * angle).sin() * ((u + 2 * self.offset) * angle).sin()
+        return (signal / noise).log()
+
+    def continuous_quantile(self, logsnr: Tensor) -> Tensor:
+        """The angle whose squared cosine is alpha_bar f(0)."""
+        f0 = math.cos(self.offset * self._angle) ** 2
+        cosine = (logsnr.sigmoid() * f0).sqrt()
+        sine = ((1 - f0) + logsnr.neg().sigmoid() * f0).sqrt()
+        return sine.atan2(cosine) / self._angle - self.offset
+
+
+@cache
+def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
+    """Logsnr of each timestep, in double precision; without torch, so that settings can do without it."""
+    alpha_bar = list(accumulate((1 - beta for beta in schedule.betas()), mul))
+    if schedule.zero_terminal:
+        first, last = math.sqrt(alpha_bar[0]), math.sqrt(alpha_bar[-1])
+        alpha_bar = [((math.sqrt(a) - last) * first / (first - last)) ** 2 for a in alpha_bar]
+    return tuple(math.log(a) - math.log1p(-a) if a > 0 else -math.inf for a in alpha_bar)
+
+
+@cache
+def _table_like(schedule: _DDPM, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The table where it is needed; kept there, as copying it at every step would wait for the device."""
+    return schedule.table().to(dtype).to(device)  # in this order: some devices have no float64
+
+
+def trailing(schedule: Callable[[Tensor], Tensor], steps: int) -> Tensor:
+    """Logsnr at u = 1 (that is, LAST), 1 - 1 / steps, ..., 1 / steps; float64 [steps]."""
+    import torch
+
+    u = 1 - torch.arange(steps, dtype=torch.float64) / steps
+    return schedule(u.clamp(max=LAST))

@@ -1,0 +1,100 @@
+"""A diffusion: path, schedule, target and weighting joined, and what follows from them at any noise level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from unfog.diffusion.noise import VE, VP, Cosine, Path, Schedule
+from unfog.diffusion.target import Eps, Target, V, invert
+from unfog.diffusion.weighting import Plain, Weighting
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Network = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
+"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W]."""
+
+LOWEST_LOGSNR = -80.0
+"""Logsnr below which float32 no longer holds the signal: alpha is zero, or sigma infinite."""
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Any path, schedule, target and weighting; what cannot be inverted somewhere on the schedule is refused.
+
+    Images are float tensors [B, C, H, W] in [-1, 1], noise levels are logsnr [B].
+
+    Raises:
+        RequestError: The combination cannot be trained or sampled, with the reason and a remedy.
+    """
+
+    path: Path = field(default_factory=VP)
+    """How image and noise are mixed."""
+    schedule: Schedule = field(default_factory=Cosine)
+    """Which noise levels are trained and sampled."""
+    target: Target = field(default_factory=V)
+    """What the network predicts; v is well behaved at every level."""
+    weighting: Weighting = field(default_factory=Plain)
+    """How much each noise level counts."""
+    sigma_data: float = 0.5
+    """Standard deviation of the images in [-1, 1] scale; 0.5 fits natural ones (EDM)."""
+    conditioning: Literal["timestep", "logsnr"] = "timestep"
+    """What the network is told: the timestep, 0 to T (1000 if continuous), or EDM's ln(sigma) / 4."""
+    scale_input: bool = False
+    """Show the network x_t at unit variance (EDM's c_in) rather than as it is; what VE needs."""
+
+    def __post_init__(self) -> None:
+        if not self.sigma_data > 0:
+            raise RequestError(f"sigma_data = {self.sigma_data}: must be above 0; 0.5 fits natural images")
+        if self.schedule.limits()[0] > LOWEST_LOGSNR:
+            return
+        ends = f"the {self.schedule.kind} schedule ends in pure noise (alpha = 0)"
+        if isinstance(self.path, VE):
+            raise RequestError(f"{ends}, where the ve path's sigma is infinite; use the vp or flow path")
+        if isinstance(self.target, Eps):
+            raise RequestError(f"{ends}, where the noise says nothing of the image; use the v target")
+        if self.conditioning == "logsnr":
+            raise RequestError(f"{ends}, where logsnr is infinite; use timestep conditioning")
+
+    def add_noise(self, x0: Tensor, eps: Tensor, logsnr: Tensor) -> Tensor:
+        """x_t = alpha x0 + sigma eps."""
+        alpha, sigma = self.path(_per_image(logsnr))
+        return alpha * x0 + sigma * eps
+
+    def network_input(self, x_t: Tensor, logsnr: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network is shown: (x_t, scaled if so set, and c_noise [B])."""
+        if self.scale_input:
+            alpha, sigma = self.path(_per_image(logsnr))
+            x_t = x_t / (sigma.square() + (self.sigma_data * alpha).square()).sqrt()
+        if self.conditioning == "logsnr":
+            return x_t, -logsnr / 8  # ln(sigma / alpha) / 4 (EDM, Table 1)
+        return x_t, (self.schedule.steps or 1000) * self.schedule.quantile(logsnr)
+
+    def network_target(self, x0: Tensor, eps: Tensor, logsnr: Tensor) -> Tensor:
+        """What the network should answer: y = a x0 + b eps."""
+        a, b = self.target(*self.path(_per_image(logsnr)), self.sigma_data)
+        return a * x0 + b * eps
+
+    def recover(self, y: Tensor, x_t: Tensor, logsnr: Tensor) -> tuple[Tensor, Tensor]:
+        """The (x0, eps) that the network's answer y means for x_t."""
+        alpha, sigma = self.path(_per_image(logsnr))
+        return invert(y, x_t, *self.target(alpha, sigma, self.sigma_data), alpha, sigma)
+
+    def weight(self, logsnr: Tensor) -> Tensor:
+        """Weight [B] on the squared error of the network's output.
+
+        At fixed x_t an error dy moves x0 by -(sigma / det) dy, so that a weight on x0 counts (sigma / det)^2
+        times as much on y. Dividing by `own` keeps this finite at both ends.
+        """
+        alpha, sigma = self.path(logsnr)
+        a, b = self.target(alpha, sigma, self.sigma_data)
+        own = ((alpha * b - sigma * a) / sigma).square()
+        return self.weighting(logsnr, own, self.sigma_data) / own
+
+
+def _per_image(logsnr: Tensor) -> Tensor:
+    """[B] -> [B, 1, 1, 1]."""
+    return logsnr[:, None, None, None]

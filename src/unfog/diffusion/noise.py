@@ -1,0 +1,180 @@
+"""Noise levels: paths say how image and noise are mixed, schedules say which levels are visited.
+
+A *path* maps logsnr to the pair (alpha, sigma) of x_t = alpha x0 + sigma eps. A *schedule* maps a quantile u,
+from 0 (clean) to 1 (noisy), to logsnr; `quantile` maps it back. Training draws u; sampling walks `levels`.
+Both are elementwise, on tensors of any shape and floating type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from unfog.diffusion.ddpm import LAST, Cosine, Linear, trailing
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "EDM_LIMITS",
+    "PATHS",
+    "SCHEDULES",
+    "VE",
+    "VP",
+    "Cosine",
+    "Flow",
+    "FlowUniform",
+    "Linear",
+    "LogNormal",
+    "LogitNormal",
+    "Path",
+    "Schedule",
+    "karras",
+]
+
+
+@dataclass(frozen=True)
+class VP:
+    """Variance preserving: alpha^2 + sigma^2 = 1 (DDPM; Song et al. 2021)."""
+
+    kind: ClassVar[str] = "vp"
+
+    def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
+        """Logsnr -> (alpha, sigma), both in [0, 1]."""
+        return logsnr.sigmoid().sqrt(), (-logsnr).sigmoid().sqrt()
+
+
+@dataclass(frozen=True)
+class VE:
+    """Variance exploding: alpha = 1 and sigma grows (EDM)."""
+
+    kind: ClassVar[str] = "ve"
+
+    def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
+        """Logsnr -> (1, sigma)."""
+        return logsnr.new_ones(logsnr.shape), (-logsnr / 2).exp()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Straight line from image to noise: alpha = 1 - t, sigma = t (rectified flow, flow matching)."""
+
+    kind: ClassVar[str] = "flow"
+
+    def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
+        """Logsnr -> (1 - t, t), both in [0, 1]."""
+        return (logsnr / 2).sigmoid(), (-logsnr / 2).sigmoid()
+
+
+class _Normal:
+    """What `LogNormal` and `LogitNormal` share: ln(sigma / alpha) is normally distributed."""
+
+    steps: ClassVar[int] = 0
+    mean: float
+    std: float
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Quantile u in (0, 1) -> logsnr = -2 ln(sigma / alpha)."""
+        normal = math.sqrt(2) * (2 * u - 1).erfinv()
+        return -2 * (self.mean + self.std * normal)
+
+    def quantile(self, logsnr: Tensor) -> Tensor:
+        """Logsnr -> u."""
+        normal = (-logsnr / 2 - self.mean) / self.std
+        return ((normal / math.sqrt(2)).erf() + 1) / 2
+
+    def __post_init__(self) -> None:
+        if not self.std > 0:
+            raise RequestError(f"std = {self.std}: must be above 0, for example 1")
+
+
+@dataclass(frozen=True)
+class LogNormal(_Normal):
+    """ln sigma ~ N(mean, std^2) (EDM, Table 1)."""
+
+    kind: ClassVar[str] = "lognormal"
+    mean: float = -1.2
+    """Mean of ln(sigma / alpha); EDM's, for 32 to 64 pixels."""
+    std: float = 1.2
+    """Standard deviation of ln(sigma / alpha)."""
+
+    def limits(self) -> tuple[float, float]:
+        """(noisiest, cleanest) logsnr: sigma = 80 and 0.002 (EDM, Table 1)."""
+        return EDM_LIMITS
+
+    def levels(self, steps: int) -> Tensor:
+        """EDM's own time steps (eq. 5), float64 [steps], noisiest first."""
+        return karras(steps, *self.limits())
+
+
+@dataclass(frozen=True)
+class LogitNormal(_Normal):
+    """logit t ~ N(mean, std^2) (Esser et al. 2024): also log-normal, as logit t = ln(sigma / alpha)."""
+
+    kind: ClassVar[str] = "logitnormal"
+    mean: float = 0.0
+    """Mean of logit t; above 0 favours noisy levels."""
+    std: float = 1.0
+    """Standard deviation of logit t."""
+
+    def limits(self) -> tuple[float, float]:
+        """(noisiest, cleanest) logsnr: t = 0.999 and 0.001."""
+        return FlowUniform().limits()
+
+    def levels(self, steps: int) -> Tensor:
+        """Logsnr of evenly spaced t, float64 [steps], noisiest first: only training favours the middle."""
+        return FlowUniform().levels(steps)
+
+
+@dataclass(frozen=True)
+class FlowUniform:
+    """t uniform (flow matching), moved towards noise by `shift` (Esser et al. 2024, eq. 23).
+
+    t = shift u / (1 + (shift - 1) u), which is t / (1 - t) = shift u / (1 - u).
+    """
+
+    kind: ClassVar[str] = "flow"
+    steps: ClassVar[int] = 0
+    shift: float = 1.0
+    """1 is uniform; larger images want more, about sqrt(pixels / (64 * 64))."""
+
+    def __post_init__(self) -> None:
+        if not self.shift > 0:
+            raise RequestError(f"shift = {self.shift}: must be above 0; 1 leaves t uniform")
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Quantile u in (0, 1) -> logsnr = 2 ln((1 - t) / t)."""
+        return -2 * (u.logit() + math.log(self.shift))
+
+    def quantile(self, logsnr: Tensor) -> Tensor:
+        """Logsnr -> u."""
+        return (-logsnr / 2 - math.log(self.shift)).sigmoid()
+
+    def limits(self) -> tuple[float, float]:
+        """(noisiest, cleanest) logsnr: u = 0.999 and 0.001."""
+        reach, middle = 2 * math.log(LAST / (1 - LAST)), -2 * math.log(self.shift)
+        return middle - reach, middle + reach
+
+    def levels(self, steps: int) -> Tensor:
+        """Logsnr of evenly spaced u, float64 [steps], noisiest first."""
+        return trailing(self, steps)
+
+
+EDM_LIMITS = (-2 * math.log(80), -2 * math.log(0.002))
+"""(noisiest, cleanest) logsnr of EDM's sampling: beyond it is nothing to see and nothing to gain."""
+
+
+def karras(steps: int, noisiest: float, cleanest: float, rho: float = 7.0) -> Tensor:
+    """Logsnr evenly spaced in (sigma / alpha)^(1 / rho), float64 [steps], noisiest first (EDM, eq. 5)."""
+    import torch
+
+    first, last = (math.exp(-logsnr / 2 / rho) for logsnr in (noisiest, cleanest))
+    return -2 * rho * torch.linspace(first, last, steps, dtype=torch.float64).log()
+
+
+Path = VP | VE | Flow
+PATHS = (VP, VE, Flow)
+Schedule = Linear | Cosine | LogNormal | LogitNormal | FlowUniform
+SCHEDULES = (Linear, Cosine, LogNormal, LogitNormal, FlowUniform)

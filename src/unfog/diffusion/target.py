@@ -1,0 +1,79 @@
+"""What the network predicts: two numbers a and b, y = a x0 + b eps.
+
+With x_t = alpha x0 + sigma eps this makes two linear equations in (x0, eps), which `invert` solves wherever
+their determinant alpha b - sigma a is not zero. `sigma_data`, the data's deviation, is for EDM's target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Eps:
+    """The noise (DDPM)."""
+
+    kind: ClassVar[str] = "eps"
+
+    def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        """(a, b) = (0, 1)."""
+        return alpha.new_zeros(alpha.shape), alpha.new_ones(alpha.shape)
+
+
+@dataclass(frozen=True)
+class X0:
+    """The clean image."""
+
+    kind: ClassVar[str] = "x0"
+
+    def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        """(a, b) = (1, 0)."""
+        return alpha.new_ones(alpha.shape), alpha.new_zeros(alpha.shape)
+
+
+@dataclass(frozen=True)
+class V:
+    """v = alpha eps - sigma x0 (Salimans & Ho 2022), on any path; defined even where x_t is pure noise."""
+
+    kind: ClassVar[str] = "v"
+
+    def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        """(a, b) = (-sigma, alpha)."""
+        return -sigma, alpha
+
+
+@dataclass(frozen=True)
+class FlowVelocity:
+    """eps - x0, the velocity dx_t / dt of the flow path (Lipman et al. 2023; Liu et al. 2023)."""
+
+    kind: ClassVar[str] = "flow"
+
+    def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        """(a, b) = (-1, 1)."""
+        return -alpha.new_ones(alpha.shape), alpha.new_ones(alpha.shape)
+
+
+@dataclass(frozen=True)
+class EdmF:
+    """EDM's F (eq. 7 and 8), of unit variance at every level; -v on the VP path with sigma_data 1."""
+
+    kind: ClassVar[str] = "edm"
+
+    def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
+        """(a, b) = (sigma / sigma_data, -sigma_data alpha) / sqrt(sigma^2 + sigma_data^2 alpha^2)."""
+        norm = (sigma.square() + (sigma_data * alpha).square()).sqrt()
+        return sigma / (sigma_data * norm), -sigma_data * alpha / norm
+
+
+def invert(y: Tensor, x_t: Tensor, a: Tensor, b: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve y = a x0 + b eps and x_t = alpha x0 + sigma eps for (x0, eps). All arguments broadcast."""
+    det = alpha * b - sigma * a
+    return (b * x_t - sigma * y) / det, (alpha * y - a * x_t) / det
+
+
+Target = Eps | X0 | V | FlowVelocity | EdmF
+TARGETS = (Eps, X0, V, FlowVelocity, EdmF)

@@ -1,0 +1,251 @@
+"""Our U-Net as diffusers' `UNet2DModel` and back: configuration and weights, both pure renamings.
+
+Nothing here imports diffusers; `UNet2DModel(**config).load_state_dict(state)` is the caller's line. What has no
+equivalent is refused. `num_class_embeds` is our `num_classes + 1`, for the null class has the last row; an exported
+network must therefore be given labels, `num_classes` meaning none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unfog.errors import RequestError
+from unfog.models.settings import UNet
+
+# What diffusers 0.42 assumes where a configuration is silent.
+_DEFAULTS: dict[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "block_out_channels": (224, 448, 672, 896),
+    "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    "add_attention": True,
+    "attention_head_dim": 8,
+    "attn_norm_num_groups": None,
+    "dropout": 0.0,
+    "norm_num_groups": 32,
+    "norm_eps": 1e-5,
+    "resnet_time_scale_shift": "default",
+    "freq_shift": 0,
+    "flip_sin_to_cos": True,
+    "downsample_padding": 1,
+    "num_class_embeds": None,
+}
+# The values, diffusers' default first, of what our network has in one form only; then what changes no output.
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "center_input_sample": (False,),
+    "time_embedding_type": ("positional",),
+    "time_embedding_dim": (None,),
+    "mid_block_type": ("UNetMidBlock2D",),
+    "mid_block_scale_factor": (1,),
+    "downsample_type": ("conv",),
+    "upsample_type": ("conv",),
+    "act_fn": ("silu", "swish"),
+    "class_embed_type": (None,),
+    "resnet_time_scale_shift": ("default", "scale_shift"),
+}
+_WITHOUT_EFFECT = {"sample_size", "num_train_timesteps"}
+
+# Names of modules, ours and theirs; "#" stands for an index.
+_RESIDUAL = {
+    "norm1": "norm1",
+    "conv1": "conv1",
+    "condition": "time_emb_proj",
+    "norm2": "norm2",
+    "conv2": "conv2",
+    "shortcut": "conv_shortcut",
+}
+_ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
+_NAMES = {
+    "conv_in": "conv_in",
+    "time_embedding.0": "time_embedding.linear_1",
+    "time_embedding.2": "time_embedding.linear_2",
+    "class_embedding": "class_embedding",
+    "down.#.resample.conv": "down_blocks.#.downsamplers.0.conv",
+    "up.#.resample.conv": "up_blocks.#.upsamplers.0.conv",
+    "norm_out": "conv_norm_out",
+    "conv_out": "conv_out",
+}
+for _ours, _theirs in {"down.#.blocks": "down_blocks.#", "up.#.blocks": "up_blocks.#", "mid": "mid_block"}.items():
+    _NAMES |= {f"{_ours}.#.residual.{a}": f"{_theirs}.resnets.#.{b}" for a, b in _RESIDUAL.items()}
+    _NAMES |= {f"{_ours}.#.attention.{a}": f"{_theirs}.attentions.#.{b}" for a, b in _ATTENTION.items()}
+
+
+class Network(NamedTuple):
+    """Everything that `UNetModel(settings, image_channels, num_classes).load_state_dict(state)` needs."""
+
+    settings: UNet
+    image_channels: int
+    num_classes: int
+    state: dict[str, Tensor]
+
+
+def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
+
+    Raises:
+        RequestError: a setting has no equivalent.
+    """
+    settings = network.settings
+    if settings.time_scale != 1:
+        raise RequestError(
+            f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
+            "export with --format safetensors"
+        )
+    down = ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention]
+    up = ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)]
+    config = {
+        "sample_size": size,
+        "in_channels": network.image_channels,
+        "out_channels": network.image_channels,
+        "block_out_channels": list(settings.channels),
+        "layers_per_block": settings.blocks,
+        "down_block_types": down,
+        "up_block_types": up,
+        "add_attention": settings.mid_attention,
+        "attention_head_dim": settings.head_channels or None,
+        # Left out, scale_shift would take the normalisation off the attention in the middle, and there only.
+        "attn_norm_num_groups": settings.norm_groups if settings.scale_shift else None,
+        "dropout": settings.dropout,
+        "norm_num_groups": settings.norm_groups,
+        "norm_eps": settings.norm_eps,
+        "resnet_time_scale_shift": "scale_shift" if settings.scale_shift else "default",
+        "freq_shift": settings.freq_shift,
+        "flip_sin_to_cos": settings.flip_sin_to_cos,
+        "downsample_padding": settings.downsample_padding,
+        "num_class_embeds": network.num_classes + 1 if network.num_classes else None,
+    }
+    return config, to_unet2d_state(network.state)
+
+
+def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_class: bool = True) -> Network:
+    """Return our form of a `UNet2DModel`, from its configuration (config.json) and state dict.
+
+    Args:
+        config: keys left out have diffusers' defaults.
+        state: in the names that current diffusers saves.
+        null_class: whether the last row of a class embedding is the null class, as in what Unfog exports. False
+            adds one, the mean of all rows: something to start from, which label dropout then trains.
+
+    Raises:
+        RequestError: the configuration or a weight has no equivalent.
+    """
+    settings, image_channels, rows = _settings(config)
+    ours = from_unet2d_state(state)
+    if rows is not None and not null_class:
+        classes = ours["class_embedding.weight"]
+        ours["class_embedding.weight"] = torch.cat([classes, classes.mean(dim=0, keepdim=True)])
+        rows += 1
+    if rows == 1:
+        raise RequestError("num_class_embeds = 1 leaves no class beside the null class; pass null_class=False")
+    return Network(settings, image_channels, rows - 1 if rows else 0, ours)
+
+
+def to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of a `UNetModel` to `UNet2DModel`'s names; query, key and value become three."""
+    split: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        if ".qkv." in key:
+            for letter, part in zip("qkv", tensor.chunk(3)):
+                split[key.replace(".qkv.", f".{letter}.")] = part.clone()
+        else:
+            split[key] = tensor
+    return {_rename(key, _TO_THEIRS): tensor for key, tensor in split.items()}
+
+
+def from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of a `UNet2DModel` to `UNetModel`'s names; query, key and value become one."""
+    split = {_rename(key, _TO_OURS): tensor for key, tensor in state.items()}
+    merged: dict[str, Tensor] = {}
+    for key, tensor in split.items():
+        if ".attention.q." in key:
+            parts = [split[key.replace(".q.", f".{letter}.")] for letter in "qkv"]
+            merged[key.replace(".q.", ".qkv.")] = torch.cat(parts)
+        elif ".attention.k." not in key and ".attention.v." not in key:
+            merged[key] = tensor
+    return merged
+
+
+def _settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
+    """Return settings, image channels and rows of the class embedding, or refuse what we cannot build."""
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    for key in given.keys() - _DEFAULTS.keys() - _ACCEPTED.keys() - _WITHOUT_EFFECT:
+        raise _no_equivalent(key, given[key], "nothing known by that name")
+    for key, accepted in _ACCEPTED.items():
+        if key in given and given[key] not in accepted:
+            raise _no_equivalent(key, given[key], " or ".join(map(repr, accepted)))
+    full = _DEFAULTS | given
+    if full["in_channels"] != full["out_channels"]:
+        raise _no_equivalent("out_channels", full["out_channels"], f"in_channels = {full['in_channels']}")
+    attention = _attention(full)
+    scale_shift = full["resnet_time_scale_shift"] == "scale_shift"
+    middle_groups = full["attn_norm_num_groups"] or (None if scale_shift else full["norm_num_groups"])
+    if full["add_attention"] and middle_groups != full["norm_num_groups"]:
+        raise _no_equivalent(
+            "attn_norm_num_groups", full["attn_norm_num_groups"], f"norm_num_groups = {full['norm_num_groups']}"
+        )
+    settings = UNet(
+        channels=tuple(full["block_out_channels"]),
+        blocks=full["layers_per_block"],
+        attention=attention,
+        mid_attention=full["add_attention"],
+        head_channels=full["attention_head_dim"] or 0,
+        dropout=full["dropout"],
+        norm_groups=full["norm_num_groups"],
+        norm_eps=full["norm_eps"],
+        scale_shift=scale_shift,
+        freq_shift=full["freq_shift"],
+        flip_sin_to_cos=full["flip_sin_to_cos"],
+        downsample_padding=full["downsample_padding"],
+    )
+    return settings, full["in_channels"], full["num_class_embeds"]
+
+
+def _attention(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which levels attend, from the types of the blocks down, which the blocks up must mirror."""
+    down, up = config["down_block_types"], config["up_block_types"]
+    for kind in down:
+        if kind not in ("DownBlock2D", "AttnDownBlock2D"):
+            raise _no_equivalent("down_block_types", list(down), "DownBlock2D or AttnDownBlock2D")
+    mirrored = [kind.replace("Down", "Up") for kind in reversed(down)]
+    if list(up) != mirrored:
+        raise _no_equivalent("up_block_types", list(up), f"the mirror of the way down, {mirrored}")
+    return tuple(kind == "AttnDownBlock2D" for kind in down)
+
+
+def _no_equivalent(key: str, value: object, rule: str) -> RequestError:
+    return RequestError(f"UNet2DModel's {key} = {value!r} has no equivalent here; we can build {rule}")
+
+
+_Rules = list[tuple[re.Pattern[str], str]]
+
+
+def _rules(names: Mapping[str, str]) -> _Rules:
+    """Return for each name a pattern of the keys under it, and the name to give them."""
+    return [
+        (re.compile(re.escape(old).replace(r"\#", r"(\d+)") + r"\.(weight|bias)"), new + ".#")
+        for old, new in names.items()
+    ]
+
+
+_TO_THEIRS = _rules(_NAMES)
+_TO_OURS = _rules({theirs: ours for ours, theirs in _NAMES.items()})
+
+
+def _rename(key: str, rules: _Rules) -> str:
+    """Return the new name of one weight, its indices in the same order."""
+    for pattern, new in rules:
+        if match := pattern.fullmatch(key):
+            for part in match.groups():
+                new = new.replace("#", part, 1)
+            return new
+    raise RequestError(
+        f"weight {key!r} has no equivalent; if it comes from an old file of diffusers, load that with "
+        "UNet2DModel.from_pretrained and save it again"
+    )

@@ -1,0 +1,166 @@
+"""The layers of the U-Net. Images are [B, C, H, W]; `embedding` is the activated condition, [B, E]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unfog.models.settings import UNet
+
+
+def sinusoids(position: Tensor, width: int, freq_shift: int = 0, flip_sin_to_cos: bool = True) -> Tensor:
+    """Sinusoidal embedding of `position` [B] -> [B, width], float32 whatever the autocast (DDPM, appendix B).
+
+    Frequencies fall from 1 to 1/10000. An odd `width` ends with a zero.
+    """
+    half = width // 2
+    exponent = -math.log(10_000) * torch.arange(half, dtype=torch.float32, device=position.device)
+    angle = position.float()[:, None] * (exponent / (half - freq_shift)).exp()
+    first, second = (angle.cos(), angle.sin()) if flip_sin_to_cos else (angle.sin(), angle.cos())
+    return F.pad(torch.cat([first, second], dim=1), (0, width % 2))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for q, k, v of [B, heads, N, D] (Vaswani et al. 2017, eq. 1)."""
+    # The CPU's fused kernel has a 16-bit backward six times slower than its float32 one.
+    if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        mixed: Tensor = scores.softmax(dim=-1).to(v.dtype) @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v)
+    return mixed
+
+
+def zero_(module: nn.Conv2d | nn.Linear) -> None:
+    """Set weights and bias to zero, so that a branch that ends in this module begins as nothing."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions around a condition: [B, in, H, W], [B, E] -> [B, out, H, W].
+
+    Begins as its shortcut alone.
+    """
+
+    def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int):
+        super().__init__()
+        self.scale_shift = settings.scale_shift
+        self.norm1 = nn.GroupNorm(settings.norm_groups, in_channels, settings.norm_eps)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.condition = nn.Linear(width, 2 * out_channels if settings.scale_shift else out_channels)
+        self.norm2 = nn.GroupNorm(settings.norm_groups, out_channels, settings.norm_eps)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+        zero_(self.conv2)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """Return the shortcut of `x` plus the conditioned branch."""
+        condition: Tensor = self.condition(embedding)[:, :, None, None]
+        h: Tensor = self.conv1(F.silu(self.norm1(x)))
+        if self.scale_shift:
+            scale, shift = condition.chunk(2, dim=1)
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + condition)
+        output: Tensor = self.shortcut(x) + self.conv2(self.dropout(F.silu(h)))
+        return output
+
+
+class SelfAttention(nn.Module):
+    """Residual self-attention over the pixels of [B, C, H, W]. Begins as the identity."""
+
+    def __init__(self, settings: UNet, channels: int):
+        super().__init__()
+        self.heads = channels // (settings.head_channels or channels)
+        self.norm = nn.GroupNorm(settings.norm_groups, channels, settings.norm_eps)
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.out = nn.Linear(channels, channels)
+        zero_(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what its pixels gather from each other."""
+        pixels = self.norm(x).flatten(2).transpose(1, 2)  # [B, N, C]
+        qkv: Tensor = self.qkv(pixels).unflatten(2, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, N, D]
+        mixed: Tensor = self.out(attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
+class Block(nn.Module):
+    """A residual block, and self-attention after it where asked: [B, in, H, W], [B, E] -> [B, out, H, W]."""
+
+    def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool):
+        super().__init__()
+        self.residual = ResidualBlock(settings, in_channels, out_channels, width)
+        self.attention = SelfAttention(settings, out_channels) if attends else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """Condition `x`, then let its pixels attend."""
+        output: Tensor = self.attention(self.residual(x, embedding))
+        return output
+
+
+class Downsample(nn.Module):
+    """Strided 3x3 convolution, [B, C, H, W] -> [B, C, H/2, W/2]; both sides must be even."""
+
+    def __init__(self, settings: UNet, channels: int):
+        super().__init__()
+        self.right_below = settings.downsample_padding == 0
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Halve height and width."""
+        output: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)) if self.right_below else x)
+        return output
+
+
+class Upsample(nn.Module):
+    """Repeated pixels, then a 3x3 convolution, [B, C, H, W] -> [B, C, 2H, 2W]."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Double height and width."""
+        output: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return output
+
+
+class DownLevel(nn.Module):
+    """The blocks of one resolution on the way down, then the step to the next (None at the lowest)."""
+
+    def __init__(self, blocks: list[Block], resample: Downsample | None):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.resample = resample
+
+    def forward(self, x: Tensor, embedding: Tensor) -> list[Tensor]:
+        """Return what each block and the step made: skip connections, the last also the way on."""
+        outputs = [x]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1], embedding))
+        if self.resample is not None:
+            outputs.append(self.resample(outputs[-1]))
+        return outputs[1:]
+
+
+class UpLevel(nn.Module):
+    """The blocks of one resolution on the way up, then the step to the next (None at the highest)."""
+
+    def __init__(self, blocks: list[Block], resample: Upsample | None):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.resample = resample
+
+    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor) -> Tensor:
+        """Take the newest of `skips` off the list for each block; return the next level's input."""
+        for block in self.blocks:
+            x = block(torch.cat([x, skips.pop()], dim=1), embedding)
+        return x if self.resample is None else self.resample(x)

@@ -1,0 +1,212 @@
+"""Line charts as inline SVG: no script, no file beside them, colours for a light and for a dark page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Series = Mapping[str, tuple[Sequence[float] | Floats, Sequence[float] | Floats]]
+
+POINTS = 1000  # a line is thinned to about so many
+_DOTTED = 24  # a line of so few points shows them
+_WIDTH, _HEIGHT = 520, 290  # on a phone the text is still readable
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46
+# Okabe and Ito's blue, orange, green and purple, moved to contrast with white and with black alike.
+_COLOURS = ("#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#8a8f98")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values in [low, high] to pixels in [start, end], through log10 when `log`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, values: Floats) -> Floats:
+        """Values to pixels; nan where the axis cannot show a value."""
+        if self.log:
+            values = np.log10(np.where(values > 0, values, np.nan))
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        return self.start + (values - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Round values on the axis, some four to eight of them."""
+        return _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
+
+
+def line_chart(
+    series: Series,
+    x_label: str,
+    y_label: str,
+    log_y: bool = False,
+    zero_y: bool = False,
+    title: str = "",
+    faint: Collection[str] = (),
+) -> str:
+    """Draw series, name -> (x, y), as one `<svg>` element; "" where there is no point to show.
+
+    A nan or infinite y, or one that is not positive where `log_y`, is a gap. `zero_y`: the y axis begins at
+    zero. `faint` series are drawn pale, in the colour of the series after them (the raw values under their
+    smoothed line). `title` is read by screen readers, and defaults to "y over x".
+    """
+    lines = {name: _points(x, y, log_y) for name, (x, y) in series.items()}
+    lines = {name: xy for name, xy in lines.items() if np.isfinite(xy[1]).any()}
+    if not lines:
+        return ""
+    shown = [xy[:, np.isfinite(xy[1])] for xy in lines.values()]
+    x_axis = Axis(*_limits(np.concatenate([xy[0] for xy in shown])), _LEFT, _WIDTH - _RIGHT)
+    y_values = np.concatenate([xy[1] for xy in shown])
+    low, high = _limits(y_values, margin=0.06, log=log_y)
+    if zero_y and y_values.min() >= 0:
+        low = 0.0
+    y_axis = Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
+    colours = _colours(list(lines), faint)
+    body = [_frame(x_axis, y_axis, x_label, y_label)]
+    for name, (x, y) in lines.items():
+        body.append(_line(x_axis(x), y_axis(y), x, y, name, colours[name], name in faint))
+    if len(lines) > 1:
+        body.append(_legend(colours, faint))
+    name = escape(title or f"{y_label} over {x_label}")
+    return (
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}" '
+        f'font-family="system-ui, sans-serif" font-size="12" fill="currentColor"><title>{name}</title>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def _points(x: Sequence[float] | Floats, y: Sequence[float] | Floats, log: bool) -> Floats:
+    """[2, n]: x and y, a gap wherever a value cannot be shown, thinned."""
+    points = np.array([np.asarray(x, np.float64), np.asarray(y, np.float64)])
+    points = points[:, np.isfinite(points[0])]
+    visible = np.isfinite(points[1]) & ((points[1] > 0) | (not log))
+    points[1, ~visible] = np.nan
+    return _thinned(points)
+
+
+def _thinned(points: Floats) -> Floats:
+    """Keep the lowest and the highest point of each stretch, so that no spike is lost; a gap stays a gap."""
+    count = points.shape[1]
+    if count <= POINTS:
+        return points
+    edges = np.linspace(0, count, POINTS // 2 + 1).astype(int)
+    keep: list[int] = []
+    for first, last in pairwise(edges):
+        y = points[1, first:last]
+        if np.isnan(y).all():
+            keep.append(int(first))
+        else:
+            keep += sorted({int(first + np.nanargmin(y)), int(first + np.nanargmax(y))})
+    return points[:, keep]
+
+
+def _limits(values: Floats, margin: float = 0.0, log: bool = False) -> tuple[float, float]:
+    """Lowest and highest value with a margin (a share of their distance); never the same."""
+    if log:
+        low, high = _limits(np.log10(values), margin)
+        return 10**low, 10**high
+    low, high = float(values.min()), float(values.max())
+    spread = high - low
+    if spread <= 1e-9 * max(abs(low), abs(high)):
+        pad = 0.5 * abs(high) or 0.5
+        return low - pad, high + pad
+    return low - margin * spread, high + margin * spread
+
+
+def _linear_ticks(low: float, high: float) -> list[float]:
+    rough = (high - low) / 5
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= rough)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= 3:
+            return ticks[:: math.ceil(len(ticks) / 9)]
+    return _linear_ticks(low, high)  # a small part of a decade: nearly linear
+
+
+def _number(value: float) -> str:
+    """A tick's text: 1.5e-4, 0.05, 1,500, 20k, 3M."""
+    if abs(value) < 1e-3:
+        digits, exponent = f"{value:.3e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}" if value else "0"
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if suffix == 'k' else size):,.4g}{suffix}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> str:
+    left, right, top, bottom = _LEFT, _WIDTH - _RIGHT, y_axis.end, _HEIGHT - _BOTTOM
+    parts = [f'<g stroke="currentColor"><path stroke-opacity="0.45" d="M{left} {bottom}H{right}"/>']
+    y_ticks, x_ticks = np.array(y_axis.ticks()), np.array(x_axis.ticks())
+    parts += [f'<path stroke-opacity="0.13" d="M{left} {y:.1f}H{right}"/>' for y in y_axis(y_ticks)]
+    parts += [f'<path stroke-opacity="0.45" d="M{x:.1f} {bottom}v4"/>' for x in x_axis(x_ticks)]
+    parts.append('</g><g fill-opacity="0.75">')
+    for value, y in zip(y_ticks, y_axis(y_ticks)):
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
+    for value, x in zip(x_ticks, x_axis(x_ticks)):
+        anchor = "end" if x > right - 12 else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{_number(value)}</text>')
+    middle = (left + right) / 2
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    middle = (top + bottom) / 2
+    turned = f'transform="translate(13 {middle}) rotate(-90)"'
+    parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text>')
+    return "".join(parts) + "</g>"
+
+
+def _line(x: Floats, y: Floats, x_values: Floats, y_values: Floats, name: str, colour: str, pale: bool) -> str:
+    """The line through pixels (x, y), broken at gaps; dots where points are few or stand alone."""
+    seen = np.isfinite(y)
+    begins = seen & ~np.concatenate([[False], seen[:-1]])
+    ends = seen & ~np.concatenate([seen[1:], [False]])
+    path = "".join(f"{'M' if begin else 'L'}{px:.1f} {py:.1f}" for px, py, begin in zip(x[seen], y[seen], begins[seen]))
+    width, opacity = (1, 0.5) if pale else (2, 1)
+    parts = [
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-opacity="{opacity}" '
+        'stroke-linejoin="round"/>'
+    ]
+    dots = seen if seen.sum() <= _DOTTED else begins & ends
+    for i in np.flatnonzero(dots):
+        text = escape(f"{name}: {_number(y_values[i])} at {_number(x_values[i])}")
+        parts.append(
+            f'<circle cx="{x[i]:.1f}" cy="{y[i]:.1f}" r="3" fill="{colour}" fill-opacity="{opacity}">'
+            f"<title>{text}</title></circle>"
+        )
+    return "".join(parts)
+
+
+def _legend(colours: Mapping[str, str], faint: Collection[str]) -> str:
+    parts, x = [], float(_LEFT)
+    for name, colour in colours.items():
+        opacity = 0.5 if name in faint else 1
+        parts.append(
+            f'<path d="M{x:.0f} 14h18" stroke="{colour}" stroke-width="3" stroke-opacity="{opacity}"/>'
+            f'<text x="{x + 24:.0f}" y="18">{escape(name)}</text>'
+        )
+        x += 46 + 6.5 * len(name)
+    return "".join(parts)
+
+
+def _colours(names: Sequence[str], faint: Collection[str]) -> dict[str, str]:
+    """A colour for each name; a faint one shares that of the next."""
+    colours, index = {}, 0
+    for name in names:
+        colours[name] = _COLOURS[index % len(_COLOURS)]
+        index += name not in faint
+    return colours

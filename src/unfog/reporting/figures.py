@@ -1,0 +1,156 @@
+"""Pictures of pictures: the sample grid, the denoising strip, and PNG files that are whole or absent."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from unfog.reporting.records import write_atomic
+
+Pixels = npt.NDArray[np.uint8]
+
+_CELL = 128  # pixels that a small picture is enlarged to, at most, so that a person sees something
+_PAPER, _INK = 255, 64
+_FONT_SIZE = 12
+
+
+def grid(
+    images: Pixels,
+    columns: int | None = None,
+    scale: int | None = None,
+    gap: int = 2,
+    labels: Sequence[str] | None = None,
+) -> Pixels:
+    """Lay out uint8 [N, H, W] or [N, H, W, C], C = 1 (grey) or 3 (RGB), in one picture uint8 [H', W', 3].
+
+    Row by row in a layout near to a square, or in `columns`. With `labels`, one for each image, every label
+    begins a row, in the order in which labels appear, and is written at the left. Enlarged by the integer
+    `scale`, nearest neighbour; None: as far as a cell stays within 128 pixels. `gap`: white pixels between.
+    """
+    cells = _enlarged(_rgb(images), scale)
+    if labels is not None and len(labels) != len(cells):
+        raise ValueError(f"{len(labels)} labels for {len(cells)} images")
+    rows = _rows(len(cells), columns, labels)
+    _, height, width, _ = cells.shape
+    across, down = max(map(len, rows)), len(rows)
+    paper = _paper(down * (height + gap) - gap, across * (width + gap) - gap)
+    for i, row in enumerate(rows):
+        for j, index in enumerate(row):
+            y, x = i * (height + gap), j * (width + gap)
+            paper[y : y + height, x : x + width] = cells[index]
+    if labels is None:
+        return paper
+    # A label that needs several rows is written at the first.
+    names = [labels[row[0]] for row in rows]
+    names = [name if i == 0 or name != names[i - 1] else "" for i, name in enumerate(names)]
+    return np.concatenate([_captions(names, height, gap), paper], axis=1)
+
+
+def strip(rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = 2) -> Pixels:
+    """The denoising strip: a column per noise level, captioned, and a named row per kind of picture.
+
+    `rows`: name -> uint8 [L, H, W] or [L, H, W, C], e.g. {"x_t": ..., "predicted x0": ...}, all of one shape;
+    `captions`: L short texts, e.g. "t = 999". Returns uint8 [H', W', 3].
+    """
+    lengths = {len(images) for images in rows.values()}
+    if lengths != {len(captions)}:
+        raise ValueError(f"{len(captions)} captions for rows of {sorted(lengths)} pictures")
+    images = np.concatenate([_rgb(images) for images in rows.values()])
+    names = [name for name in rows for _ in captions]
+    body = grid(images, columns=len(captions), scale=scale, gap=gap, labels=names)
+    cell = _enlarged(images[:1], scale).shape[2]
+    offset = body.shape[1] - len(captions) * (cell + gap) + gap
+    head = Image.fromarray(_paper(_FONT_SIZE + 8, body.shape[1]))
+    draw = ImageDraw.Draw(head)
+    for column, caption in enumerate(captions):
+        centre = offset + column * (cell + gap) + cell / 2
+        draw.text((centre, head.height / 2), _fitted(caption, cell), (_INK,) * 3, _font(), anchor="mm")
+    return np.concatenate([np.asarray(head), body])
+
+
+def png(pixels: Pixels) -> bytes:
+    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG."""
+    encoded = io.BytesIO()
+    array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    Image.fromarray(array).save(encoded, "PNG")
+    return encoded.getvalue()
+
+
+def save_png(path: Path, pixels: Pixels) -> None:
+    """Write uint8 [H, W], [H, W, 1] or [H, W, 3] as a PNG file, whole or not at all; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, png(pixels))
+
+
+def data_uri(path: Path, width: int) -> tuple[str, int] | None:
+    """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable."""
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if image.width <= width:
+                data, across = path.read_bytes(), image.width
+            else:
+                size = (width, max(1, round(image.height * width / image.width)))
+                smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+                data, across = png(np.asarray(smaller)), width
+    except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG chunk
+        return None
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}", across
+
+
+def _rgb(images: Pixels) -> Pixels:
+    if images.dtype != np.uint8 or not len(images):
+        raise ValueError(f"expected at least one uint8 image, got {images.dtype} {list(images.shape)}")
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4 or images.shape[3] not in (1, 3):
+        raise ValueError(f"expected [N, H, W] or [N, H, W, 1 or 3], got {list(images.shape)}")
+    return np.broadcast_to(images, (*images.shape[:3], 3))
+
+
+def _enlarged(images: Pixels, scale: int | None) -> Pixels:
+    factor = max(1, _CELL // max(images.shape[1:3])) if scale is None else scale
+    return images.repeat(factor, axis=1).repeat(factor, axis=2)
+
+
+def _rows(count: int, columns: int | None, labels: Sequence[str] | None) -> list[list[int]]:
+    """The indices of the images in each row."""
+    groups: dict[str, list[int]] = {}
+    for index in range(count):
+        groups.setdefault("" if labels is None else labels[index], []).append(index)
+    if columns is None:
+        # Labels ask for a row each; 12 wide is what a page shows.
+        columns = math.ceil(math.sqrt(count)) if labels is None else 12
+    return [group[i : i + columns] for group in groups.values() for i in range(0, len(group), columns)]
+
+
+def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
+    """Names of rows, at the left of them: uint8 [H, W, 3]."""
+    names = [name if len(name) <= 24 else f"{name[:23]}…" for name in names]
+    width = max(math.ceil(_font().getlength(name)) for name in names) + 12
+    image = Image.fromarray(_paper(len(names) * (height + gap) - gap, width))
+    draw = ImageDraw.Draw(image)
+    for i, name in enumerate(names):
+        draw.text((width - 6, i * (height + gap) + height / 2), name, (_INK,) * 3, _font(), anchor="rm")
+    return np.asarray(image)
+
+
+def _fitted(text: str, width: int) -> str:
+    while len(text) > 1 and _font().getlength(text) > width:
+        text = text[:-1]
+    return text
+
+
+def _paper(height: int, width: int) -> Pixels:
+    return np.full((height, width, 3), _PAPER, np.uint8)
+
+
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(_FONT_SIZE)

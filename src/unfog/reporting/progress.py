@@ -1,0 +1,211 @@
+"""All that is printed: messages, results and progress.
+
+Results (paths, numbers asked for) go to stdout, so that they can be piped; everything said to a person goes
+to stderr. On a terminal, progress is a live line; elsewhere it is plain lines without control characters, at
+a rate that a log file bears. Nothing here runs in a thread: a line moves when its work reports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+_REDRAW = 0.2  # seconds between two drawings of a live line
+_live: Bars | None = None  # every live line that is shown, one below the other
+
+
+def say(text: str, style: str = "") -> None:
+    """Tell a person something, on stderr, above the live line where there is one; in a rich `style` there."""
+    text = _printable(text)
+    if _is_terminal():
+        console = _live.console if _live else Console(stderr=True)
+        console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    else:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """Say something that needs attention."""
+    say(f"warning: {text}", style="yellow")
+
+
+def result(text: str) -> None:
+    """Print what was asked for, on stdout."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: "8 s", "3 min 20 s", "5 h 02 min", "2 d 04 h"; "?" when not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def amount(value: float) -> str:
+    """A number to three digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+class Pace:
+    """Smoothed rate of some work, for the time left.
+
+    Work and time are averaged with the same exponential window, so pauses (previews, evaluation) count. The
+    window is a quarter of the time so far, at least 15 seconds: soon right, later steady.
+    """
+
+    def __init__(self, done: int, now: float) -> None:
+        self._started = self._now = now
+        self._done = done
+        self._work = self._time = 0.0
+
+    def update(self, done: int, now: float) -> None:
+        """Note that `done` units are done at the time `now`, in seconds."""
+        passed = now - self._now
+        window = max(15.0, (now - self._started) / 4)
+        decay = math.exp(-passed / window)
+        self._work = decay * self._work + max(0, done - self._done)
+        self._time = decay * self._time + passed
+        self._done, self._now = done, now
+
+    @property
+    def rate(self) -> float:
+        """Units a second; nan before anything is done."""
+        return self._work / self._time if self._work > 0 and self._time > 0 else math.nan
+
+
+class Progress:
+    """Progress of `total` units of some work, from `start`, as a context manager.
+
+    Appears after `delay` seconds, so short work leaves no trace. `total` None: no end is known. May be
+    nested; on a terminal each has its line.
+    """
+
+    def __init__(self, label: str, total: int | None, start: int = 0, delay: float = 2.0) -> None:
+        self.label, self.total = label, total
+        self._done, self._note = start, ""
+        self._delay = delay
+        self._started = self._shown = time.monotonic()
+        self._pace = Pace(start, self._started)
+        self._task: TaskID | None = None
+        self._printed: tuple[int, str] | None = None  # what the last plain line said
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` units of the total are done; `note`, kept until the next one, goes on the line. Cheap."""
+        now = time.monotonic()
+        self._done, self._note = done, note or self._note
+        if now > self._started:
+            self._pace.update(done, now)
+        if now - self._started < self._delay:
+            return
+        if _is_terminal():
+            self._draw(now)
+        elif self._printed is None or now - self._shown >= _plain_interval(now - self._started):
+            self._print(now)
+
+    def close(self) -> None:
+        """Take the live line away, or print the last plain line if it was not."""
+        now = time.monotonic()
+        if self._task is not None:
+            _remove(self._task)
+            self._task = None
+        elif self._printed is not None:
+            self._print(now)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _draw(self, now: float) -> None:
+        if self._task is None:
+            self._task = _bars().add_task(self.label, total=self.total, text="")
+        elif now - self._shown < _REDRAW:
+            return
+        self._shown = now
+        _bars().update(self._task, completed=self._done, total=self.total, text=self._text(now))
+        _bars().refresh()
+
+    def _print(self, now: float) -> None:
+        if self._printed == (self._done, self._note):
+            return
+        self._shown, self._printed = now, (self._done, self._note)
+        say(f"{self.label} {self._text(now)}")
+
+    def _text(self, now: float) -> str:
+        of = f"/{self.total:,}" if self.total else ""
+        rate = self._pace.rate
+        parts = [f"{self._done:,}{of}", self._note]
+        if not self._note and math.isfinite(rate):
+            parts.append(f"{amount(rate)}/s")
+        if self.total and self._done < self.total:
+            parts.append(f"{duration((self.total - self._done) / rate)} left")
+        parts.append(f"{duration(now - self._started)} so far")
+        return " · ".join(filter(None, parts))
+
+
+def _plain_interval(elapsed: float) -> float:
+    """Seconds between two plain lines: 5 at first, a minute after an hour, so that a day is 1500 lines."""
+    return min(60.0, max(5.0, elapsed / 60))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def _printable(text: str) -> str:
+    # File names may hold escape sequences, or bytes that no encoding can print.
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _bars() -> Bars:
+    global _live
+    if _live is None:
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(16, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+            TextColumn("{task.fields[text]}", markup=False),
+        )
+        # No refreshing thread: workers are forked, and a fork may not find the terminal's lock taken.
+        _live = Bars(*columns, console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False)
+        _live.start()
+    return _live
+
+
+def _remove(task: TaskID) -> None:
+    global _live
+    if _live is None:
+        return
+    _live.remove_task(task)
+    if _live.task_ids:
+        _live.refresh()
+    else:
+        _close_live()
+
+
+@atexit.register
+def _close_live() -> None:
+    """Give the terminal its cursor back."""
+    global _live
+    if _live is not None:
+        _live.stop()
+        _live = None

@@ -1,0 +1,165 @@
+"""The one object that a training run talks to; behind it the record on disk, the sinks, the progress line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from unfog.reporting.figures import Pixels, save_png
+from unfog.reporting.progress import Progress, amount, warn
+from unfog.reporting.records import Events, Metrics
+from unfog.reporting.settings import Log
+from unfog.reporting.sinks import Sink, open_sink, require
+
+Value = float | list[float] | npt.NDArray[np.floating] | np.floating
+
+# What the progress line shows of a log, and how.
+_NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("loss", lambda value: f"loss {value:.4g}"),
+    ("held_out_loss", lambda value: f"held-out {value:.4g}"),
+    ("images_per_second", lambda value: f"{amount(value)} images/s"),
+)
+
+
+class Recorder:
+    """Records a run in its folder and shows it; for one rank only. A context manager.
+
+    `total`: the step that the run ends at, None if not known. `start`: the step that it resumes from, after
+    which metrics are dropped; 0 for a new run. `config`: shown by W&B beside the run.
+
+    RequestError when the package of a sink is missing. After that, nothing that happens to a sink or to the
+    disk stops a run: a sink that raises is dropped with a warning and an event, and lines that the disk
+    refuses wait in memory.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        log: Log,
+        total: int | None,
+        start: int = 0,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        require(log.sinks)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self._events = Events(run_dir / "events.jsonl")
+        self._metrics = Metrics(run_dir / "metrics.jsonl", start)
+        before = (self._metrics.last or {}).get("seconds")
+        self._opened = time.monotonic() - (before if isinstance(before, int | float) else 0.0)
+        self._disk_refused = False
+        self._notes: dict[str, str] = {}
+        self._step = start
+        for file, name in ((self._events, "events.jsonl"), (self._metrics, "metrics.jsonl")):
+            if file.damaged:
+                self.warn(start, f"{name}: {file.damaged} line(s) cut short by a kill or a power cut removed")
+        self._sinks: list[Sink] = []
+        for name in log.sinks:
+            self._open(name, start, config or {})
+        self.progress = Progress("step", total, start=start, delay=0.0)
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done: moves the progress line and nothing else, cheap enough for each step."""
+        self._step = step
+        self.progress.update(step)
+
+    def log(self, step: int, images: int, **values: Value) -> None:
+        """A line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
+
+        `seconds`, the wall time of the run over all its resumes, is added. Sinks get the numbers, and a list
+        as name/0, name/1, ...
+        """
+        self._step = step
+        self._write(lambda: self._metrics.write(step, images, self.seconds, values))
+        scalars = _scalars({"images": images, **values})
+        self._each_sink(lambda sink: sink.scalars(step, scalars))
+        for name, text in _NOTES:
+            if name in scalars:
+                self._notes[name] = text(scalars[name])
+        self.progress.update(step, ", ".join(self._notes.values()))
+
+    def images(self, step: int, name: str, pixels: Pixels) -> None:
+        """A picture, uint8 [H, W, 3], saved as RUN/<name>/<step>.png; "samples" are the preview grids."""
+        path = self.run_dir / name / f"{step:08d}.png"
+        self._write(lambda: save_png(path, pixels))
+        self._each_sink(lambda sink: sink.image(step, name, pixels))
+
+    def event(self, kind: str, step: int, **fields: object) -> None:
+        """A line of events; everything written so far is made to survive a power cut."""
+        self._write(lambda: self._events.write(kind, step, fields))
+        self._write(self._metrics.sync)
+
+    def warn(self, step: int, message: str) -> None:
+        """Say a warning and record it as an event."""
+        warn(message)
+        self.event("warning", step, message=message)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, over all its resumes."""
+        return time.monotonic() - self._opened
+
+    def close(self) -> None:
+        """Close the files, the sinks and the progress line."""
+        self.progress.close()
+        self._each_sink(lambda sink: sink.close())
+        self._sinks = []
+        self._write(self._metrics.close)
+        self._write(self._events.close)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, name: str, start: int, config: Mapping[str, object]) -> None:
+        try:
+            self._sinks.append(open_sink(name, self.run_dir, start, config))
+        except Exception as error:
+            self._report_failure(name, error)
+
+    def _each_sink(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._report_failure(sink.name, error)
+
+    def _report_failure(self, name: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"  # in one line
+        warn(f"{name} failed and is left out from here on ({reason}); the run and its own record go on")
+        self.event("sink_failed", self._step, sink=name, reason=reason)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Do without the disk where it refuses, and say so once."""
+        try:
+            write()
+        except OSError as error:
+            if not self._disk_refused:
+                self._disk_refused = True
+                self.warn(
+                    self._step,
+                    f"{self.run_dir} cannot be written to ({error.strerror}): pictures are left out, lines "
+                    "wait in memory; make room, and they will be written",
+                )
+
+
+def _scalars(values: Mapping[str, Value]) -> dict[str, float]:
+    """Flatten lists into numbered names."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        array = np.asarray(value, np.float64)
+        if array.ndim:
+            flat.update({f"{name}/{i}": float(item) for i, item in enumerate(array)})
+        else:
+            flat[name] = float(array)
+    return flat

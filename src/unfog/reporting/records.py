@@ -1,0 +1,177 @@
+"""The record of a run: metrics.jsonl and events.jsonl, one JSON object a line, appended and never held back.
+
+A process may be killed anywhere, also in the middle of a line. So a line that does not parse is left out when
+reading and removed when the file is opened again, and whatever the disk refuses stays in memory and is
+written, in order, as soon as the disk takes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = dict[str, Any]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Put `data` at `path`, whole or not at all (OSError): written beside it, synchronised, then renamed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+class JsonLines:
+    """An append-only file of JSON objects, flushed per line.
+
+    Opening it repairs what a kill left: lines that do not parse go (`damaged` counts them), as do whole lines
+    that `keep` turns down. The rewrite is atomic; lines that stay keep their bytes. `last`: the last of them.
+    """
+
+    def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
+        self.damaged, self.last = _repair(path, keep)
+        self._pending = bytearray()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write one line. OSError when the disk refuses; the line is kept and goes first the next time."""
+        self._pending += json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        self._flush()
+
+    def sync(self) -> None:
+        """Make all lines survive a power cut, not only the end of this process."""
+        self._flush()
+        # Some file systems cannot synchronise; the lines are written all the same.
+        with suppress(OSError):
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Write what is pending, if the disk takes it by now, and close."""
+        try:
+            self._flush()
+        finally:
+            os.close(self._file)
+
+    def _flush(self) -> None:
+        while self._pending:
+            del self._pending[: os.write(self._file, self._pending)]
+
+
+class Metrics(JsonLines):
+    """metrics.jsonl: a line per log, of numbers and lists of numbers; a non-finite number is written as null.
+
+    null keeps every column numeric for whatever tool reads it. Lines of steps after `start`, the step that a
+    run resumes from, are dropped: they will be written again, so an interrupted run ends with the same log.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        super().__init__(path, keep=lambda row: _step(row) <= start)
+
+    def write(self, step: int, images: int, seconds: float, values: Mapping[str, object]) -> None:
+        """Append a line: `images` seen and `seconds` of wall time spent since step 0, then the values."""
+        row = {"step": step, "images": images, "seconds": round(seconds, 3), **values}
+        self.append(_plain(row, lambda number: None))
+
+
+class Events(JsonLines):
+    """events.jsonl: a line per event. History: a resume drops none of it.
+
+    A non-finite number is written as a string ("nan", "inf", "-inf"): here its kind is the news.
+    """
+
+    def write(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
+        """Append a line stamped with the time (ISO 8601, UTC) and synchronise the file."""
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.append(_plain({"time": time, "step": step, "kind": kind, **fields}, str))
+        self.sync()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The whole lines of a metrics.jsonl in order, null as nan; [] where there is no file."""
+    return [_nan_for_null(row) for row in _read(path)]
+
+
+def read_events(path: Path) -> list[Row]:
+    """The whole lines of an events.jsonl in order; [] where there is no file."""
+    return list(_read(path))
+
+
+def _read(path: Path) -> Iterator[Row]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    for line in lines:
+        row = _parse(line)
+        if row is not None:
+            yield row
+
+
+def _parse(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # also what undecodable bytes raise
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
+    """Rewrite the file with the lines that parse and that `keep` accepts.
+
+    Returns the number of lines that did not parse, and the last line that stays.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    lines, damaged, last = [], 0, None
+    for line in filter(None, content.split(b"\n")):
+        row = _parse(line)
+        if row is None:
+            damaged += 1
+        elif keep(row):
+            lines.append(line + b"\n")
+            last = row
+    repaired = b"".join(lines)
+    if repaired != content:
+        write_atomic(path, repaired)
+    return damaged, last
+
+
+def _step(row: Row) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int) else math.inf
+
+
+def _plain(value: object, spell: Callable[[float], object]) -> Any:
+    """`value` as JSON can hold it: numpy to Python, paths to text, a non-finite float as `spell` has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, spell) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist(), spell)
+    if isinstance(value, list | tuple):
+        return [_plain(item, spell) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return spell(value)
+    return value
+
+
+def _nan_for_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _nan_for_null(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_nan_for_null(item) for item in value]
+    return math.nan if value is None else value

@@ -1,0 +1,239 @@
+"""The report of a run: one HTML file that holds all it shows, made from the run folder alone."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import numpy as np
+
+from unfog.errors import RequestError
+from unfog.reporting.figures import data_uri
+from unfog.reporting.progress import amount, duration
+from unfog.reporting.records import Row, read_events, read_metrics, write_atomic
+from unfog.reporting.report_charts import charts, column, smooth
+
+_FILMSTRIP = 12  # sample grids over time, at most
+_THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
+_EVENTS = 300  # latest events shown, at most
+_ENDINGS = ("finished", "failed", "stopped")
+_TROUBLES = ("warning", "step_refused", "sink_failed", "failed")
+_SHOWN_TROUBLES = 20
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder says, read once."""
+
+    name: str
+    metrics: list[Row]
+    events: list[Row]
+    settings: dict[str, dict[str, str]]
+    """Section of config.toml ("" for the top) -> key -> value as text."""
+
+    samples: list[tuple[int, Path]]
+    """Preview grids by step."""
+
+    denoising: list[tuple[int, Path]]
+    """Denoising strips by step."""
+
+    checkpoints: list[tuple[int, int]]
+    """Whole checkpoints: step and bytes."""
+
+    written: datetime
+    """When the record was last added to."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write RUN/report.html from the run folder, running or ended, and return its path.
+
+    RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
+    """
+    path = run_dir / "report.html"
+    write_atomic(path, render([read_run(run_dir)]).encode("utf-8", "replace"))
+    return path
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read the record in a run folder; RequestError when there is none."""
+    record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
+    found = [path for path in record if path.exists()]
+    if not found:
+        raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
+    return RunRecord(
+        name=run_dir.resolve().name,
+        metrics=read_metrics(run_dir / "metrics.jsonl"),
+        events=read_events(run_dir / "events.jsonl"),
+        settings=_settings(run_dir / "config.toml"),
+        samples=_numbered(run_dir / "samples", "*.png"),
+        denoising=_numbered(run_dir / "denoising", "*.png"),
+        checkpoints=[
+            (step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+            for step, path in _numbered(run_dir / "checkpoints", "*")
+            if (path / "manifest.json").exists()
+        ],
+        written=datetime.fromtimestamp(max(path.stat().st_mtime for path in found), UTC),
+    )
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """The HTML page of the runs, in order; needs no other file and makes no request."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("unfog.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    page = environment.get_template("report.html")
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return page.render(runs=[_view(run) for run in runs], written=now)
+
+
+def _view(run: RunRecord) -> dict[str, object]:
+    """What the template shows of a run."""
+    state, detail = _state(run)
+    film = _pictures(_evenly(run.samples, _FILMSTRIP), _THUMBNAIL)
+    return {
+        "name": run.name,
+        "state": state,
+        "detail": detail,
+        "facts": _facts(run),
+        "samples": _last(_pictures(run.samples[-1:], _LARGE)),
+        "denoising": _last(_pictures(run.denoising[-1:], _LARGE)),
+        "film": film if len(film) > 1 else [],
+        "charts": charts(run.metrics),
+        "data": _last([_fields(event) for event in _of_kind(run, "data")]),
+        "choices": [defaultdict(str, _fields(event)) for event in _of_kind(run, "choice")],
+        "settings": run.settings,
+        "troubles": [_event(event) for event in _of_kind(run, *_TROUBLES)[-_SHOWN_TROUBLES:]],
+        "events": [_event(event) for event in run.events[-_EVENTS:]],
+        "events_left_out": max(0, len(run.events) - _EVENTS),
+    }
+
+
+def _state(run: RunRecord) -> tuple[str, str]:
+    """The state of the run in a word, and what there is to say about it."""
+    last = _last(_of_kind(run, "started", "resumed", *_ENDINGS))
+    if last is None or last["kind"] not in _ENDINGS:
+        # A running one, or one that was killed and could not say so: the reader knows best.
+        return "not ended", f"last line written {run.written:%Y-%m-%d %H:%M UTC}"
+    return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Headline numbers: label, value, remark."""
+    facts = []
+    if run.metrics:
+        last = run.metrics[-1]
+        step, images = last.get("step", 0), last.get("images", 0)
+        facts.append(("images seen", f"{images:,}", f"{step:,} steps"))
+        facts.append(("time", duration(last.get("seconds", 0.0)), ""))
+    _, rates = column(run.metrics, "images_per_second")
+    if len(rates):
+        facts.append(("images a second", amount(float(np.median(rates))), "median"))
+    _, losses = column(run.metrics, "loss")
+    if len(losses):
+        facts.append(("loss", f"{smooth(losses)[-1]:.4g}", "smoothed"))
+    steps, held_out = column(run.metrics, "held_out_loss")
+    if len(held_out):
+        best = int(held_out.argmin())
+        remark = f"lowest {held_out[best]:.4g} at step {steps[best]:,.0f}"
+        facts.append(("held-out loss", f"{held_out[-1]:.4g}", remark))
+    if run.checkpoints:
+        step, size = run.checkpoints[-1]
+        remark = f"newest at step {step:,}, {size / 1e6:,.1f} MB"
+        facts.append(("checkpoints", str(len(run.checkpoints)), remark))
+    refused = len(_of_kind(run, "step_refused"))
+    if refused:
+        facts.append(("steps refused", f"{refused:,}", "not finite; weights untouched"))
+    return facts
+
+
+def _settings(path: Path) -> dict[str, dict[str, str]]:
+    """config.toml as section -> key -> text; a file that is no TOML shows as the reason why."""
+    if not path.exists():
+        return {}
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return {"": {"config.toml": f"cannot be read: {error}"}}
+    sections: dict[str, dict[str, str]] = {}
+    _flatten(tree, "", sections)
+    return sections
+
+
+def _flatten(tree: Mapping[str, Any], section: str, sections: dict[str, dict[str, str]]) -> None:
+    values = {key: _text(value) for key, value in tree.items() if not isinstance(value, dict)}
+    if values:
+        sections[section] = values
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _flatten(value, f"{section}.{key}".lstrip("."), sections)
+
+
+def _event(event: Row) -> dict[str, str]:
+    details = " · ".join(f"{key} {value}" for key, value in _fields(event).items())
+    time = str(event.get("time", ""))[:19].replace("T", " ")
+    return {
+        "time": time,
+        "step": _text(event.get("step", "")),
+        "kind": _text(event.get("kind", "")),
+        "details": details,
+    }
+
+
+def _fields(event: Row) -> dict[str, str]:
+    return {key: _text(value) for key, value in event.items() if key not in ("time", "step", "kind")}
+
+
+def _of_kind(run: RunRecord, *kinds: str) -> list[Row]:
+    return [event for event in run.events if event.get("kind") in kinds]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    return str(value)
+
+
+def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+    """The files or folders named by a step, in order of steps."""
+    return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
+
+
+def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
+    """At most `most` items, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _pictures(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, object]]:
+    """The pictures that can be read: step, data URI, pixels across, and across how many they are shown."""
+    pictures: list[dict[str, object]] = []
+    for step, path in files:
+        if (picture := data_uri(path, widest)) is not None:
+            uri, width = picture
+            # A small one is enlarged by an integer, so that its pixels stay square.
+            pictures.append({"step": f"{step:,}", "uri": uri, "width": width, "shown": width * max(1, 480 // width)})
+    return pictures
+
+
+def _last(items: Sequence[_T]) -> _T | None:
+    return items[-1] if items else None

@@ -1,0 +1,30 @@
+"""Settings of the record and its trackers (standard library only, so that `--help` stays fast)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unfog.errors import RequestError
+
+SINKS = ("tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is recorded, how often, and where to besides the run folder.
+
+    Raises RequestError for an interval below one step and for a sink of another name.
+    """
+
+    every: int = 50
+    """Steps between two lines of metrics.jsonl; reading the loss makes a GPU wait, so not each step."""
+
+    sinks: tuple[str, ...] = ()
+    """Trackers to copy to: tensorboard, wandb (offline unless WANDB_MODE says otherwise)."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise RequestError(f"log.every = {self.every} must be at least 1 step; try 50")
+        for name in self.sinks:
+            if name not in SINKS:
+                raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(SINKS)}")

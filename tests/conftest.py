@@ -1,0 +1,25 @@
+"""What the tests share: one thread a process, and a network and settings small enough to train in seconds."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+NETWORK = "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8,dropout=0.1"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def without_clock(path: Path) -> list[dict]:
+    """Metrics of a run, less what a clock measured."""
+    clock = ("seconds", "images_per_second", "data_wait")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in clock} for row in rows]

@@ -1,0 +1,161 @@
+"""Settings in and out of TOML, by word and by name, and what is said about mistakes."""
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unfog.config import kinds
+from unfog.config.presets import PRESETS, preset
+from unfog.config.toml import from_toml, read_toml, to_toml, update
+from unfog.config.tree import SHORT, Config, nested
+from unfog.diffusion.noise import Cosine, LogNormal
+from unfog.diffusion.weighting import MinSnr
+from unfog.errors import RequestError
+from unfog.models.settings import SIZES, UNet
+from unfog.training.settings import FixedEma, PowerEma
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_toml(name):
+    config = preset(name)
+    assert from_toml(to_toml(config), Config()) == config
+    assert preset(name).__doc__
+
+
+def test_a_settled_config_survives_toml():
+    config = replace(
+        preset("ddpm"),
+        source='odd "name"\\ with\ttab\n\u2603',
+        network=SIZES["cifar10"],
+        classes=("a", "b\x7f"),
+        fingerprint="0f",
+        ema=FixedEma(0.999),
+    )
+    assert from_toml(to_toml(config), Config()) == config
+
+
+@given(st.text())
+def test_any_text_survives_toml(text):
+    config = Config(source=text)
+    assert from_toml(to_toml(config), Config()) == config
+
+
+@given(st.floats(allow_nan=False, min_value=1e-300, max_value=1e300))
+def test_any_number_survives_toml(number):
+    base = Config()
+    config = replace(base, optimizer=replace(base.optimizer, lr=number))
+    assert from_toml(to_toml(config), base) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimiser]\nlr = 1", "unknown setting optimiser; did you mean 'optimizer'"),
+        ("[optimizer]\nlearning_rate = 1", "unknown setting optimizer.learning_rate"),
+        ("[optimizer]\nwarm_up = 1", "optimizer.warm_up; did you mean 'warmup'"),
+        ('[optimizer]\nlr = "1e-4"', "optimizer.lr = '1e-4' is not a valid float"),
+        ("[training]\nbatch = 1.5", "training.batch = 1.5 is not a valid int"),
+        ("[training]\nbatch = true", "training.batch = True is not a valid int"),
+        ('[training]\nprecision = "fp8"', "'fp16'"),
+        ("[optimizer]\nbetas = [0.9]", "must have 2 values"),
+        ("optimizer = 3", "optimizer must be a table"),
+        ('[diffusion.schedule]\nkind = "cosin"', "diffusion.schedule.kind: 'cosin' is not known here; did you mean"),
+        ('[diffusion.schedule]\nkind = "cosine"\nstep = 3', "diffusion.schedule.step; did you mean 'steps'"),
+        ("[diffusion.schedule]\nsteps = 3", "must be a table with a kind"),
+        ("[training", "not valid TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(RequestError) as error:
+        read_toml(file, Config())
+    assert message in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_a_partial_file_changes_only_what_it_names():
+    base = preset("default")
+    config = from_toml('[diffusion]\nschedule = "lognormal:mean=-0.5"\n[optimizer]\nlr = 1', base)
+    assert config.diffusion.schedule == LogNormal(mean=-0.5)
+    assert config.optimizer == replace(base.optimizer, lr=1.0)
+    assert config.training == base.training
+
+
+def every_part():
+    return [(words, part) for _, words in kinds.FAMILIES for part in words.values()]
+
+
+@pytest.mark.parametrize(("words", "part"), every_part())
+def test_every_part_is_spelled_and_read_back(words, part):
+    assert kinds.parse(words, kinds.spell(part)) == part
+
+
+def test_parts_by_word():
+    schedules = kinds.words_of(Cosine | LogNormal)
+    assert kinds.parse(schedules, "cosine:steps=500,zero_terminal=1") == Cosine(steps=500, zero_terminal=True)
+    networks = kinds.words_of(UNet | None)
+    assert kinds.parse(networks, "auto") is None
+    assert kinds.parse(networks, "small:dropout=0.3") == replace(SIZES["small"], dropout=0.3)
+    two = kinds.parse(networks, "unet:channels=32/64,attention=0/1")
+    assert two.channels == (32, 64)
+    assert two.attention == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("min-snr:gama=3", "min-snr has no setting 'gama'; did you mean 'gamma'"),
+        ("min-snr:gamma", "needs a value"),
+        ("min-snr:gamma=x", "is not a valid float"),
+        ("minsnr", "did you mean 'min-snr'"),
+        ("plain:gamma=1", "plain has no setting 'gamma'"),
+    ],
+)
+def test_wrong_words_are_explained(text, message):
+    words = kinds.words_of(MinSnr)
+    with pytest.raises(RequestError) as error:
+        kinds.parse(words, text)
+    assert message in str(error.value)
+
+
+def test_unions_that_are_no_parts_are_left_alone():
+    assert kinds.words_of(str | None) is None
+    assert kinds.words_of(int) is None
+    assert kinds.words_of(PowerEma | FixedEma).keys() == {"power", "fixed"}
+
+
+def test_short_names_lead_somewhere_and_are_documented():
+    source = {name: cls for name, cls in ((f.name, type(getattr(Config(), f.name))) for f in fields(Config()))}
+    import inspect
+
+    for short, long in SHORT.items():
+        section, _, field = long.partition(".")
+        assert field in {f.name for f in fields(source[section])}
+        assert f"Short: --{short}." in inspect.getsource(source[section]), short
+
+
+def test_python_settings_by_short_name_section_and_instance():
+    table = nested({"lr": 1e-3, "size": 32, "optimizer": {"warmup": 7}, "schedule": LogNormal(), "ema": "fixed"})
+    config = update(Config(), table, "")
+    assert config.optimizer.lr == 1e-3
+    assert config.optimizer.warmup == 7
+    assert config.data.size == 32
+    assert config.diffusion.schedule == LogNormal()
+    assert config.ema == FixedEma()
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys, unfog.cli.main as m\n"
+        "try: m.run(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'help imports torch'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    assert "--optimizer.warmup" in done.stdout

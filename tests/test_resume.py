@@ -1,0 +1,202 @@
+"""Interrupted equals uninterrupted: real processes, really killed, compared byte for byte."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import NETWORK, without_clock
+
+import unfog
+from unfog.errors import RequestError, RunError
+from unfog.reporting.records import read_events
+from unfog.training import checkpoint
+
+FLAGS = [
+    *("--network", NETWORK, "--precision", "fp32", "--device", "cpu", "--batch", "8", "--microbatch", "3"),
+    *("--steps", "36", "--data.jitter", "0.1", "--flip", "--log.every", "5", "--preview.images", "4"),
+    *("--preview.every", "12", "--evaluate.every", "12", "--evaluate.images", "8", "--evaluate.levels", "2"),
+    *("--sampler.steps", "3", "--checkpoint.every", "6", "--checkpoint.keep", "100"),
+]
+
+
+def command(*words: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "unfog", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    return out + err
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing disturbed: 36 steps, classes, dropout, flips, jitter, uneven accumulation."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(command("train", "fashion", "--out", folder, *FLAGS))
+    return folder
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    step = "00000036"
+    for name in ("ema.safetensors", "model.safetensors"):
+        mine, theirs = ((f / "checkpoints" / step / name).read_bytes() for f in (folder, reference))
+        assert mine == theirs, f"{name} differs"
+    mine, theirs = (torch.load(f / "checkpoints" / step / "state.pt", weights_only=True) for f in (folder, reference))
+    assert mine["seen"] == theirs["seen"] == 36 * 8
+    for a, b in zip(mine["optimizer"]["state"].values(), theirs["optimizer"]["state"].values()):
+        assert all(torch.equal(a[k], b[k]) for k in a)
+    assert without_clock(folder / "metrics.jsonl") == without_clock(reference / "metrics.jsonl")
+    previews = sorted(p.name for p in (reference / "samples").iterdir())
+    assert previews == ["00000000.png", "00000012.png", "00000024.png", "00000036.png"]
+    for name in previews:
+        assert (folder / "samples" / name).read_bytes() == (reference / "samples" / name).read_bytes(), name
+
+
+def steps_logged(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=-1)
+
+
+@pytest.mark.parametrize("after_step", [0, 5, 15, 30])
+def test_killed_and_resumed_equals_undisturbed(whole, tmp_path, after_step):
+    folder = tmp_path / "run"
+    process = command("train", "fashion", "--out", folder, *FLAGS)
+    while steps_logged(folder) < after_step and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    finish(command("resume", folder))
+    assert_same(folder, whole)
+
+
+def test_resumed_in_the_middle_of_a_log_window_and_of_an_interval(whole, tmp_path):
+    # The checkpoint of step 18 lies between logs (15, 20), previews (12, 24) and evaluations.
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name) > 18:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "samples")
+    (folder / "samples").mkdir()
+    for name in ("00000000.png", "00000012.png"):
+        shutil.copy(whole / "samples" / name, folder / "samples")
+    finish(command("resume", folder))
+    assert_same(folder, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_ends_with_status_3_twice_over(whole, tmp_path, number):
+    folder = tmp_path / "run"
+    process = command("train", "fashion", "--out", folder, *FLAGS)
+    for logged in (5, 20):
+        while steps_logged(folder) < logged and process.poll() is None:
+            time.sleep(0.005)
+        process.send_signal(number)
+        said = finish(process, status=3)
+        assert number.name in said
+        assert "stopped at step" in said
+        assert read_events(folder / "events.jsonl")[-1]["kind"] == "stopped"
+        process = command("resume", folder)
+    finish(process)
+    assert_same(folder, whole)
+
+
+def test_broken_newest_checkpoint_is_named_and_passed_over(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    newest = folder / "checkpoints/00000036"
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x55")
+    os.truncate(folder / "checkpoints/00000030/state.pt", 1000)
+    (folder / "checkpoints/00000024/manifest.json").unlink()
+    saved, broken = checkpoint.newest(folder / "checkpoints")
+    assert saved.step == 18
+    assert [line.split()[1] for line in broken] == ["00000024", "00000030", "00000036"]
+    said = finish(command("resume", folder))
+    assert "checkpoint 00000036 is broken and was passed over: model.safetensors" in said
+    assert_same(folder, whole)
+
+
+def test_a_checkpoint_is_found_by_what_it_holds_not_by_its_name(whole, tmp_path):
+    for name, copy in (("00000036", "00000002"), ("00000006", "99999999")):
+        shutil.copytree(whole / "checkpoints" / name, tmp_path / copy)
+    saved, broken = checkpoint.newest(tmp_path)
+    assert saved.step == 36
+    assert not broken
+
+
+def test_no_whole_checkpoint_is_said(whole, tmp_path):
+    shutil.copytree(whole / "checkpoints/00000006", tmp_path / "checkpoints/00000006")
+    os.truncate(tmp_path / "checkpoints/00000006/ema.safetensors", 10)
+    with pytest.raises(RunError, match="no whole checkpoint.*00000006.*ema.safetensors"):
+        checkpoint.newest(tmp_path / "checkpoints")
+
+
+def test_going_on_for_longer_and_what_cannot_change(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    said = finish(command("resume", folder, "--steps", "40", "--lr", "1e-5"))
+    assert "changed: training.images: 288 -> 320" in said
+    assert "changed: optimizer.lr" in said
+    assert unfog.load(folder).checkpoint.step == 40
+    assert without_clock(folder / "metrics.jsonl")[-1]["lr"] < 1e-5
+    for wrong in (["--size", "32"], ["--batch", "16"], ["--network", "tiny"], ["--target", "eps"], ["--seed", "1"]):
+        said = finish(command("resume", folder, *wrong), status=2)
+        assert "cannot become" in said
+
+
+def test_resume_of_a_finished_run_changes_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    finish(command("resume", folder))
+    assert_same(folder, whole)
+
+
+def test_other_images_are_noticed(tmp_path):
+    source = tmp_path / "photos"
+    source.mkdir()
+    from PIL import Image
+
+    for i in range(8):
+        Image.new("RGB", (20, 16), (i * 30, 100, 200)).save(source / f"{i}.png")
+    settings = {"network": NETWORK, "precision": "fp32", "batch": 4, "size": 16, "device": "cpu"}
+    settings |= {"preview": {"images": 1}, "sampler": {"steps": 2}}
+    run = unfog.train(source, out=tmp_path / "run", steps=4, **settings)
+    Image.new("RGB", (20, 16), (255, 0, 0)).save(source / "3.png")
+    with pytest.raises(RequestError, match="not those"):
+        unfog.resume(run.path, steps=6)
+
+
+def test_last_few_and_milestones_are_kept(whole, tmp_path):
+    from unfog.training.settings import Checkpoint
+
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    checkpoint.rotate(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["00000000", "00000012", "00000024", "00000030", "00000036"]
+
+
+def test_state_holds_nothing_that_runs_code_when_loaded(whole):
+    import pickletools
+
+    data = (whole / "checkpoints/00000036/state.pt").read_bytes()
+    import io
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        wanted = {arg for op, arg, _ in pickletools.genops(archive.read(name)) if op.name == "GLOBAL"}
+    assert all(w.split()[0].split(".")[0] in ("torch", "collections") for w in wanted), wanted
