@@ -1,0 +1,149 @@
+"""Sources: layouts of folders, labels, mistakes in the path, and the built-in set."""
+
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import FASHION, FashionSource, labels_of, open_source
+from unfog.errors import RequestError
+
+
+def put(path: Path, colour: str = "red") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (16, 16), colour).save(path)
+    return path
+
+
+@pytest.fixture
+def animals(tmp_path: Path) -> Path:
+    for i in range(5):
+        put(tmp_path / f"animals/cats/{i}.png")
+        put(tmp_path / f"animals/dogs/old/{i}.JPG")
+    return tmp_path / "animals"
+
+
+def test_parent_leaf_and_nested_folders_find_every_image(animals: Path) -> None:
+    assert open_source(animals).names == sorted(
+        [f"cats/{i}.png" for i in range(5)] + [f"dogs/old/{i}.JPG" for i in range(5)]
+    )
+    assert open_source(str(animals / "cats")).names == [f"{i}.png" for i in range(5)]
+    assert len(open_source(animals.parent).names) == 10
+
+
+def test_hidden_files_and_loops_of_links_are_left_out_and_others_counted(animals: Path) -> None:
+    put(animals / ".thumbnails/x.png")
+    put(animals / "cats/._0.png")
+    put(animals / "__MACOSX/0.png")
+    (animals / "cats/loop").symlink_to(animals)
+    (animals / "self.png").symlink_to(animals / "self.png")
+    (animals / "notes.txt").write_text("hello")
+    source = open_source(animals)
+    assert source.names == [*(f"cats/{i}.png" for i in range(5)), *(f"dogs/old/{i}.JPG" for i in range(5)), "self.png"]
+    assert source.other_files == 1
+    with pytest.raises(OSError, match=r"self\.png"):
+        source.open(source.names.index("self.png"))
+
+
+def test_links_to_folders_and_files_are_followed(animals: Path, tmp_path: Path) -> None:
+    picked = tmp_path / "picked"
+    picked.mkdir()
+    (picked / "mine").symlink_to(animals / "cats")
+    (picked / "one.png").symlink_to(animals / "cats/0.png")
+    assert open_source(picked).names == [*(f"mine/{i}.png" for i in range(5)), "one.png"]
+
+
+def test_labels_are_the_top_folders_below_what_all_share(animals: Path) -> None:
+    for folder in (animals, animals.parent):
+        classes, labels = labels_of(open_source(folder), "auto")
+        assert classes == ("cats", "dogs")
+        assert labels is not None
+        assert labels.tolist() == [0] * 5 + [1] * 5
+    assert labels_of(open_source(animals), "none") == ((), None)
+    assert labels_of(open_source(animals / "cats"), "auto") == ((), None)
+
+
+def test_automatic_labels_need_a_layout_that_shows_them(tmp_path: Path) -> None:
+    for i in range(4):
+        put(tmp_path / f"split/train/{i}.png")
+        put(tmp_path / f"split/test/{i}.png")
+        put(tmp_path / f"mixed/a/{i}.png")
+        put(tmp_path / f"mixed/b/{i}.png")
+        put(tmp_path / f"few/{i}/x.png")
+    put(tmp_path / "mixed/loose.png")
+    for layout in ("split", "mixed", "few"):
+        assert labels_of(open_source(tmp_path / layout), "auto") == ((), None), layout
+    assert labels_of(open_source(tmp_path / "few"), "folders")[0] == ("0", "1", "2", "3")
+    with pytest.raises(RequestError, match=r"loose\.png is in none"):
+        labels_of(open_source(tmp_path / "mixed"), "folders")
+
+
+def test_one_folder_of_images_can_be_made_one_class(tmp_path: Path) -> None:
+    put(tmp_path / "cats/a.png")
+    put(tmp_path / "cats/b.png")
+    classes, labels = labels_of(open_source(tmp_path), "folders")
+    assert classes == ("cats",)
+    assert labels is not None
+    assert labels.tolist() == [0, 0]
+
+
+def test_messages_for_a_wrong_path_say_what_to_do(animals: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="did you mean fashion"):
+        open_source("fashon")
+    with pytest.raises(RequestError, match=f"did you mean {animals}"):
+        open_source(str(animals.parent / "animal"))
+    with pytest.raises(RequestError, match="is a file; give the folder"):
+        open_source(animals / "cats/0.png")
+    with pytest.raises(RequestError, match="neither a folder"):
+        open_source(tmp_path / "no/such/thing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RequestError, match=r"found 0 images; looked for \.png .*empty \(0 other files\)"):
+        open_source(empty)
+    (empty / "a.txt").write_text("")
+    (empty / "b.txt").write_text("")
+    with pytest.raises(RequestError, match=r"\(2 other files: 2 \.txt\)"):
+        open_source(empty)
+
+
+def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
+    start = time.perf_counter()
+    prepared = prepare(open_source("fashion"), Data())
+    assert time.perf_counter() - start < 3  # measured 0.4 s; the rest is for a busy machine
+    train, held_out = prepared.train, prepared.held_out
+    assert train.pixels.shape == (9000, 1, 28, 28)
+    assert held_out.pixels.shape == (1000, 1, 28, 28)
+    assert train.classes == FASHION
+    assert train.labels is not None
+    assert held_out.labels is not None
+    assert np.bincount(train.labels).tolist() == [900] * 10
+    assert np.bincount(held_out.labels).tolist() == [100] * 10
+    assert train.names[0] == "tshirt_top/0000"
+    assert held_out.names[0] == "tshirt_top/0900"
+    assert prepared.settings == Data(size=28, channels=1, labels="folders")
+    assert "1,000 held out" in prepared.ledger.line()
+    both = np.concatenate([train.pixels, held_out.pixels]).reshape(10000, -1)
+    for label in range(10):
+        rows = np.concatenate([train.labels, held_out.labels]) == label
+        assert len(np.unique(both[rows], axis=0)) == 1000
+    # The known look of the set: means of Fashion-MNIST's 70,000 are 72.9 in all; trousers are dark, pullovers bright.
+    assert both.mean() == pytest.approx(72.9, abs=1.5)
+    means = [train.pixels[train.labels == label].mean() for label in range(10)]
+    assert means[FASHION.index("sandal")] < 40 < 90 < means[FASHION.index("pullover")]
+
+
+def test_fashion_is_what_the_package_ships() -> None:
+    digest = hashlib.sha256(FashionSource().tiles.tobytes()).hexdigest()
+    assert digest == "857ec1da8e1a30302125760f72f6ceda7b3ebbd20c7589331271c6d207d88c91"
+
+
+def test_fashion_without_held_out_trains_on_all_and_takes_another_size() -> None:
+    prepared = prepare(open_source("fashion"), Data(held_out=0, size=32, channels=3))
+    assert prepared.train.pixels.shape == (10000, 3, 32, 32)
+    assert len(prepared.held_out) == 0
+    assert prepared.ledger.actions == {"upscaled": 10000, "grey_to_rgb": 10000}

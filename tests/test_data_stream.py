@@ -1,0 +1,166 @@
+"""The shuffled stream and its permutation, and augmentation."""
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unfog.data.augment import Augment
+from unfog.data.images import ImageSet
+from unfog.data.permutation import epoch_keys, permute
+from unfog.data.stream import ImageStream
+from unfog.errors import RequestError
+
+
+def images(n: int, labelled: bool = True) -> ImageSet:
+    """n images of 1x4x4 whose first pixels spell their number."""
+    pixels = np.zeros((n, 1, 4, 4), np.uint8)
+    pixels[:, 0, 0, 0], pixels[:, 0, 0, 1] = np.arange(n) % 256, np.arange(n) // 256
+    labels = np.arange(n, dtype=np.int64) % 3 if labelled else None
+    return ImageSet(pixels, labels, tuple(map(str, range(n))), ("a", "b", "c") if labelled else ())
+
+
+def shuffle(n: int, seed: int, epoch: int) -> np.ndarray:
+    return permute(np.arange(n), n, epoch_keys(seed, np.array([epoch])))
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 5000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**50))
+def test_every_shuffle_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+    assert np.array_equal(np.sort(shuffle(n, seed, epoch)), np.arange(n))
+
+
+def test_small_orders_are_all_reached_about_equally_often() -> None:
+    n, draws = 4, 24000
+    keys = np.repeat(epoch_keys(0, np.arange(draws)), n)
+    orders = permute(np.tile(np.arange(n), draws), n, keys).reshape(draws, n)
+    counts = Counter(map(bytes, orders.astype(np.uint8)))
+    assert len(counts) == 24
+    assert max(abs(count - 1000) for count in counts.values()) < 200  # 6 standard deviations
+
+
+def test_places_and_neighbours_are_uniform() -> None:
+    """Chi-squared over its degrees of freedom is 1 within a few times sqrt(2 / freedom)."""
+    n = 200
+    orders = np.stack([shuffle(n, seed, 7) for seed in range(4000)])
+    places = np.stack([np.bincount(orders[:, j], minlength=n) for j in range(n)])
+    assert ((places - 20) ** 2 / 20).sum() / (n - 1) ** 2 == pytest.approx(1, abs=0.04)
+    steps = np.bincount((np.diff(orders, axis=1) % n).ravel(), minlength=n)[1:]
+    assert ((steps - steps.mean()) ** 2 / steps.mean()).sum() / (n - 2) == pytest.approx(1, abs=0.5)
+
+
+def test_epochs_and_seeds_are_unrelated() -> None:
+    n = 100_000
+    orders = [shuffle(n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (2**64, 0), (-1, 0))]
+    correlation = np.corrcoef([np.arange(n), *orders])
+    assert np.abs(correlation - np.eye(6)).max() < 6 / np.sqrt(n)
+
+
+def test_each_image_comes_once_an_epoch_whatever_the_batch() -> None:
+    stream = ImageStream(images(50), seed=3)
+    whole = stream.index(0, 150)
+    for epoch in range(3):
+        assert sorted(whole[50 * epoch : 50 * epoch + 50]) == list(range(50))
+    assert whole[:50].tolist() != whole[50:100].tolist()
+    for size in (1, 7, 64):
+        pieces = [stream.batch(first, size).index.numpy() for first in range(0, 150, size)]
+        assert np.array_equal(np.concatenate(pieces)[:150], whole)
+
+
+def test_a_batch_holds_the_images_it_names() -> None:
+    batch = ImageStream(images(700), seed=0).batch(650, 100)
+    number = batch.pixels[:, 0, 0, 0].long() + 256 * batch.pixels[:, 0, 0, 1].long()
+    assert batch.first == 650
+    assert batch.pixels.dtype == torch.uint8
+    assert batch.pixels.shape == (100, 1, 4, 4)
+    assert torch.equal(number, batch.index)
+    assert batch.label is not None
+    assert torch.equal(batch.label, batch.index % 3)
+    assert ImageStream(images(5, labelled=False), 0).batch(0, 2).label is None
+
+
+@pytest.mark.parametrize("n", [1, 7, 99])
+def test_sets_smaller_than_a_batch_work(n: int) -> None:
+    counts = np.bincount(ImageStream(images(n), seed=1).batch(0, 32 * n).index.numpy(), minlength=n)
+    assert counts.tolist() == [32] * n
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(RequestError, match="no images"):
+        ImageStream(images(0), 0)
+
+
+def test_changing_a_batch_does_not_change_the_set() -> None:
+    data = images(8)
+    before = data.pixels.copy()
+    ImageStream(data, 0).batch(0, 8).pixels.zero_()
+    assert np.array_equal(data.pixels, before)
+
+
+def test_seeking_far_costs_nothing() -> None:
+    stream = ImageStream(images(9000), seed=0)
+    stream.batch(0, 64)
+    for position in (10**9, 10**12, 10**15):
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            stream.batch(position, 64)
+            seconds.append(time.perf_counter() - start)
+        assert min(seconds) < 2e-3  # measured 8e-5
+
+
+def test_fingerprint_sees_pixels_labels_and_order() -> None:
+    base = images(6)
+    assert base.labels is not None
+    swapped = ImageSet(base.pixels[::-1], base.labels, base.names, base.classes)
+    relabelled = ImageSet(base.pixels, base.labels[::-1], base.names, base.classes)
+    assert images(6).fingerprint == base.fingerprint
+    assert len({base.fingerprint, swapped.fingerprint, relabelled.fingerprint, images(7).fingerprint}) == 4
+
+
+def test_augmentation_off_is_the_identity_and_draws_nothing() -> None:
+    pixels = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
+    state = torch.get_rng_state()
+    assert Augment(flip=False, jitter=0)(pixels) is pixels
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_flip_mirrors_about_half_each_image_whole() -> None:
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (400, 3, 4, 6), dtype=torch.uint8)
+    flipped = Augment(flip=True)(pixels)
+    mirrored = (flipped == pixels.flip(-1)).flatten(1).all(1)
+    kept = (flipped == pixels).flatten(1).all(1)
+    assert bool((mirrored ^ kept).all())
+    assert 150 < int(mirrored.sum()) < 250
+    torch.manual_seed(0)
+    torch.randint(0, 256, (400, 3, 4, 6), dtype=torch.uint8)
+    assert torch.equal(Augment(flip=True)(pixels), flipped)
+
+
+def test_jitter_is_slight_its_own_for_each_image_and_leaves_grey_grey() -> None:
+    torch.manual_seed(1)
+    image = torch.randint(60, 180, (1, 3, 8, 8), dtype=torch.uint8).expand(64, -1, -1, -1)
+    jittered = Augment(jitter=0.1)(image)
+    assert jittered.dtype == torch.uint8
+    assert len({bytes(one.numpy()) for one in jittered}) == 64
+    change = (jittered.float() - image.float()).abs()
+    assert 1 < change.mean() < 18
+    brightness = jittered.float().mean((1, 2, 3)) / image.float().mean((1, 2, 3))
+    assert brightness.min() > 0.89
+    assert brightness.max() < 1.11
+    grey = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8)
+    as_rgb = Augment(jitter=0.2)(grey.expand(-1, 3, -1, -1))
+    assert (as_rgb.float() - as_rgb[:, :1].float()).abs().max() <= 1  # luma weights add up to 1 but for rounding
+    assert Augment(jitter=0.2)(grey).shape == grey.shape
+
+
+def test_jitter_keeps_within_eight_bits() -> None:
+    torch.manual_seed(2)
+    white, black = torch.full((32, 3, 4, 4), 255, dtype=torch.uint8), torch.zeros(32, 3, 4, 4, dtype=torch.uint8)
+    assert int(Augment(jitter=0.3)(white).min()) >= 178
+    assert int(Augment(jitter=0.3)(black).max()) == 0
