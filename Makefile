@@ -2,13 +2,12 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# A CPU machine gets the pinned torch; a CUDA machine with a torch of its own keeps it (see CONTRIBUTING.md).
-CONSTRAINTS ?= constraints.txt
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test quick lint clean
 demo: $(VENV)/.installed
-	$(BIN)/unfog train fashion --preset demo --out runs/demo --replace
+	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -24,20 +23,26 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
 
+# A Python that has torch already (a GPU image, say) lends it; it is never replaced.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
 
+# Without a GPU the CPU build is wanted; where pip is offered none (it is the only build on macOS), the general one.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	@echo "installing torch (the first time takes a few minutes)"
-	$(PIP) install -c $(CONSTRAINTS) torch
+	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+		echo "installing torch $(TORCH) (a few minutes the first time)"; \
+		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null; } || $(PIP) -c constraints.txt torch; \
+	fi
+	@{ $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)'; grep -v '^torch==' constraints.txt; } \
+		> $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) install -c $(CONSTRAINTS) -e .
+	$(PIP) -c $(VENV)/constraints.txt -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
+	$(PIP) -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:

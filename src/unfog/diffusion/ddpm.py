@@ -59,7 +59,7 @@ class _DDPM:
         import torch
 
         noisiness = -_table_like(self, logsnr.dtype, logsnr.device)  # searchsorted wants increasing values
-        k = (torch.searchsorted(noisiness, -logsnr, right=True) - 1).clamp(0, self.steps - 2)
+        k = (torch.searchsorted(noisiness, -logsnr) - 1).clamp(0, self.steps - 2)
         between = (-logsnr - noisiness[k]) / (noisiness[k + 1] - noisiness[k])
         # inf / inf happens at one place, the last level of zero_terminal, which is all the way to k + 1.
         return (k + between.clamp(0, 1).nan_to_num(nan=1.0)) / self.steps
@@ -205,8 +205,7 @@ def _table_like(schedule: _DDPM, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def trailing(schedule: Callable[[Tensor], Tensor], steps: int) -> Tensor:
-    """Logsnr at u = 1 (that is, LAST), 1 - 1 / steps, ..., 1 / steps; float64 [steps]."""
+    """Logsnr at LAST times the quantiles 1, 1 - 1 / steps, ..., 1 / steps; float64 [steps]."""
     import torch
 
-    u = 1 - torch.arange(steps, dtype=torch.float64) / steps
-    return schedule(u.clamp(max=LAST))
+    return schedule(torch.linspace(LAST, LAST / steps, steps, dtype=torch.float64))

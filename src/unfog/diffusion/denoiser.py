@@ -20,10 +20,10 @@ class Denoiser:
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
         """E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
 
-        In x_t's precision, float32 when sampling, whatever the autocast: samplers take small differences.
+        In x_t's precision, which is float32, even within autocast: samplers take small differences.
         """
         with torch.autocast(x_t.device.type, enabled=False):
-            y = self.network(*self.diffusion.network_input(x_t, logsnr), label).to(x_t.dtype)
+            y = self.network(*self.diffusion.network_input(x_t, logsnr), label)
             return self.diffusion.recover(y, x_t, logsnr)[0]
 
 

@@ -49,6 +49,8 @@ class Diffusion:
     def __post_init__(self) -> None:
         if not self.sigma_data > 0:
             raise RequestError(f"sigma_data = {self.sigma_data}: must be above 0; 0.5 fits natural images")
+        if self.conditioning not in ("timestep", "logsnr"):
+            raise RequestError(f"conditioning = {self.conditioning!r}: choose timestep or logsnr")
         if self.schedule.limits()[0] > LOWEST_LOGSNR:
             return
         ends = f"the {self.schedule.kind} schedule ends in pure noise (alpha = 0)"

@@ -175,6 +175,8 @@ def karras(steps: int, noisiest: float, cleanest: float, rho: float = 7.0) -> Te
 
 
 Path = VP | VE | Flow
+"""logsnr -> (alpha, sigma)."""
 PATHS = (VP, VE, Flow)
 Schedule = Linear | Cosine | LogNormal | LogitNormal | FlowUniform
+"""u -> logsnr, with its inverse `quantile`, `levels` to sample at, `limits`, and `steps` T, 0 if continuous."""
 SCHEDULES = (Linear, Cosine, LogNormal, LogitNormal, FlowUniform)

@@ -69,9 +69,9 @@ class Objective:
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 
     def _error(self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor) -> Tensor:
-        """Mean squared error [B] of the network's output, in float32 whatever the autocast."""
+        """Mean squared error [B] of the network's output; float32 whatever the autocast, as the truth is."""
         x_t = self.diffusion.add_noise(x0, noise, logsnr)
-        y = network(*self.diffusion.network_input(x_t, logsnr), label).float()
+        y = network(*self.diffusion.network_input(x_t, logsnr), label)
         return (y - self.diffusion.network_target(x0, noise, logsnr)).square().mean((1, 2, 3))
 
 

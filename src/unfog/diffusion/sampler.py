@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
 from unfog.errors import RequestError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Kind = Literal["ddpm", "ddim", "heun", "dpmpp"]
 Grid = Literal["schedule", "karras", "logsnr"]
 Denoise = Callable[["Tensor", "Tensor"], "Tensor"]
 """(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t]."""
@@ -47,7 +48,7 @@ class Level(NamedTuple):
 class Sampler:
     """Which sampler, and in how many steps; called, it samples."""
 
-    kind: Literal["ddpm", "ddim", "heun", "dpmpp"] = "dpmpp"
+    kind: Kind = "dpmpp"
     """ddpm (random, wants hundreds of steps), ddim, heun (two network calls a step), or dpmpp (the 2M)."""
     steps: int = 20
     """Noise levels visited."""
@@ -55,6 +56,13 @@ class Sampler:
     """Which levels: as the training schedule has it, EDM's (karras), or evenly spaced in logsnr."""
     clip: bool = True
     """Keep each guess of the clean image within [-1, 1]."""
+
+    def __post_init__(self) -> None:
+        for value, known in ((self.kind, get_args(Kind)), (self.grid, get_args(Grid))):
+            if value not in known:
+                raise RequestError(f"{value!r} is unknown to the sampler; choose from {', '.join(known)}")
+        if self.steps < 1:
+            raise RequestError(f"{self.steps} sampling steps: at least one is needed; 20 is usual")
 
     def __call__(
         self,
@@ -154,12 +162,10 @@ def noise_levels(schedule: Schedule, steps: int, grid: Grid) -> Tensor:
     "karras" and "logsnr" stay within EDM's range of sigma / alpha, 80 to 0.002, and within the schedule's.
 
     Raises:
-        RequestError: No steps, or more than a quantised schedule has levels.
+        RequestError: More steps than a quantised schedule has levels.
     """
     import torch
 
-    if steps < 1:
-        raise RequestError(f"{steps} sampling steps: at least one is needed; 20 is usual")
     noisiest, cleanest = schedule.limits()
     noisiest, cleanest = max(noisiest, EDM_LIMITS[0]), min(cleanest, EDM_LIMITS[1])
     match grid:

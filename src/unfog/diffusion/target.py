@@ -76,4 +76,5 @@ def invert(y: Tensor, x_t: Tensor, a: Tensor, b: Tensor, alpha: Tensor, sigma: T
 
 
 Target = Eps | X0 | V | FlowVelocity | EdmF
+"""(alpha, sigma, sigma_data) -> (a, b)."""
 TARGETS = (Eps, X0, V, FlowVelocity, EdmF)

@@ -81,4 +81,5 @@ class Edm:
 
 
 Weighting = Plain | Snr | InverseSnr | MinSnr | Edm
+"""(logsnr, own, sigma_data) -> weight on the squared x0 error."""
 WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, Edm)

@@ -1,0 +1,241 @@
+"""The U-Net by itself: what it computes at the start, what it depends on, what it refuses."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from unfog.errors import RequestError
+from unfog.models.layers import attention, sinusoids
+from unfog.models.settings import SIZES, UNet
+from unfog.models.unet import UNetModel
+
+MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
+
+
+def scattered(settings: UNet, image_channels: int = 1, num_classes: int = 0) -> UNetModel:
+    """Return a network whose zeros are gone."""
+    torch.manual_seed(0)
+    model = UNetModel(settings, image_channels, num_classes)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter) / max(1, parameter[0].numel()) ** 0.5
+    return model
+
+
+@pytest.mark.parametrize(("name", "millions"), [("tiny", 0.99), ("small", 4.07), ("cifar10", 35.75), ("base", 35.41)])
+def test_parameter_counts(name, millions):
+    with torch.device("meta"):
+        model = UNetModel(SIZES[name], image_channels=3)
+    count = sum(p.numel() for p in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.005)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_fresh_network_is_the_zero_map(name):
+    model = UNetModel(SIZES[name], image_channels=1, num_classes=3).eval()
+    with torch.no_grad():
+        y = model(torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), torch.tensor([0, 3]))
+    assert y.shape == (2, 1, 16, 16)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+def test_every_parameter_learns():
+    # The last convolution moves in the first update, every block's last layer in the second, the rest from then on.
+    torch.manual_seed(0)
+    model = UNetModel(MICRO, 1, num_classes=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, c_noise, label = torch.randn(8, 1, 8, 8), torch.rand(8) * 1000, torch.arange(8) % 3
+    silent = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(x, c_noise, label) - x).square().mean().backward()
+        silent.append({name for name, p in model.named_parameters() if not p.grad.any()})
+        optimizer.step()
+    assert silent[0] == {name for name, _ in model.named_parameters()} - {"conv_out.weight", "conv_out.bias"}
+    assert silent[2] == set()
+
+
+def test_learns_what_a_label_means():
+    torch.manual_seed(0)
+    model = UNetModel(MICRO, 1, num_classes=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    label = torch.tensor([0, 1, 2]).repeat(4)
+    goal = torch.tensor([-1.0, 1.0, 0.0]).repeat(4)[:, None, None, None].expand(-1, 1, 8, 8)
+    for _ in range(80):
+        loss = (model(torch.randn(12, 1, 8, 8), torch.rand(12) * 1000, label) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1  # two thirds when the label is not seen
+
+
+def test_output_depends_on_label_noise_and_image():
+    model = scattered(MICRO, num_classes=2).eval()
+    x, c_noise, label = torch.randn(1, 1, 8, 8), torch.tensor([3.0]), torch.tensor([0])
+    with torch.no_grad():
+        y = model(x, c_noise, label)
+        for other in (
+            model(x, c_noise, label + 1),
+            model(x, c_noise + 1, label),
+            model(x + 0.1, c_noise, label),
+        ):
+            assert (other - y).abs().max() > 1e-3
+
+
+def test_no_label_is_the_null_class():
+    model = scattered(MICRO, num_classes=2).eval()
+    x, c_noise = torch.randn(2, 1, 8, 8), torch.tensor([3.0, 4.0])
+    assert torch.equal(model(x, c_noise), model(x, c_noise, torch.tensor([2, 2])))
+    assert not torch.equal(model(x, c_noise), model(x, c_noise, torch.tensor([1, 1])))
+    with pytest.raises(RequestError, match="without classes"):
+        scattered(MICRO)(x, c_noise, torch.tensor([0, 0]))
+
+
+def test_images_do_not_see_each_other():
+    model = scattered(MICRO).eval()
+    x, c_noise = torch.randn(3, 1, 8, 8), torch.tensor([0.0, 10.0, 999.0])
+    with torch.no_grad():
+        together = model(x, c_noise)
+        alone = torch.cat([model(x[i : i + 1], c_noise[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_time_scale_multiplies_the_condition():
+    scaled = UNet(channels=(16,), attention=(True,), head_channels=0, norm_groups=4, time_scale=250.0)
+    model, x = scattered(scaled), torch.randn(2, 1, 8, 8)
+    plain = UNetModel(UNet(channels=(16,), attention=(True,), head_channels=0, norm_groups=4), 1)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(x, torch.tensor([1.0, -0.5])), plain(x, torch.tensor([250.0, -125.0])))
+
+
+def test_dropout_only_while_training():
+    model = scattered(UNet(channels=(16,), attention=(False,), head_channels=8, norm_groups=4, dropout=0.5))
+    x, c_noise = torch.randn(2, 1, 8, 8), torch.tensor([3.0, 4.0])
+    assert not torch.equal(model.train()(x, c_noise), model(x, c_noise))
+    assert torch.equal(model.eval()(x, c_noise), model(x, c_noise))
+
+
+def test_a_step_is_deterministic():
+    def gradients() -> list[torch.Tensor]:
+        model = scattered(SIZES["tiny"], num_classes=10)
+        torch.manual_seed(1)
+        x, c_noise, label = torch.randn(8, 1, 28, 28), torch.rand(8) * 1000, torch.randint(0, 11, (8,))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x, c_noise, label).float().square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_close_to_float32(dtype):
+    model = scattered(UNet(channels=(32, 64), attention=(False, True)), 3, num_classes=4)
+    x, c_noise, label = torch.randn(4, 3, 16, 16), torch.rand(4) * 1000, torch.arange(4)
+    exact = model(x, c_noise, label)
+    gradient = torch.autograd.grad(exact.square().mean(), model.conv_in.weight)[0]
+    with torch.autocast("cpu", dtype):
+        rough = model(x, c_noise, label)
+        rough_gradient = torch.autograd.grad(rough.float().square().mean(), model.conv_in.weight)[0]
+    assert rough.dtype == dtype
+    assert (rough.float() - exact).square().mean() < (0.02 * exact.std()) ** 2
+    assert (rough_gradient - gradient).norm() < 0.05 * gradient.norm()
+
+
+def test_compiles_to_one_graph():
+    model = scattered(MICRO, num_classes=2).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x, c_noise, label = torch.randn(2, 1, 8, 8), torch.tensor([3.0, 4.0]), torch.tensor([0, 2])
+    assert torch.equal(compiled(x, c_noise, label), model(x, c_noise, label))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_attention_is_its_formula(dtype, tolerance):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 49, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    mixed = attention(q, k, v)
+    q64, k64, v64 = (t.detach().double().requires_grad_() for t in (q, k, v))
+    scores = torch.einsum("bhnd,bhmd->bhnm", q64, k64) / math.sqrt(16)
+    expected = torch.einsum("bhnm,bhmd->bhnd", scores.exp() / scores.exp().sum(-1, keepdim=True), v64)
+    assert mixed.dtype == dtype
+    assert (mixed - expected).abs().max() < tolerance
+    weight = torch.randn_like(expected)
+    (mixed * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for ours, exact in ((q, q64), (k, k64), (v, v64)):
+        assert (ours.grad - exact.grad).abs().max() < 2 * tolerance * exact.grad.abs().max()
+
+
+def test_sinusoids_are_their_formula_even_under_autocast():
+    position = torch.tensor([0.0, 0.25, 999.0])
+    with torch.autocast("cpu", torch.bfloat16):
+        waves = sinusoids(position, 7, freq_shift=1)
+    assert waves.dtype == torch.float32
+    for row, t in zip(waves, position.double()):
+        angles = [t * 10_000 ** (-i / 2) for i in range(3)]
+        expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles] + [0.0]
+        torch.testing.assert_close(row.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=0)
+    flipped = sinusoids(position, 7, freq_shift=1, flip_sin_to_cos=False)
+    assert torch.equal(flipped, torch.cat([waves[:, 3:6], waves[:, :3], waves[:, 6:]], dim=1))
+
+
+def test_sizes_are_checked_before_building():
+    settings = UNet(channels=(32, 32, 32), attention=(False, False, False))
+    settings.check(28)
+    settings.check((8, 64))
+    for size, message in (
+        (30, "size = 30 is no multiple of 4 from 8 on, as 3 levels need; try size = 32, or fewer levels"),
+        ((32, 4), "size = 4 is no multiple of 4 from 8 on, as 3 levels need; try size = 8, or fewer levels"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            settings.check(size)
+        assert str(refused.value) == message
+
+
+def test_every_checked_size_works_and_others_do_not():
+    model = UNetModel(UNet(channels=(32, 32, 32), attention=(False, False, True)), 1).eval()
+    for size in range(8, 29, 5):
+        x, c_noise = torch.randn(1, 1, size, size), torch.zeros(1)
+        if size % 4 == 0:
+            assert model(x, c_noise).shape == x.shape
+        else:
+            with pytest.raises(RequestError):
+                model.settings.check(size)
+            with pytest.raises(RuntimeError):
+                model(x, c_noise)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"channels": ()}, "at least one level"),
+        ({"blocks": 0}, "one block"),
+        ({"attention": (True,)}, "attention has 1 entries for 3 levels"),
+        ({"channels": (60, 80, 100)}, "channels = 60 is not a multiple of norm_groups = 32; try norm_groups = 20"),
+        ({"head_channels": 48}, "channels = 128 with attention is not a multiple of head_channels = 48; try 32"),
+        ({"dropout": 1.0}, "dropout = 1.0"),
+    ],
+)
+def test_contradictions_are_refused(wrong, message):
+    with pytest.raises(RequestError) as refused:
+        UNet(**wrong)
+    assert message in str(refused.value)
+
+
+def test_settings_load_without_torch():
+    code = "import sys, unfog.models.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_upsampling_and_attention_keep_pixels_in_place():
+    # A change in one corner must change that corner most: a transposed or shuffled pixel axis would move it.
+    model = scattered(UNet(channels=(16, 16), attention=(True, True), head_channels=8, norm_groups=4)).eval()
+    x = torch.randn(1, 1, 16, 32)
+    bump = F.pad(torch.ones(1, 1, 4, 4), (28, 0, 0, 12))
+    with torch.no_grad():
+        change = (model(x + bump, torch.zeros(1)) - model(x, torch.zeros(1))).abs()
+    assert change[0, 0, :6, 26:].mean() > 3 * change.mean()
