@@ -29,7 +29,9 @@ SETTINGS = {
 
 
 def unfog_command(*words: object, status: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, "-m", "unfog", *map(str, words)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "unfog", *map(str, words)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == status, done.stderr
     return done
 

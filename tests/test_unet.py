@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 
@@ -57,6 +58,8 @@ def test_every_parameter_learns():
         silent.append({name for name, p in model.named_parameters() if not p.grad.any()})
         optimizer.step()
     assert silent[0] == {name for name, _ in model.named_parameters()} - {"conv_out.weight", "conv_out.bias"}
+    behind_zeros = re.compile(r"embedding|residual\.(norm|conv1|condition)|attention\.(norm|qkv)")
+    assert silent[1] == {name for name, _ in model.named_parameters() if behind_zeros.search(name)}
     assert silent[2] == set()
 
 
@@ -175,6 +178,7 @@ def test_sinusoids_are_their_formula_even_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         waves = sinusoids(position, 7, freq_shift=1)
     assert waves.dtype == torch.float32
+    assert torch.equal(sinusoids(position.double(), 7, freq_shift=1), waves)
     for row, t in zip(waves, position.double()):
         angles = [t * 10_000 ** (-i / 2) for i in range(3)]
         expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles] + [0.0]
