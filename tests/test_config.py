@@ -1,5 +1,6 @@
 """Settings in and out of TOML, by word and by name, and what is said about mistakes."""
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -130,9 +131,7 @@ def test_unions_that_are_no_parts_are_left_alone():
 
 
 def test_short_names_lead_somewhere_and_are_documented():
-    source = {name: cls for name, cls in ((f.name, type(getattr(Config(), f.name))) for f in fields(Config()))}
-    import inspect
-
+    source = {f.name: type(getattr(Config(), f.name)) for f in fields(Config())}
     for short, long in SHORT.items():
         section, _, field = long.partition(".")
         assert field in {f.name for f in fields(source[section])}

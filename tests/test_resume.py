@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NETWORK, without_clock
 
 import unfog
+from conftest import NETWORK, without_clock
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events
 from unfog.training import checkpoint
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_found_by_what_it_holds_not_by_its_name(whole, tmp_path)
 def test_no_whole_checkpoint_is_said(whole, tmp_path):
     shutil.copytree(whole / "checkpoints/00000006", tmp_path / "checkpoints/00000006")
     os.truncate(tmp_path / "checkpoints/00000006/ema.safetensors", 10)
-    with pytest.raises(RunError, match="no whole checkpoint.*00000006.*ema.safetensors"):
+    with pytest.raises(RunError, match=r"no whole checkpoint.*00000006.*ema\.safetensors"):
         checkpoint.newest(tmp_path / "checkpoints")
 
 

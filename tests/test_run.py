@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import NETWORK
 from PIL import Image
 
 import unfog
+from conftest import NETWORK
 from unfog.errors import RequestError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.choices import round_number, seconds
@@ -235,7 +235,7 @@ def test_time_spans_and_round_numbers():
 
 
 def test_golden_losses(tmp_path):
-    """The numbers of the first steps, so that no change of the arithmetic goes unnoticed. Rounding differs by machine."""
+    """The first losses, so that no change of the arithmetic goes unnoticed; rounding differs by machine."""
     run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SETTINGS | {"log": {"every": 3}})
     losses = [row["loss"] for row in read_metrics(run.path / "metrics.jsonl") if "loss" in row]
     assert losses == pytest.approx(GOLDEN, rel=2e-3)

@@ -15,6 +15,7 @@ from unfog.cli.parsing import expand, parse
 from unfog.config.presets import preset
 from unfog.config.toml import read_toml
 from unfog.config.tree import LENGTH, Config, without_length
+from unfog.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -101,28 +102,32 @@ def train(words: Sequence[str]) -> int:
     """`unfog train`."""
     base = base_config(words)
     request = parse(Train, expand(words), "unfog train", Train(folder=tyro.MISSING, settings=base))
-    from unfog.reporting.progress import result
     from unfog.runs.train import start
 
     folder, done = start(replace(request.settings, source=request.folder), request.out)
-    result(str(folder.path))
-    return 0 if done else 3
+    return ended(folder, done)
 
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
-    from unfog.runs.folder import RunFolder
-
     # The stored settings are the defaults of the flags, so the folder has to be known first.
     first = next((word for word in words if not word.startswith("-")), None)
     stored = RunFolder(Path(first)).read_config() if first else Config()
     if gives_length(words):
         stored = without_length(stored)
     request = parse(Resume, expand(words), "unfog resume", Resume(run=tyro.MISSING, settings=stored))
-    from unfog.reporting.progress import result
     from unfog.runs.train import resume as go_on
 
     folder, done = go_on(RunFolder(request.run), request.settings)
+    return ended(folder, done)
+
+
+def ended(folder: RunFolder, done: bool) -> int:
+    """Say where everything is and what comes next; the folder itself is the result, on stdout."""
+    from unfog.reporting.progress import result, say
+
+    say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
+    say(f"  next      unfog {'sample' if done else 'resume'} {folder.path}")
     result(str(folder.path))
     return 0 if done else 3
 
@@ -159,7 +164,6 @@ def report(words: Sequence[str]) -> int:
     request = parse(Report, words, "unfog report", Report(run=tyro.MISSING))
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
-    from unfog.runs.folder import RunFolder
 
     RunFolder(request.run).read_config()
     result(str(write_report(request.run)))

@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         if debug:
             raise
-        sys.stderr.write(f"unfog: {type(error).__name__}: {error}\n(this is a defect; --debug shows where)\n")
+        if "out of memory" in str(error).lower():  # CUDA, MPS and the CPU allocator each raise a class of their own
+            advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
+        else:
+            advice = "this is a defect of unfog; --debug shows where"
+        sys.stderr.write(f"unfog: {type(error).__name__}: {error}\n({advice})\n")
         sys.exit(1)
 
 

@@ -77,10 +77,9 @@ def update(base: T, table: dict[str, Any], where: str) -> T:
 
 def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
     words = words_of(annotation)
-    if words is not None and not isinstance(value, dict | str):
+    if words is not None:
         if type(value) in {type(part) for part in words.values()}:  # from Python, an instance will do
             return value
-    if words is not None:
         if isinstance(value, str):
             return parse(words, value)
         if not isinstance(value, dict) or "kind" not in value:

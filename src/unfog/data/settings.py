@@ -13,7 +13,7 @@ class Data:
     """How images are decoded, labelled, augmented and split. A 0 or "auto" is settled by `prepare.prepare`."""
 
     size: int = 0
-    """Side in pixels of the square the network sees; 0 = own size if all are equal and small, else 32 or 64."""
+    """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64. Short: --size."""
 
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
@@ -25,7 +25,7 @@ class Data:
     """Classes: "folders" = the top sub-folders, "none" = one kind of image, "auto" = whichever the layout shows."""
 
     flip: bool = False
-    """Mirror half of the images left to right; off, as text and digits do not survive it."""
+    """Mirror half of the images left to right; off, as text and digits do not survive it. Short: --flip."""
 
     jitter: float = 0.0
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""

@@ -32,13 +32,13 @@ class Diffusion:
     """
 
     path: Path = field(default_factory=VP)
-    """How image and noise are mixed."""
+    """How image and noise are mixed. Short: --path."""
     schedule: Schedule = field(default_factory=Cosine)
-    """Which noise levels are trained and sampled."""
+    """Which noise levels are trained and sampled. Short: --schedule."""
     target: Target = field(default_factory=V)
-    """What the network predicts; v is well behaved at every level."""
+    """What the network predicts; v is well behaved at every level. Short: --target."""
     weighting: Weighting = field(default_factory=Plain)
-    """How much each noise level counts."""
+    """How much each noise level counts. Short: --weighting."""
     sigma_data: float = 0.5
     """Standard deviation of the images in [-1, 1] scale; 0.5 fits natural ones (EDM)."""
     conditioning: Literal["timestep", "logsnr"] = "timestep"

@@ -32,6 +32,11 @@ class RunFolder:
         """A line per log."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def newest_preview(self) -> Path:
+        """The last sample grid; the folder of sample grids if there is none yet."""
+        return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
+
     def check_free(self) -> None:
         """RequestError if there is something in the folder already: nothing is ever overwritten."""
         if self.config_file.exists():

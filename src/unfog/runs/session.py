@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -46,7 +47,7 @@ class Session:
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         self.held_out = held_out_set(prepared, config, device)
         self.state = build_state(config, device)
-        self.drawn_step = -1
+        self.saved_step = self.drawn_step = -1
         self.fresh = self._restore()
         self.recorder = Recorder(folder.path, config.log, self.steps, self.step, asdict(config))
 
@@ -62,13 +63,14 @@ class Session:
 
     def _restore(self) -> bool:
         """Load the newest whole checkpoint; True if there is none yet, so that the run begins."""
-        if not any(self.folder.checkpoints.iterdir()):
-            self.folder.metrics.unlink(missing_ok=True)
-            return True
         saved, broken = checkpoint.newest(self.folder.checkpoints)
         for line in broken:
             say(line)
+        if saved is None:
+            self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
+            return True
         checkpoint.load(saved.folder, self.state)
+        self.saved_step = self.step
         return False
 
     def run(self, choices: list[Choice]) -> bool:
@@ -130,13 +132,14 @@ class Session:
         self.save(self.state)
 
     def _conclude(self) -> bool:
-        """Save and draw where the run ends, unless that has just been done."""
+        """Save where the run ends, and draw if that is its end; unless that has just been done."""
         done = self.step >= self.steps
-        if self.drawn_step != self.step:
-            self.preview(self.state)
-        if not (self.folder.checkpoints / f"{self.step:08d}").exists():
+        if self.saved_step != self.step:
             self.save(self.state)
-        self.recorder.images(self.step, "denoising", self._denoising())
+        if done and self.drawn_step != self.step:
+            self.preview(self.state)
+        if done:
+            self.recorder.images(self.step, "denoising", self._denoising())
         self.recorder.event("finished" if done else "stopped", self.step)
         say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         return done
@@ -164,17 +167,18 @@ class Session:
 
     def preview(self, state: TrainState) -> None:
         """Sample grid from the EMA weights, from the same noise each time: what `unfog sample` gives without flags."""
+        started = time.perf_counter()
         with state.ema.swapped_into(state.model):
             pictures = draw(state.model, self.config, usual(self.config, self.config.preview.images))
         self.recorder.images(self.step, "samples", picture_grid(pictures, self.config.classes))
-        self.recorder.event("preview", self.step)
+        self.recorder.event("preview", self.step, seconds=seconds_since(started))
         self.drawn_step = self.step
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out loss of the EMA weights; empty if nothing is held out."""
         if self.held_out is None:
             return {}
-        schedule = self.config.diffusion.schedule
+        started, schedule = time.perf_counter(), self.config.diffusion.schedule
 
         def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
             return self.objective.at(state.model, x0, label, schedule(u), noise)
@@ -182,14 +186,23 @@ class Session:
         state.model.eval()
         try:
             with state.ema.swapped_into(state.model):
-                return self.held_out.measure(loss_at, self.config.training.batch)
+                record = self.held_out.measure(loss_at, self.config.training.batch)
         finally:
             state.model.train()
+        self.recorder.event("evaluated", self.step, seconds=seconds_since(started))
+        return record
 
     def save(self, state: TrainState) -> None:
         """Save a checkpoint."""
+        started = time.perf_counter()
         folder = checkpoint.save(self.folder.checkpoints, self.step, state, self.config.checkpoint)
-        self.recorder.event("checkpoint", self.step, folder=folder.name)
+        self.recorder.event("checkpoint", self.step, folder=folder.name, seconds=seconds_since(started))
+        self.saved_step = self.step
+
+
+def seconds_since(started: float) -> float:
+    """What something cost, for the record."""
+    return round(time.perf_counter() - started, 3)
 
 
 def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> HeldOut | None:

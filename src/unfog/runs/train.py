@@ -76,7 +76,8 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
             )
         settling = Settling(config, prepared.train, device, stop)
         settling.precision()
-        settling.length(seen=checkpoint.images_seen(folder.checkpoints))
+        saved, _ = checkpoint.newest(folder.checkpoints)
+        settling.length(seen=saved.images if saved else 0)
         stop.leave_if_requested()
         for line in check_changes(stored, settling.config):
             say(f"  changed: {line}")

@@ -114,17 +114,16 @@ def whole(checkpoints: Path, verify: bool = True) -> tuple[list[Saved], list[str
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
-def newest(checkpoints: Path) -> tuple[Saved, list[str]]:
-    """The newest whole checkpoint, verified, and a line on each broken one.
+def newest(checkpoints: Path) -> tuple[Saved | None, list[str]]:
+    """The newest whole checkpoint, verified, and a line on each broken one; None if nothing was ever saved.
 
     Raises:
-        RunError: there is none.
+        RunError: there are checkpoints, and all of them are broken.
     """
     found, broken = whole(checkpoints)
-    if not found:
-        reasons = "; ".join(broken) or "nothing has been saved"
-        raise RunError(f"no whole checkpoint in {checkpoints}: {reasons}")
-    return found[-1], broken
+    if broken and not found:
+        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(broken)}")
+    return (found[-1] if found else None), broken
 
 
 def find(checkpoints: Path, step: int | None) -> Saved:
@@ -132,21 +131,19 @@ def find(checkpoints: Path, step: int | None) -> Saved:
 
     Raises:
         RequestError: there is none of that step.
-        RunError: there is none at all.
+        RunError: there is none at all, or all are broken.
     """
     if step is None:
-        return newest(checkpoints)[0]
+        saved, _ = newest(checkpoints)
+        if saved is None:
+            raise RunError(f"nothing has been saved in {checkpoints} yet; go on with unfog resume")
+        return saved
     found, _ = whole(checkpoints)
     for saved in found:
         if saved.step == step:
             return saved
     steps = ", ".join(str(saved.step) for saved in found) or "none"
     raise RequestError(f"there is no whole checkpoint of step {step}; there is {steps}")
-
-
-def images_seen(checkpoints: Path) -> int:
-    """Training images behind the newest whole checkpoint; 0 if nothing was saved yet."""
-    return newest(checkpoints)[0].images if any(checkpoints.iterdir()) else 0
 
 
 def load(folder: Path, state: TrainState) -> None:
