@@ -153,7 +153,7 @@ def test_help_needs_no_torch():
         "import sys, unfog.cli.main as m\n"
         "try: m.run(['train', '--help'])\n"
         "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'help imports torch'"
+        "assert 'torch' not in sys.modules, 'help imports torch'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr

@@ -52,14 +52,35 @@ def assert_same(folder: Path, reference: Path) -> None:
         mine, theirs = ((f / "checkpoints" / step / name).read_bytes() for f in (folder, reference))
         assert mine == theirs, f"{name} differs"
     mine, theirs = (torch.load(f / "checkpoints" / step / "state.pt", weights_only=True) for f in (folder, reference))
-    assert mine["seen"] == theirs["seen"] == 36 * 8
-    for a, b in zip(mine["optimizer"]["state"].values(), theirs["optimizer"]["state"].values()):
-        assert all(torch.equal(a[k], b[k]) for k in a)
+    assert mine["seen"] == 36 * 8
+    assert_equal(mine, theirs)
+    assert (folder / "config.toml").read_text() == (reference / "config.toml").read_text()
     assert without_clock(folder / "metrics.jsonl") == without_clock(reference / "metrics.jsonl")
     previews = sorted(p.name for p in (reference / "samples").iterdir())
     assert previews == ["00000000.png", "00000012.png", "00000024.png", "00000036.png"]
     for name in previews:
         assert (folder / "samples" / name).read_bytes() == (reference / "samples" / name).read_bytes(), name
+
+
+def assert_equal(a, b) -> None:
+    """Equal to the bit, however nested."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_equal(x, y)
+    else:
+        assert a == b
+
+
+def torch_state(folder: Path) -> dict:
+    return torch.load(unfog.load(folder).checkpoint.folder / "state.pt", weights_only=True)
 
 
 def steps_logged(folder: Path) -> int:
@@ -68,7 +89,7 @@ def steps_logged(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=-1)
 
 
-@pytest.mark.parametrize("after_step", [0, 5, 15, 30])
+@pytest.mark.parametrize("after_step", [0, 5, 15, 25])
 def test_killed_and_resumed_equals_undisturbed(whole, tmp_path, after_step):
     folder = tmp_path / "run"
     process = command("train", "fashion", "--out", folder, *FLAGS)
@@ -96,7 +117,7 @@ def test_resumed_in_the_middle_of_a_log_window_and_of_an_interval(whole, tmp_pat
     assert_same(folder, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_saves_and_ends_with_status_3_twice_over(whole, tmp_path, number):
     folder = tmp_path / "run"
     process = command("train", "fashion", "--out", folder, *FLAGS)
@@ -124,9 +145,9 @@ def test_broken_newest_checkpoint_is_named_and_passed_over(whole, tmp_path):
     (folder / "checkpoints/00000024/manifest.json").unlink()
     saved, broken = checkpoint.newest(folder / "checkpoints")
     assert saved.step == 18
-    assert [line.split()[1] for line in broken] == ["00000024", "00000030", "00000036"]
+    assert [folder.name for folder, _ in broken] == ["00000024", "00000036", "00000030"]
     said = finish(command("resume", folder))
-    assert "checkpoint 00000036 is broken and was passed over: model.safetensors" in said
+    assert "checkpoint 00000036 is broken and is passed over: model.safetensors" in said
     assert_same(folder, whole)
 
 
@@ -152,7 +173,13 @@ def test_going_on_for_longer_and_what_cannot_change(whole, tmp_path):
     assert "changed: training.images: 288 -> 320" in said
     assert "changed: optimizer.lr" in said
     assert unfog.load(folder).checkpoint.step == 40
-    assert without_clock(folder / "metrics.jsonl")[-1]["lr"] < 1e-5
+    assert torch_state(folder)["optimizer"]["param_groups"][0]["lr"] < 1e-5
+    finish(
+        command("resume", folder, "--steps", "41", "--optimizer.schedule", "constant", "--optimizer.weight-decay", 0.5)
+    )
+    group = torch_state(folder)["optimizer"]["param_groups"][0]
+    assert (group["lr"], group["weight_decay"]) == (1e-5, 0.5)
+    assert "are behind it" in finish(command("resume", folder, "--steps", "12"), status=2)
     for wrong in (["--size", "32"], ["--batch", "16"], ["--network", "tiny"], ["--target", "eps"], ["--seed", "1"]):
         said = finish(command("resume", folder, *wrong), status=2)
         assert "cannot become" in said
@@ -200,3 +227,79 @@ def test_state_holds_nothing_that_runs_code_when_loaded(whole):
         name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
         wanted = {arg for op, arg, _ in pickletools.genops(archive.read(name)) if op.name == "GLOBAL"}
     assert all(w.split()[0].split(".")[0] in ("torch", "collections") for w in wanted), wanted
+
+
+CRASH = """
+import os, pathlib, shutil, sys
+import unfog.training.checkpoint as c
+calls, limit = 0, int(sys.argv[1])
+def deadly(function):
+    def call(*a, **k):
+        global calls
+        calls += 1
+        if calls == limit:
+            os.kill(os.getpid(), 9)
+        return function(*a, **k)
+    return call
+c.save_file, c.sync, c.sha256 = map(deadly, (c.save_file, c.sync, c.sha256))
+c.torch.save, shutil.rmtree = deadly(c.torch.save), deadly(shutil.rmtree)
+pathlib.Path.rename, pathlib.Path.write_text = deadly(pathlib.Path.rename), deadly(pathlib.Path.write_text)
+from unfog.cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 4, 8, 13, 15, 17, 20, 25, 31, 37, 44, 58, 70])
+def test_killed_inside_a_save_or_a_rotation(whole, tmp_path, call):
+    folder = tmp_path / "run"
+    flags = [*FLAGS, "--checkpoint.keep", "2"]
+    done = subprocess.run([sys.executable, "-c", CRASH, str(call), "train", "fashion", "--out", folder, *flags])
+    assert done.returncode == -signal.SIGKILL
+    finish(command("resume", folder, "--checkpoint.keep", "100"))
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert not {name for name in left if name.startswith(".")}
+    assert_same(folder, whole)
+
+
+def test_a_save_that_goes_back_behind_broken_ones_is_not_rotated_away(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for name in ("00000024", "00000030", "00000036"):
+        os.truncate(folder / "checkpoints" / name / "ema.safetensors", 100)
+    said = finish(command("resume", folder, "--checkpoint.keep", "3", "--steps", "20"))
+    assert said.count("is broken and is passed over") == 3
+    saved, broken = checkpoint.newest(folder / "checkpoints")
+    assert saved is not None
+    assert (saved.step, broken) == (20, [])
+
+
+def test_two_processes_do_not_share_a_run(tmp_path):
+    folder = tmp_path / "run"
+    first = command("train", "fashion", "--out", folder, *FLAGS)
+    while steps_logged(folder) < 0 and first.poll() is None:
+        time.sleep(0.005)
+    assert "another process is training" in finish(command("resume", folder), status=2)
+    finish(first)
+
+
+def test_a_reader_that_goes_away_stops_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    process = command("train", "fashion", "--out", folder, *FLAGS)
+    process.stderr.close()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert_same(folder, whole)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_and_fixed_ema_resume_too(tmp_path, precision):
+    flags = [*FLAGS, "--precision", precision, "--ema", "fixed:decay_max=0.99", "--steps", "12"]
+    for name in ("straight", "broken"):
+        finish(command("train", "fashion", "--out", tmp_path / name, *flags))
+    shutil.rmtree(tmp_path / "broken/checkpoints/00000012")
+    finish(command("resume", tmp_path / "broken"))
+    for file in ("ema.safetensors", "model.safetensors"):
+        mine, theirs = ((tmp_path / n / "checkpoints/00000012" / file).read_bytes() for n in ("broken", "straight"))
+        assert mine == theirs
+    assert_equal(torch_state(tmp_path / "broken"), torch_state(tmp_path / "straight"))

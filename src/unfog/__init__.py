@@ -40,34 +40,36 @@ def train(
     Raises:
         RequestError: the request cannot be met; found before training.
         RunError: training could not go on.
+        KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
     """
     from unfog.config.presets import preset as recipe
     from unfog.config.toml import update
-    from unfog.config.tree import LENGTH, nested, without_length
+    from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.run import Run
     from unfog.runs.train import start
 
     base = recipe(preset)
-    if any(name in settings for name in LENGTH):
-        base = without_length(base)
-    config = update(base, nested(settings) | {"source": str(source)}, "")
-    folder, _ = start(config, None if out is None else Path(out))
+    config = update(without_length(base), nested(settings) | {"source": str(source)}, "")
+    folder, done = start(with_length_of(base, config), None if out is None else Path(out))
+    if not done:
+        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
 
 
 def resume(path: str | PathLike[str], **settings: Any) -> Run:
     """Go on with a run, as `unfog resume` does; `settings` as for `train`, changed from here on."""
     from unfog.config.toml import update
-    from unfog.config.tree import LENGTH, nested, without_length
+    from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.folder import RunFolder
     from unfog.runs.run import Run
     from unfog.runs.train import resume as go_on
 
     folder = RunFolder(Path(path))
-    base = folder.read_config()
-    if any(name in settings for name in LENGTH):
-        base = without_length(base)
-    go_on(folder, update(base, nested(settings), ""))
+    stored = folder.read_config()
+    config = update(without_length(stored), nested(settings), "")
+    _, done = go_on(folder, with_length_of(stored, config))
+    if not done:
+        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
 
 

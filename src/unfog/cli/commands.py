@@ -14,8 +14,9 @@ from tyro.conf import Positional
 from unfog.cli.parsing import expand, parse
 from unfog.config.presets import preset
 from unfog.config.toml import read_toml
-from unfog.config.tree import LENGTH, Config, without_length
-from unfog.runs.folder import RunFolder
+from unfog.config.tree import Config, with_length_of, without_length
+from unfog.errors import RequestError
+from unfog.runs.folder import RunFolder, free_name
 
 
 @dataclass(frozen=True)
@@ -101,24 +102,25 @@ class Report:
 def train(words: Sequence[str]) -> int:
     """`unfog train`."""
     base = base_config(words)
-    request = parse(Train, expand(words), "unfog train", Train(folder=tyro.MISSING, settings=base))
+    default = Train(folder=tyro.MISSING, settings=without_length(base))
+    request = parse(Train, expand(words), "unfog train", default)
     from unfog.runs.train import start
 
-    folder, done = start(replace(request.settings, source=request.folder), request.out)
+    config = with_length_of(base, request.settings)
+    folder, done = start(replace(config, source=request.folder), request.out)
     return ended(folder, done)
 
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
     # The stored settings are the defaults of the flags, so the folder has to be known first.
-    first = next((word for word in words if not word.startswith("-")), None)
-    stored = RunFolder(Path(first)).read_config() if first else Config()
-    if gives_length(words):
-        stored = without_length(stored)
-    request = parse(Resume, expand(words), "unfog resume", Resume(run=tyro.MISSING, settings=stored))
+    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
+    stored = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
+    default = Resume(run=tyro.MISSING, settings=without_length(stored))
+    request = parse(Resume, expand(words), "unfog resume", default)
     from unfog.runs.train import resume as go_on
 
-    folder, done = go_on(RunFolder(request.run), request.settings)
+    folder, done = go_on(RunFolder(request.run), with_length_of(stored, request.settings))
     return ended(folder, done)
 
 
@@ -136,9 +138,11 @@ def sample(words: Sequence[str]) -> int:
     """`unfog sample`."""
     request = parse(Sample, words, "unfog sample", Sample(run=tyro.MISSING))
     from unfog.reporting.progress import Progress, result
-    from unfog.runs.pictures import Strip, free_folder, write_pictures
+    from unfog.runs.pictures import Strip, write_pictures
     from unfog.runs.run import Run
 
+    if request.out is not None and request.out.exists() and any(request.out.iterdir()):
+        raise RequestError(f"{request.out} is not empty; give another --out, so that pictures do not mix")
     run = Run(request.run, request.weights, request.checkpoint, request.device)
     strip = Strip(run.sampler(request.sampler, request.steps).steps) if request.strip else None
     with Progress("drawing", request.n) as progress:
@@ -153,7 +157,7 @@ def sample(words: Sequence[str]) -> int:
             progress.update,
             strip,
         )
-    out = request.out or free_folder(run.path / "pictures")
+    out = request.out or free_name(run.path / "pictures")
     write_pictures(out, pictures, request.label or run.classes, strip)
     result(str(out))
     return 0
@@ -165,7 +169,8 @@ def report(words: Sequence[str]) -> int:
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
 
-    RunFolder(request.run).read_config()
+    if not RunFolder(request.run).config_file.is_file():
+        raise RequestError(f"{request.run} is not a run: it has no config.toml")
     result(str(write_report(request.run)))
     return 0
 
@@ -177,11 +182,6 @@ def base_config(words: Sequence[str]) -> Config:
     early.add_argument("--config", type=Path)
     given, _ = early.parse_known_args([word for word in words if word not in ("-h", "--help")])
     base = preset(given.preset)
-    if given.config is not None:
-        base = read_toml(given.config, without_length(base))
-    return without_length(base) if gives_length(words) else base
-
-
-def gives_length(words: Sequence[str]) -> bool:
-    """Whether a flag says how long to train; one that a preset brings is dropped then."""
-    return any(word.partition("=")[0] == f"--training.{name}" for word in expand(words) for name in LENGTH)
+    if given.config is None:
+        return base
+    return with_length_of(base, read_toml(given.config, without_length(base)))

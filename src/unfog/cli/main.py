@@ -22,7 +22,8 @@ usage: unfog COMMAND …
   unfog --version        says which version this is
   --debug                with any command: a full traceback instead of one line
 
-exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a signal after saving
+exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a signal after saving,
+             130 stopped by a signal with nothing to save
 
 try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
@@ -42,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone
-        sys.stderr.close()
-        sys.exit(0)
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError):
+            sys.stderr.write(f"unfog: {error}\n")
+            sys.exit(1)
         if "out of memory" in str(error).lower():  # CUDA, MPS and the CPU allocator each raise a class of their own
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:

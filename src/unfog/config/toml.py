@@ -55,9 +55,11 @@ def from_toml(text: str, base: T) -> T:
 def read_toml(path: Path, base: T) -> T:
     """`from_toml` of a file, whose name is put before what is wrong."""
     try:
-        return from_toml(path.read_text(encoding="utf-8"), base)
+        return from_toml(path.read_text(encoding="utf-8-sig"), base)  # some editors begin with a byte order mark
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is not a text file in UTF-8") from None
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 
@@ -85,7 +87,7 @@ def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
         if not isinstance(value, dict) or "kind" not in value:
             raise RequestError(f"{name} must be a table with a kind, one of {', '.join(sorted(words))}")
         try:
-            part = named(words, value["kind"])
+            part = named(words, str(value["kind"]))
         except RequestError as error:
             raise RequestError(f"{name}.kind: {error}") from None
         rest = {k: v for k, v in value.items() if k != "kind"}

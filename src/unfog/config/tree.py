@@ -89,3 +89,11 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def without_length(config: Config) -> Config:
     """The same with no length given, so that one of steps, images and budget can be."""
     return replace(config, training=replace(config.training, steps=0, images=0, budget=""))
+
+
+def with_length_of(base: Config, config: Config) -> Config:
+    """`config`, with the length of `base` if it gives none itself."""
+    if any(getattr(config.training, name) for name in LENGTH):
+        return config
+    length = {name: getattr(base.training, name) for name in LENGTH}
+    return replace(config, training=replace(config.training, **length))

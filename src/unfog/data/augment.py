@@ -43,4 +43,4 @@ def _grey(x: Tensor) -> Tensor:
     """Luma of RGB (ITU-R BT.601, as Pillow's "L"), [B, C, H, W] -> [B, 1, H, W]."""
     if x.shape[1] == 1:
         return x
-    return (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]

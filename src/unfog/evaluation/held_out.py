@@ -28,13 +28,15 @@ class HeldOut(NamedTuple):
         """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level."""
         totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
         for level, u in enumerate(self.levels):
+            # All noise of a level at once, so that it is the same whatever the batch.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + level)
+            noises = torch.randn(self.x0.shape, generator=generator)
             for first in range(0, len(self.x0), batch):
                 x0 = self.x0[first : first + batch]
                 label = None if self.label is None else self.label[first : first + batch]
-                noise = torch.randn(x0.shape, generator=generator).to(x0.device)
+                noise = noises[first : first + batch].to(x0.device)
                 for row, values in enumerate(loss_at(x0, label, u.expand(len(x0)), noise)):
-                    totals[row, level] += values.double().sum().cpu()
+                    totals[row, level] += values.cpu().double().sum()
         loss, noise_error = (totals / len(self.x0)).tolist()
         return {
             "held_out_loss": sum(loss) / len(loss),

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -25,12 +26,13 @@ _live: Bars | None = None  # every live line that is shown, one below the other
 def say(text: str, style: str = "") -> None:
     """Tell a person something, on stderr, above the live line where there is one; in a rich `style` there."""
     text = _printable(text)
-    if _is_terminal():
-        console = _live.console if _live else Console(stderr=True)
-        console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
-    else:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+    with suppress(OSError):  # the terminal or the reader has gone, which is no reason to stop working
+        if _is_terminal():
+            console = _live.console if _live else Console(stderr=True)
+            console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 def warn(text: str) -> None:
@@ -40,8 +42,12 @@ def warn(text: str) -> None:
 
 def result(text: str) -> None:
     """Print what was asked for, on stdout."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone. Python would complain once more when it flushes at exit, and change the exit status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:
@@ -115,7 +121,8 @@ class Progress:
         if now - self._started < self._delay:
             return
         if _is_terminal():
-            self._draw(now)
+            with suppress(OSError):  # as in `say`
+                self._draw(now)
         elif self._printed is None or now - self._shown >= _plain_interval(now - self._started):
             self._print(now)
 
@@ -123,7 +130,8 @@ class Progress:
         """Take the live line away, or print the last plain line if it was not."""
         now = time.monotonic()
         if self._task is not None:
-            _remove(self._task)
+            with suppress(OSError):
+                _remove(self._task)
             self._task = None
         elif self._printed is not None:
             self._print(now)

@@ -13,18 +13,18 @@ SINKS = ("tensorboard", "wandb")
 class Log:
     """What is recorded, how often, and where to besides the run folder.
 
-    Raises RequestError for an interval below one step and for a sink of another name.
+    Raises RequestError for a negative interval and for a sink of another name.
     """
 
-    every: int = 50
-    """Steps between two lines of metrics.jsonl; reading the loss makes a GPU wait, so not each step."""
+    every: int = 0
+    """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""
 
     sinks: tuple[str, ...] = ()
     """Trackers to copy to: tensorboard, wandb (offline unless WANDB_MODE says otherwise)."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise RequestError(f"log.every = {self.every} must be at least 1 step; try 50")
+        if self.every < 0:
+            raise RequestError(f"log.every = {self.every} must be at least 1 step, or 0 to choose it; try 50")
         for name in self.sinks:
             if name not in SINKS:
                 raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(SINKS)}")

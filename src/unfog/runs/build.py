@@ -20,11 +20,16 @@ def build_network(config: Config) -> UNetModel:
     if config.network is None:
         raise RequestError("network = auto has to be settled before a network can be built")
     config.network.check(config.data.size)
-    torch.manual_seed(config.training.seed)
-    return UNetModel(config.network, config.data.channels, len(config.classes))
+    with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
+        torch.manual_seed(config.training.seed)
+        return UNetModel(config.network, config.data.channels, len(config.classes))
 
 
 def build_state(config: Config, device: torch.device) -> TrainState:
     """Network, optimiser, EMA and scaler at the start of a run, on the device."""
+    if device.type == "cuda":
+        # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
     network = build_network(config).to(device)
     return TrainState(network, config.optimizer, config.ema, Precision(config.training.precision, device))

@@ -13,10 +13,12 @@ import torch
 from unfog.config.tree import LENGTH, Config
 from unfog.data.images import ImageSet
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES
+from unfog.models.settings import SIZES, UNet
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
+
+ABOUT_TEN = 14  # previews or evaluations in a run, at the automatic interval
 
 
 class Choice(NamedTuple):
@@ -38,8 +40,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise RequestError(f"device = {name!r} is not one of auto, cpu, cuda, cuda:1, mps") from None
-    present = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device.type, False):
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
     return device
 
@@ -51,7 +53,7 @@ class Settling:
     """
 
     def __init__(self, config: Config, images: ImageSet, device: torch.device, stop: Callable[[], bool]):
-        self.config = config
+        self.config = replace(config, training=replace(config.training, device=str(device)))
         self.choices: list[Choice] = []
         self._images, self._device, self._stop = images, device, stop
         self._measured: dict[str, float] = {}  # precision -> seconds per step
@@ -62,11 +64,13 @@ class Settling:
             return
         size = self.config.data.size
         if self._device.type == "cpu":
-            name, reason = ("tiny" if size <= 32 else "small"), f"what a CPU trains in reasonable time at {size} pixels"
+            wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
-            name, reason = ("cifar10" if size <= 32 else "base"), f"the usual network at {size} pixels"
+            wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
+        # Sizes that the usual one cannot halve often enough get the next that can.
+        name = next((n for n in (wanted, "small", "tiny") if fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, reason)
+        self._note("network", name, f"{reason} at {size} pixels")
 
     def precision(self) -> None:
         """What the hardware is made for on a GPU; on a CPU, whichever of fp32 and bf16 is faster here."""
@@ -88,12 +92,29 @@ class Settling:
         if not images:
             budget = training.budget or "1h"
             pace = self._seconds_per_step(training.precision)
-            images = seen + int(0.95 * seconds(budget) / pace) * training.batch
-            reason = f"{budget} at {training.batch / pace:,.0f} images/s, less 5% for previews and evaluation"
-            self._note("images", max(images, training.batch), reason)
+            possible = seconds(budget) / pace * training.batch
+            images = seen + round(max(possible / 2, possible - self._images_not_trained()))
+            reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
+            self._note("images", images, reason)
         steps = max(1, -(-images // training.batch))
+        if steps * training.batch <= seen and steps * training.batch != self.config.training.images:
+            raise RequestError(
+                f"the run is at step {seen // training.batch:,} already, so {steps:,} steps in all are behind it; "
+                "--steps and --images count from the beginning of the run, --budget from now on"
+            )
         training = replace(training, images=steps * training.batch, steps=0, budget="")
         self.config = replace(self.config, training=training)
+
+    def _images_not_trained(self) -> float:
+        """About how many images could be trained in the time that previews and evaluations take.
+
+        A training image costs three forward passes, and in bf16 about as much as two in fp32, which those use.
+        """
+        config = self.config
+        passes = 2 if config.sampler.kind == "heun" else 1
+        preview = config.preview.images * config.sampler.steps * passes * (config.preview.every >= 0)
+        evaluation = config.evaluate.images * config.evaluate.levels * (config.evaluate.every >= 0)
+        return ABOUT_TEN * (preview + evaluation) / (3 if config.training.precision == "fp32" else 2)
 
     def intervals(self) -> None:
         """Warm-up and intervals that were left open follow from the length."""
@@ -103,12 +124,15 @@ class Settling:
             warmup = max(1, min(5000, steps // 20))
             config = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
             self._note("optimizer.warmup", warmup, "5% of the run, at most 5000 steps")
+        if config.log.every == 0:
+            config = replace(config, log=replace(config.log, every=min(50, round_number(steps / 20))))
+            self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
         every = round_number(steps / 10)
-        for name in ("preview", "evaluate", "checkpoint"):
-            settings = getattr(config, name)
-            if settings.every == 0:
-                config = replace(config, **{name: replace(settings, every=every)})
-                self._note(f"{name}.every", every, "ten times in the run, or a little more")
+        open_ones = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
+        for name in open_ones:
+            config = replace(config, **{name: replace(getattr(config, name), every=every)})
+        if open_ones:
+            self._note(f"every of {', '.join(open_ones)}", every, "ten to twenty times in the run")
         self.config = config
 
     def _seconds_per_step(self, precision: PrecisionName) -> float:
@@ -119,6 +143,15 @@ class Settling:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def fits(network: UNet, size: int) -> bool:
+    """Whether images of this size pass through the network."""
+    try:
+        network.check(size)
+    except RequestError:
+        return False
+    return True
 
 
 def check_length(config: Config) -> None:

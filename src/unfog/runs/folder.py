@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from unfog.config.toml import read_toml, to_toml
 from unfog.config.tree import Config
 from unfog.errors import RequestError
+from unfog.reporting.records import write_atomic
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,30 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True)
         self.write_config(config)
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in this folder meanwhile. RequestError if one is at it.
+
+        The system gives the lock back when the process ends, however it ends.
+        """
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RequestError(f"another process is training in {self.path}; wait for it, or stop it") from None
+            yield
+        finally:
+            os.close(descriptor)
+
     def write_config(self, config: Config) -> None:
         """Store the configuration; whole or not at all."""
-        partial = self.config_file.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(to_toml(config))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.config_file)
+        write_atomic(self.config_file, to_toml(config).encode())
 
     def read_config(self) -> Config:
         """The stored configuration. RequestError if this is no run."""
@@ -69,6 +90,10 @@ class RunFolder:
 
 def next_folder(source: str) -> Path:
     """A free folder under runs/ named after the source: runs/photos, runs/photos-2, …"""
-    name = Path(source).resolve().name if Path(source).exists() else source
-    candidates = (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10**6))
-    return next(path for path in candidates if not path.exists())
+    return free_name(Path("runs") / (Path(source).resolve().name or "run"))
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3, … that does not exist."""
+    numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
+    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())

@@ -42,12 +42,6 @@ def _first(x: Tensor) -> Pixels:
     return pixels
 
 
-def free_folder(path: Path) -> Path:
-    """`path`, or `path`-2, … if it exists."""
-    candidates = (path.with_name(f"{path.name}-{n}" if n > 1 else path.name) for n in range(1, 10**6))
-    return next(candidate for candidate in candidates if not candidate.exists())
-
-
 def write_pictures(folder: Path, pictures: Pixels, classes: Sequence[str], watched: Strip | None) -> None:
     """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched."""
     folder.mkdir(parents=True, exist_ok=True)

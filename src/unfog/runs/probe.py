@@ -73,4 +73,6 @@ def seconds_per_step(
         Objective(config.diffusion, len(config.classes), config.label_dropout),
         clock,
     )
+    if stop_requested():
+        raise KeyboardInterrupt
     return clock.seconds_per_step()

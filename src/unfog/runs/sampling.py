@@ -27,11 +27,17 @@ class Drawing:
     seed: int = 0
     guidance: float = 1.0
     batch: int = 64
+    """Pictures at once, which memory limits."""
+
+    def __post_init__(self) -> None:
+        for name in ("count", "batch"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")
 
 
-def usual(config: Config, count: int) -> Drawing:
+def usual(config: Config, count: int, batch: int) -> Drawing:
     """What the run draws unless told otherwise: its sampler, seed 0, all classes in turn."""
-    return Drawing(count, config.sampler, tuple(range(len(config.classes))))
+    return Drawing(count, config.sampler, tuple(range(len(config.classes))), batch=batch)
 
 
 @torch.inference_mode()

@@ -15,12 +15,13 @@ from unfog.data.augment import Augment
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.errors import UnfogError
+from unfog.diffusion.sampler import noise_levels
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.reporting.figures import Pixels
-from unfog.reporting.progress import duration, say
+from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
+from unfog.reporting.sinks import require
 from unfog.runs.build import build_state
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder
@@ -45,11 +46,13 @@ class Session:
         self.folder, self.config, self.prepared = folder, config, prepared
         self.stop_requested = stop_requested
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+        noise_levels(config.diffusion.schedule, config.sampler.steps, config.sampler.grid)  # may be refused
+        require(config.log.sinks)
         self.held_out = held_out_set(prepared, config, device)
         self.state = build_state(config, device)
+        self.pass_size = config.training.microbatch or config.training.batch
         self.saved_step = self.drawn_step = -1
-        self.fresh = self._restore()
-        self.recorder = Recorder(folder.path, config.log, self.steps, self.step, asdict(config))
+        self.recorder: Recorder
 
     @property
     def step(self) -> int:
@@ -61,31 +64,27 @@ class Session:
         """Steps of the whole run."""
         return self.config.training.images // self.config.training.batch
 
-    def _restore(self) -> bool:
-        """Load the newest whole checkpoint; True if there is none yet, so that the run begins."""
-        saved, broken = checkpoint.newest(self.folder.checkpoints)
-        for line in broken:
-            say(line)
-        if saved is None:
+    def run(self, choices: list[Choice], saved: checkpoint.Saved | None = None) -> bool:
+        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end."""
+        if saved is not None:
+            checkpoint.load(saved.folder, self.state)
+            self.saved_step = self.step
+        else:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
-            return True
-        checkpoint.load(saved.folder, self.state)
-        self.saved_step = self.step
-        return False
-
-    def run(self, choices: list[Choice]) -> bool:
-        """Train to the end, or until a stop is requested; True for the end."""
-        with self.recorder:
+        with Recorder(self.folder.path, self.config.log, self.steps, self.step, asdict(self.config)) as self.recorder:
             try:
-                self._introduce(choices)
-                if self.fresh:
+                self._introduce(choices, fresh=saved is None)
+                if saved is None:
                     self._rehearse()
                 self._train()
-            except UnfogError as error:
-                self.recorder.event("failed", self.step, reason=str(error))
+                done = self._conclude()
+            except Exception as error:
+                self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 raise
-            done = self._conclude()
-        write_report(self.folder.path)
+        try:
+            write_report(self.folder.path)
+        except OSError as error:
+            warn(f"the report could not be written: {error}")
         return done
 
     def _train(self) -> None:
@@ -101,7 +100,7 @@ class Session:
             self,
         )
 
-    def _introduce(self, choices: list[Choice]) -> None:
+    def _introduce(self, choices: list[Choice], fresh: bool) -> None:
         """Say and record what is about to happen."""
         for choice in choices:
             say(f"  {choice}")
@@ -110,12 +109,12 @@ class Session:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
         say(
-            f"{'training' if self.fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.folder.path}: "
+            f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.folder.path}: "
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
         self.recorder.event(
-            "started" if self.fresh else "resumed",
+            "started" if fresh else "resumed",
             self.step,
             steps=self.steps,
             device=training.device,
@@ -132,8 +131,10 @@ class Session:
         self.save(self.state)
 
     def _conclude(self) -> bool:
-        """Save where the run ends, and draw if that is its end; unless that has just been done."""
+        """Save where the run ends; at its end also log what is left, evaluate and draw, unless just done."""
         done = self.step >= self.steps
+        if done and self.saved_step != self.step:
+            self._last_record()
         if self.saved_step != self.step:
             self.save(self.state)
         if done and self.drawn_step != self.step:
@@ -144,11 +145,21 @@ class Session:
         say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         return done
 
+    def _last_record(self) -> None:
+        """The steps since the last log, and the held-out loss of the final weights."""
+        record: dict[str, Any] = {}
+        if self.step % self.config.log.every:
+            record |= self.state.window.close()
+        if self.config.evaluate.every > 0 and self.step % self.config.evaluate.every:
+            record |= self.evaluate(self.state)
+        if record:
+            self.log(self.step, self.state.seen, record)
+
     def _denoising(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
         strip = Strip(self.config.sampler.steps)
         with self.state.ema.swapped_into(self.state.model):
-            draw(self.state.model, self.config, usual(self.config, 1), observe=strip)
+            draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
         return strip.picture()
 
     # What the loop asks for.
@@ -169,7 +180,7 @@ class Session:
         """Sample grid from the EMA weights, from the same noise each time: what `unfog sample` gives without flags."""
         started = time.perf_counter()
         with state.ema.swapped_into(state.model):
-            pictures = draw(state.model, self.config, usual(self.config, self.config.preview.images))
+            pictures = draw(state.model, self.config, usual(self.config, self.config.preview.images, self.pass_size))
         self.recorder.images(self.step, "samples", picture_grid(pictures, self.config.classes))
         self.recorder.event("preview", self.step, seconds=seconds_since(started))
         self.drawn_step = self.step
@@ -186,7 +197,7 @@ class Session:
         state.model.eval()
         try:
             with state.ema.swapped_into(state.model):
-                record = self.held_out.measure(loss_at, self.config.training.batch)
+                record = self.held_out.measure(loss_at, self.pass_size)
         finally:
             state.model.train()
         self.recorder.event("evaluated", self.step, seconds=seconds_since(started))

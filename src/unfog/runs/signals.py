@@ -1,14 +1,15 @@
-"""Stopping on request: the first SIGINT or SIGTERM lets the step at hand end and be saved, the second leaves."""
+"""Stopping on request: the first SIGINT, SIGTERM or SIGHUP lets the run save itself, the second ends it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class StopSignals:
@@ -44,4 +45,5 @@ class StopSignals:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         # Not through `sys.stderr`: the signal may have come in the middle of a write there.
-        os.write(2, f"{self.received}: ending this step and saving; once more to leave at once\n".encode())
+        with suppress(OSError):  # the terminal may be what has gone
+            os.write(2, f"{self.received}: ending here and saving; once more to leave at once\n".encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
-from unfog.data.sources import open_source
+from unfog.data.sources import FolderSource, open_source
 from unfog.errors import RequestError
 from unfog.reporting.progress import Progress, say
 from unfog.runs.changes import check_changes
@@ -31,24 +31,17 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     folder.check_free()
     device = choose_device(config.training.device)
     with StopSignals() as stop:
-        prepared = load_images(config, stop)
-        if Path(config.source).exists():  # so that a resume finds it from any folder
-            config = replace(config, source=str(Path(config.source).resolve()))
-        config = replace(
-            config,
-            data=prepared.settings,
-            classes=prepared.train.classes,
-            fingerprint=prepared.train.fingerprint,
-            training=replace(config.training, device=str(device)),
-        )
+        prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
         settling.network()
         settling.precision()
         settling.length()
         settling.intervals()
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
+        session = Session(folder, settling.config, prepared, device, stop)
         folder.create(settling.config)
-        return folder, Session(folder, settling.config, prepared, device, stop).run(settling.choices)
+        with folder.locked():
+            return folder, session.run(settling.choices)
 
 
 def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, bool]:
@@ -59,7 +52,7 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
         config: its stored configuration with changes, applied from here on.
 
     Raises:
-        RequestError: a change that a run cannot make, or other images than it began with.
+        RequestError: a change that a run cannot make, other images than it began with, or another process at work.
         RunError: no checkpoint is whole, or training could not go on.
     """
     stored = folder.read_config()
@@ -67,27 +60,35 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
     check_length(config)
     check_changes(stored, config)
     device = choose_device(config.training.device)
-    with StopSignals() as stop:
-        prepared = load_images(config, stop)
-        if prepared.train.fingerprint != stored.fingerprint:
+    with folder.locked(), StopSignals() as stop:
+        saved, broken = checkpoint.newest(folder.checkpoints)
+        prepared, config = load_images(config, stop)
+        if config.fingerprint != stored.fingerprint:
             raise RequestError(
                 f"the images in {stored.source} are not those that {folder.path} was trained on; "
                 "bring them back, or start a new run"
             )
         settling = Settling(config, prepared.train, device, stop)
         settling.precision()
-        saved, _ = checkpoint.newest(folder.checkpoints)
         settling.length(seen=saved.images if saved else 0)
+        settling.intervals()
         stop.leave_if_requested()
-        for line in check_changes(stored, settling.config):
-            say(f"  changed: {line}")
+        for change in check_changes(stored, settling.config):
+            say(f"  changed: {change}")
         session = Session(folder, settling.config, prepared, device, stop)
         folder.write_config(settling.config)
-        return folder, session.run(settling.choices)
+        checkpoint.clear_away(folder.checkpoints, broken)
+        for folder_and_reason in broken:
+            say(str(folder_and_reason))
+        return folder, session.run(settling.choices, saved)
 
 
-def load_images(config: Config, stop: StopSignals) -> Prepared:
-    """Scan and decode the source, with progress, and say in one line what became of every file."""
+def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
+    """Scan and decode the source, with progress, and say in one line what became of every file.
+
+    Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
+    """
+    source = open_source(config.source)
     with Progress("decoding", None) as progress:
 
         def update(done: int, total: int) -> None:
@@ -95,6 +96,18 @@ def load_images(config: Config, stop: StopSignals) -> Prepared:
             progress.total = total
             progress.update(done)
 
-        prepared = prepare(open_source(config.source), config.data, update)
+        prepared = prepare(source, config.data, update)
     say(prepared.ledger.line())
-    return prepared
+    return prepared, replace(
+        config,
+        # A folder by its full path, so that a resume finds it from anywhere.
+        source=str(source.folder.resolve()) if isinstance(source, FolderSource) else config.source,
+        data=prepared.settings,
+        classes=tuple(printable(name) for name in prepared.train.classes),
+        fingerprint=prepared.train.fingerprint,
+    )
+
+
+def printable(name: str) -> str:
+    """A file name without the bytes that are no text, which a TOML file could not hold."""
+    return name.encode("utf-8", "replace").decode()

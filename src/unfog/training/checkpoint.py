@@ -1,9 +1,11 @@
 """Checkpoints on disk: whole or absent, named by step, verified by content.
 
-checkpoints/00001000/manifest.json       step, images, versions, sha256 of every other file; written last
-checkpoints/00001000/model.safetensors   weights under the network's own names
-checkpoints/00001000/ema.safetensors     the average, same names
-checkpoints/00001000/state.pt            optimiser, scaler, position; loads with weights_only=True
+    checkpoints/00001000/manifest.json       step, images, versions, sha256 of every other file; written last
+    checkpoints/00001000/model.safetensors   weights under the network's own names
+    checkpoints/00001000/ema.safetensors     the average, same names
+    checkpoints/00001000/state.pt            optimiser, scaler, position; loads with weights_only=True
+
+Names that begin with a dot are work in progress, or what was broken and set aside; they are never read.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,46 +31,63 @@ MANIFEST = "manifest.json"
 
 
 class Saved(NamedTuple):
-    """A whole checkpoint."""
+    """A checkpoint, as its manifest describes it."""
 
     folder: Path
     step: int
     images: int
+    files: dict[str, str]
+
+
+class Broken(NamedTuple):
+    """A folder that should be a checkpoint and is none, and why."""
+
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
 
 
 def save(checkpoints: Path, step: int, state: TrainState, keep: Checkpoint) -> Path:
     """Write a checkpoint of `state` under `checkpoints` and remove those that `keep` no longer wants.
 
-    Everything is written to a temporary folder, synced, and renamed: a crash leaves the old checkpoints as they were.
+    Everything is written to a hidden folder, synced, and renamed: a crash leaves the other checkpoints as they were.
 
     Raises:
-        RunError: a weight is not finite; nothing is saved then.
+        RunError: a weight is not finite, or the disk refuses; nothing is saved then.
     """
     weights = {"model": state.model.state_dict(), "ema": state.ema.state_dict(state.model)}
     for kind, tensors in weights.items():
         refuse_non_finite(kind, tensors, step)
     folder, partial = checkpoints / f"{step:08d}", checkpoints / f".partial-{step:08d}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for kind, tensors in weights.items():
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial / f"{kind}.safetensors")
-    torch.save(state.progress(), partial / "state.pt")
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "images": state.seen,
-        "torch": torch.__version__,
-        "files": {path.name: sha256(path) for path in sorted(partial.iterdir())},
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in partial.iterdir():
-        sync(path)
-    sync(partial)
-    if folder.exists():  # the same step again, after going back to an older checkpoint
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    sync(checkpoints)
-    rotate(checkpoints, keep)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for kind, tensors in weights.items():
+            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial / f"{kind}.safetensors")
+        torch.save(state.progress(), partial / "state.pt")
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "images": state.seen,
+            "torch": torch.__version__,
+            "files": {path.name: sha256(path) for path in sorted(partial.iterdir())},
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for path in [*partial.iterdir(), partial]:
+            sync(path)
+        if folder.exists():  # the same step once more
+            remove(folder)
+        partial.rename(folder)
+        sync(checkpoints)
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter when the disk is full
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunError(
+            f"the checkpoint of step {step} could not be written to {checkpoints} ({error}); earlier ones are whole. "
+            "Make room, then resume."
+        ) from error
+    rotate(checkpoints, keep, spare=folder)
     return folder
 
 
@@ -81,49 +101,68 @@ def refuse_non_finite(kind: str, tensors: dict[str, Tensor], step: int) -> None:
             )
 
 
-def rotate(checkpoints: Path, keep: Checkpoint) -> None:
-    """Remove all but the newest `keep.keep` whole checkpoints and the milestones."""
-    saved, _ = whole(checkpoints, verify=False)
-    for old in saved[: -keep.keep or None] if keep.keep > 0 else []:
-        if not (keep.milestones and old.step % keep.milestones == 0):
-            shutil.rmtree(old.folder)
+def rotate(checkpoints: Path, keep: Checkpoint, spare: Path | None = None) -> None:
+    """Remove all checkpoints but the newest `keep.keep`, the milestones and `spare`, which was just written."""
+    saved, _ = described(checkpoints)
+    for old in saved[: -keep.keep]:
+        if old.folder != spare and not (keep.milestones and old.step % keep.milestones == 0):
+            remove(old.folder)
 
 
-def whole(checkpoints: Path, verify: bool = True) -> tuple[list[Saved], list[str]]:
-    """All whole checkpoints, oldest first, and a line on each that is not.
+def remove(folder: Path) -> None:
+    """Delete a checkpoint so that it is whole or gone, never half there under its name."""
+    aside = folder.with_name(f".old-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
-    What a folder holds decides, not what it is called. With `verify` every file's sha256 is compared.
-    """
-    found, broken = [], []
+
+def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
+    """What there is by its manifests, oldest first, and the folders without a usable one. Reads no weights."""
+    found: list[Saved] = []
+    broken: list[Broken] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
         if not folder.is_dir() or folder.name.startswith("."):
             continue
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
             if manifest["format"] != FORMAT:
-                raise ValueError(f"format {manifest['format']} is not {FORMAT}")
-            for name, digest in manifest["files"].items():
-                path = folder / Path(name).name
-                if not path.is_file():
-                    raise ValueError(f"{name} is missing")
-                if verify and sha256(path) != digest:
-                    raise ValueError(f"{name} is not what was saved (sha256 differs)")
-            found.append(Saved(folder, int(manifest["step"]), int(manifest["images"])))
+                raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
+            files = {Path(name).name: str(digest) for name, digest in manifest["files"].items()}
+            found.append(Saved(folder, int(manifest["step"]), int(manifest["images"]), files))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            broken.append(f"checkpoint {folder.name} is broken and was passed over: {error}")
+            broken.append(Broken(folder, f"{MANIFEST}: {error}"))
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
-def newest(checkpoints: Path) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint, verified, and a line on each broken one; None if nothing was ever saved.
+def damage(saved: Saved) -> str | None:
+    """What is wrong with the files of a checkpoint, after reading them all; None if nothing is."""
+    for name, digest in saved.files.items():
+        try:
+            if sha256(saved.folder / name) != digest:
+                return f"{name} is not what was saved (sha256 differs)"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return None
+
+
+def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
+    """The newest whole checkpoint, verified, and the broken ones passed over; None if nothing was ever saved.
+
+    What the folders hold decides, not what they are called.
 
     Raises:
         RunError: there are checkpoints, and all of them are broken.
     """
-    found, broken = whole(checkpoints)
-    if broken and not found:
-        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(broken)}")
-    return (found[-1] if found else None), broken
+    found, broken = described(checkpoints)
+    for saved in reversed(found):
+        wrong = damage(saved)
+        if wrong is None:
+            return saved, broken
+        broken.append(Broken(saved.folder, wrong))
+    if broken:
+        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken))}")
+    return None, []
 
 
 def find(checkpoints: Path, step: int | None) -> Saved:
@@ -131,19 +170,32 @@ def find(checkpoints: Path, step: int | None) -> Saved:
 
     Raises:
         RequestError: there is none of that step.
-        RunError: there is none at all, or all are broken.
+        RunError: it is broken, or nothing has been saved.
     """
     if step is None:
         saved, _ = newest(checkpoints)
         if saved is None:
             raise RunError(f"nothing has been saved in {checkpoints} yet; go on with unfog resume")
         return saved
-    found, _ = whole(checkpoints)
-    for saved in found:
-        if saved.step == step:
-            return saved
-    steps = ", ".join(str(saved.step) for saved in found) or "none"
-    raise RequestError(f"there is no whole checkpoint of step {step}; there is {steps}")
+    found, _ = described(checkpoints)
+    wanted = next((saved for saved in found if saved.step == step), None)
+    if wanted is None:
+        steps = ", ".join(str(saved.step) for saved in found) or "none"
+        raise RequestError(f"there is no checkpoint of step {step}; there is {steps}")
+    if wrong := damage(wanted):
+        raise RunError(str(Broken(wanted.folder, wrong)))
+    return wanted
+
+
+def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
+    """Remove what a crash left half done, and hide what is broken, so that it is not counted among those to keep."""
+    for folder in checkpoints.glob(".[po]*"):
+        if folder.name.startswith((".partial-", ".old-")):
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder, _ in broken:
+        aside = folder.with_name(f".broken-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
 
 
 def load(folder: Path, state: TrainState) -> None:
@@ -167,9 +219,12 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
+    """Have the disk hold what was written to a file, or the names in a folder, where the file system can promise it."""
+    if path.is_file():
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+    elif os.name != "nt":  # Windows keeps folders by itself, and cannot open them
+        descriptor = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some network file systems refuse
+            os.fsync(descriptor)
         os.close(descriptor)

@@ -48,17 +48,20 @@ def train(
     stopwatch = Stopwatch()
     state.model.train()
 
-    while state.seen < settings.images and not run.stop_requested():
+    while state.seen < settings.images:
         before, step = state.seen, state.seen // batch_size
         losses: list[tuple[Tensor, Tensor]] = []
 
         # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
         for first, count in micro_batches(before, batch_size, settings.microbatch or batch_size):
+            if run.stop_requested():  # half a batch is no loss: its randomness is a function of the position
+                state.optimizer.zero_grad(set_to_none=True)
+                return
             started = time.perf_counter()
             batch = stream.batch(first, count)
-            pixels = batch.pixels.to(device, non_blocking=True)
-            label = None if batch.label is None else batch.label.to(device, non_blocking=True)
             stopwatch.data_wait += time.perf_counter() - started
+            pixels = to_device(batch.pixels, device)
+            label = None if batch.label is None else to_device(batch.label, device)
 
             seed_at(settings.seed, first)
             x0 = to_model_range(augment(pixels))
@@ -121,6 +124,11 @@ class Stopwatch:
         self.busy += time.perf_counter() - self.mark
         yield
         self.mark = time.perf_counter()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_model_range(pixels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
@@ -16,11 +17,11 @@ class Training:
     """How long, how much at once, on what."""
 
     steps: int = 0
-    """Optimiser steps to train. Short: --steps. Give one of steps, images and budget."""
+    """Optimiser steps of the whole run. Short: --steps. Give one of steps, images and budget."""
     images: int = 0
-    """Training images to show, repeats counted. Short: --images."""
+    """Training images of the whole run, repeats counted. Short: --images."""
     budget: str = ""
-    """Wall time to fill, such as 90s, 10m or 2h: measures the speed, then fixes `images`. Short: --budget."""
+    """Wall time from here on, as 90s, 10m or 2h: measures the speed, then fixes `images`. Short: --budget."""
     batch: int = 64
     """Images for one optimiser step. Short: --batch."""
     microbatch: int = 0
@@ -40,6 +41,9 @@ class Training:
         for name in ("steps", "images", "microbatch", "clip"):
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} = {getattr(self, name)} must not be negative")
+        at_least_one("patience", self.patience)
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed = {self.seed} must be from 0 to 2^63 - 1")
         if self.batch < 1:
             raise RequestError(f"batch = {self.batch} trains on nothing; try 64")
         if self.microbatch > self.batch:
@@ -65,6 +69,16 @@ class Optimizer:
     weight_decay: float = 0.01
     """Decoupled weight decay."""
 
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise RequestError(f"lr = {self.lr} must be above 0; 1e-4 to 1e-3 is usual")
+        if self.warmup < 0 or self.eps < 0 or self.weight_decay < 0:
+            raise RequestError(
+                f"warmup = {self.warmup}, eps = {self.eps} and weight_decay = {self.weight_decay} must not be negative"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise RequestError(f"betas = {self.betas} must be from 0 up to, not including, 1; 0.9 0.999 is usual")
+
 
 @dataclass(frozen=True)
 class PowerEma:
@@ -77,13 +91,17 @@ class PowerEma:
 
     kind: ClassVar[str] = "power"
     width: float = 0.1
-    """Standard deviation of the averaging window as a share of the run so far; below 0.28."""
+    """Standard deviation of the averaging window as a share of the run so far; 0.01 to 0.28."""
 
-    @property
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.width <= 0.28:
+            raise RequestError(f"width = {self.width} must be from 0.01 to 0.28; 0.05 to 0.15 is usual")
+
+    @cached_property
     def gamma(self) -> float:
         """The exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
-        low, high = 0.0, 1e6
-        for _ in range(200):
+        low, high = 0.0, 200.0
+        for _ in range(60):
             middle = (low + high) / 2
             if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:
                 low = middle
@@ -108,6 +126,10 @@ class FixedEma:
     decay_max: float = 0.9999
     """Decay that the warm-up rises to."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay_max < 1:
+            raise RequestError(f"decay_max = {self.decay_max} must be from 0 up to, not including, 1; 0.9999 is usual")
+
     def decay(self, update: int) -> float:
         """Weight of the old average at update 1, 2, 3, …"""
         return min(self.decay_max, (1 + update) / (10 + update))
@@ -126,6 +148,9 @@ class Preview:
     images: int = 16
     """Pictures in a preview. With classes, they cycle through them."""
 
+    def __post_init__(self) -> None:
+        at_least_one("preview.images", self.images)
+
 
 @dataclass(frozen=True)
 class Evaluate:
@@ -133,10 +158,14 @@ class Evaluate:
 
     every: int = 0
     """Steps between evaluations. 0: about ten in the run; -1: none."""
-    images: int = 256
+    images: int = 64
     """Held-out images that are used."""
     levels: int = 8
     """Noise levels, at equal quantiles of the training distribution."""
+
+    def __post_init__(self) -> None:
+        at_least_one("evaluate.images", self.images)
+        at_least_one("evaluate.levels", self.levels)
 
 
 @dataclass(frozen=True)
@@ -149,6 +178,15 @@ class Checkpoint:
     """Newest checkpoints to keep."""
     milestones: int = 0
     """Also keep those at multiples of this many steps, for good; 0: none."""
+
+    def __post_init__(self) -> None:
+        at_least_one("checkpoint.keep", self.keep)
+
+
+def at_least_one(name: str, value: int) -> None:
+    """RequestError unless `value` is 1 or more."""
+    if value < 1:
+        raise RequestError(f"{name} = {value} must be at least 1")
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:

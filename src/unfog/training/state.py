@@ -18,15 +18,15 @@ class Window:
     """Sums since the last log, kept on the device: reading them there would make the host wait."""
 
     def __init__(self, device: torch.device):
-        self.loss = torch.zeros(BINS, dtype=torch.float64, device=device)
-        self.count = torch.zeros(BINS, dtype=torch.float64, device=device)
+        self.loss = torch.zeros(BINS, device=device)
+        self.count = torch.zeros(BINS, device=device)
         self.refused = 0
 
     def add(self, per_image: Tensor, u: Tensor) -> None:
         """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order."""
         bins = (u * BINS).long().clamp_(0, BINS - 1)
-        one_hot = torch.nn.functional.one_hot(bins, BINS).double()
-        self.loss += per_image.detach().double() @ one_hot
+        one_hot = torch.nn.functional.one_hot(bins, BINS).float()
+        self.loss += per_image.detach() @ one_hot
         self.count += one_hot.sum(0)
 
     def close(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class TrainState:
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
-            fused=precision.device.type in ("cpu", "cuda", "mps"),
+            fused=True,
         )
         self.ema = Ema(model, ema)
         self.window = Window(precision.device)
@@ -70,7 +70,7 @@ class TrainState:
     def advance(self, images: int, accepted: bool, losses: list[tuple[Tensor, Tensor]]) -> None:
         """Count one step of `images` images, with its losses [B] and noise quantiles [B] by micro-batch.
 
-        A refused step moves the position on, so that it is not tried for ever, and leaves all else as it was.
+        A refused step moves the position on, so that it is not tried for ever; weights, average and updates stay.
         """
         self.seen += images
         if not accepted:
@@ -99,7 +99,10 @@ class TrainState:
         self.seen = saved["seen"]
         self.updates = saved["updates"]
         self.refused_in_a_row = saved["refused_in_a_row"]
+        settings = {name: self.optimizer.param_groups[0][name] for name in ("betas", "eps", "weight_decay")}
         self.optimizer.load_state_dict(saved["optimizer"])
+        for group in self.optimizer.param_groups:  # the settings of today, not those that were saved
+            group.update(settings)
         if saved["scaler"]:  # empty where there was none: precision may have been fp32 then
             self.precision.scaler.load_state_dict(saved["scaler"])
         self.window.loss.copy_(saved["window"]["loss"])
