@@ -77,8 +77,8 @@ class Sample:
     """Left open: as the run is set."""
     label: tuple[str, ...] = ()
     """Classes by name or number; pictures cycle through them. Left open: all classes."""
-    guidance: float = 1.0
-    """Classifier-free guidance: above 1 pictures keep closer to their class and vary less."""
+    guidance: float | None = None
+    """Classifier-free guidance: above 1, pictures keep closer to their class. Left open: as the run is set."""
     weights: Literal["ema", "raw"] = "ema"
     """The average of the weights, or the last ones as they are."""
     checkpoint: int | None = None

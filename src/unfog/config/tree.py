@@ -64,6 +64,8 @@ class Config:
     ema: EmaProfile = PowerEma()
     """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
     sampler: Sampler = Sampler()
+    guidance: float = 1.0
+    """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
     log: Log = Log()
     preview: Preview = Preview()
     evaluate: Evaluate = Evaluate()

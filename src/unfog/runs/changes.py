@@ -29,6 +29,7 @@ FREE = (
     "data.jitter",
     "network.dropout",
     "label_dropout",
+    "guidance",
 )
 
 

@@ -14,6 +14,7 @@ from unfog.config.tree import LENGTH, Config
 from unfog.data.images import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
+from unfog.runs.build import build_network
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
@@ -84,6 +85,21 @@ class Settling:
             name, reason = native_precision(self._device), f"native to {self._device}"
         self.config = replace(self.config, training=replace(self.config.training, precision=name))
         self._note("precision", name, reason)
+
+    def learning_rate(self) -> None:
+        """Large networks want small steps, large batches allow large ones; both go by the square root.
+
+        The constant was measured with 1M parameters (docs/decisions/0007-default-recipe.md); at 35M the rule gives
+        0.0005, between DDPM's 2e-4 and EDM's 1e-3.
+        """
+        optimizer, batch = self.config.optimizer, self.config.training.batch
+        if optimizer.lr:
+            return
+        with torch.device("meta"):
+            millions = sum(p.numel() for p in build_network(self.config).parameters()) / 1e6
+        lr = float(f"{3e-3 * math.sqrt(batch / 64 / max(millions, 1)):.2g}")
+        self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
+        self._note("optimizer.lr", lr, f"for {millions:.1f}M parameters and batches of {batch}")
 
     def length(self, seen: int = 0) -> None:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""

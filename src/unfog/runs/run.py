@@ -16,7 +16,7 @@ from unfog.reporting.figures import Pixels
 from unfog.runs.build import build_network
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
-from unfog.runs.sampling import Drawing, draw, find_labels
+from unfog.runs.sampling import Drawing, draw, find_labels, usual_guidance
 from unfog.training import checkpoint
 
 
@@ -76,7 +76,7 @@ class Run:
         steps: int | None = None,
         seed: int = 0,
         label: Sequence[str | int] | str | int = (),
-        guidance: float = 1.0,
+        guidance: float | None = None,
         sampler: Literal["ddpm", "ddim", "heun", "dpmpp"] | None = None,
         batch: int = 64,
         progress: Callable[[int], None] = lambda done: None,
@@ -91,7 +91,7 @@ class Run:
             steps: of the sampler; None as the run is set.
             seed: another one gives other pictures.
             label: class names or numbers that the pictures cycle through; () is all classes.
-            guidance: strength of classifier-free guidance; 1 is none.
+            guidance: strength of classifier-free guidance; 1 is none, None as the run is set.
             sampler: None as the run is set.
             batch: pictures drawn at once.
             progress: called with the number of pictures done.
@@ -99,5 +99,6 @@ class Run:
         """
         words = [label] if isinstance(label, str | int) else list(label)
         labels = find_labels([str(word) for word in words], self.classes)
-        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, guidance, batch)
+        strength = usual_guidance(self.config) if guidance is None else guidance
+        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, strength, batch)
         return draw(self.network, self.config, drawing, progress, observe)

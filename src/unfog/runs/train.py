@@ -34,6 +34,7 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
         settling.network()
+        settling.learning_rate()
         settling.precision()
         settling.length()
         settling.intervals()
@@ -69,6 +70,7 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
                 "bring them back, or start a new run"
             )
         settling = Settling(config, prepared.train, device, stop)
+        settling.learning_rate()
         settling.precision()
         settling.length(seen=saved.images if saved else 0)
         settling.intervals()

@@ -56,8 +56,8 @@ class Training:
 class Optimizer:
     """AdamW and its learning rate over the run."""
 
-    lr: float = 2e-4
-    """Peak learning rate. Short: --lr."""
+    lr: float = 0.0
+    """Peak learning rate. 0: 0.003 for a million parameters and 64 images, by square roots otherwise. Short: --lr."""
     warmup: int = 0
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
     schedule: Literal["constant", "cosine", "inverse-sqrt"] = "constant"
@@ -70,8 +70,8 @@ class Optimizer:
     """Decoupled weight decay."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise RequestError(f"lr = {self.lr} must be above 0; 1e-4 to 1e-3 is usual")
+        if not self.lr >= 0:
+            raise RequestError(f"lr = {self.lr} must be above 0, or 0 to choose it; 1e-4 to 3e-3 is usual")
         if self.warmup < 0 or self.eps < 0 or self.weight_decay < 0:
             raise RequestError(
                 f"warmup = {self.warmup}, eps = {self.eps} and weight_decay = {self.weight_decay} must not be negative"
