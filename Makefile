@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test quick lint clean
@@ -29,12 +30,11 @@ $(BIN)/python:
 
 # Without a GPU the CPU build is wanted; where pip is offered none (it is the only build on macOS), the general one.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	@if ! $(HAS_TORCH) >/dev/null; then \
 		echo "installing torch $(TORCH) (a few minutes the first time)"; \
 		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null; } || $(PIP) -c constraints.txt torch; \
 	fi
-	@{ $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)'; grep -v '^torch==' constraints.txt; } \
-		> $(VENV)/constraints.txt
+	@{ $(HAS_TORCH) && grep -v '^torch==' constraints.txt; } > $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch

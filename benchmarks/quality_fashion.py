@@ -113,7 +113,8 @@ def main(out: Path, variants: list[str]) -> None:
             share = (network(x).argmax(1).numpy() == labels).mean()
             row.append(f"guidance {guidance}: FD {frechet(network.body(x), reference):6.2f} right {share:.3f}")
             unfog.reporting.figures.save_png(out / f"{name}-{guidance}.png", picture_grid(pictures[:100], run.classes))
-        speed = np.median([r["images_per_second"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r])
+        logged = read_metrics(folder / "metrics.jsonl")
+        speed = np.median([row["images_per_second"] for row in logged if "images_per_second" in row])
         images = run.config.training.images
         print(f"{name:24} {images:8,} images, {speed:5.0f}/s, {seconds:4.0f} s | {' | '.join(row)}", flush=True)
 

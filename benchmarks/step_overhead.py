@@ -36,6 +36,7 @@ from unfog.config.tree import Config, Network
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.sources import open_source
+from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
 from unfog.runs.build import build_network
 from unfog.runs.folder import RunFolder
@@ -84,6 +85,7 @@ def unfog(config: Config, prepared: Prepared, device: torch.device, folder: Path
     marks: list[float] = []
     wanted = 0
     session = Session(run, config, prepared, device, lambda: len(marks) > wanted)
+    session.recorder = Recorder(folder, config.log, total=None)
     advance = session.recorder.advance
 
     def note(step: int) -> None:
