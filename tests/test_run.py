@@ -14,10 +14,13 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.config.presets import preset
+from unfog.diffusion.noise import VP, Cosine, LogitNormal
+from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.choices import Settling, round_number, seconds
+from unfog.runs.pictures import Strip
 
 SETTINGS = {
     "network": NETWORK,
@@ -142,6 +145,20 @@ def test_sample_command(run, tmp_path):
     assert np.array_equal(np.asarray(Image.open(tmp_path / "p/000001.png")), run.sample(3, label="bag")[1, :, :, 0])
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures")
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures-2")
+
+
+def test_strip_shows_the_noise_levels_that_it_names():
+    sampler = Sampler(kind="ddim", steps=1000)
+    strip = Strip(Cosine(steps=1000), sampler)
+    assert sorted(1000 - 1 - step for step in strip.wanted) == [0, 50, 100, 250, 500, 750, 999]
+    seen = []
+    draw = NoiseSource(0, [0], (1, 4, 4)).draw
+    x0 = torch.full((1, 1, 4, 4), 0.5)
+    sampler(lambda x, logsnr: x0, VP(), Cosine(steps=1000), draw, lambda *step: (seen.append(step), strip(*step)))
+    assert strip.captions == [f"t = {t}" for t in (999, 750, 500, 250, 100, 50, 0)]
+    assert seen[0][2].std() > 0.8  # the first column is noise: the state before the step, not after it
+    assert len(strip.x_t) == len(strip.x0) == 7
+    assert len(Strip(LogitNormal(), Sampler(steps=3)).wanted) == 3
 
 
 def test_report_command(run):

@@ -144,7 +144,8 @@ def sample(words: Sequence[str]) -> int:
     if request.out is not None and request.out.exists() and any(request.out.iterdir()):
         raise RequestError(f"{request.out} is not empty; give another --out, so that pictures do not mix")
     run = Run(request.run, request.weights, request.checkpoint, request.device)
-    strip = Strip(run.sampler(request.sampler, request.steps).steps) if request.strip else None
+    sampler = run.sampler(request.sampler, request.steps)
+    strip = Strip(run.config.diffusion.schedule, sampler) if request.strip else None
     with Progress("drawing", request.n) as progress:
         pictures = run.sample(
             request.n,

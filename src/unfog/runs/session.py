@@ -157,7 +157,7 @@ class Session:
 
     def _denoising(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
-        strip = Strip(self.config.sampler.steps)
+        strip = Strip(self.config.diffusion.schedule, self.config.sampler)
         with self.state.ema.swapped_into(self.state.model):
             draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
         return strip.picture()
