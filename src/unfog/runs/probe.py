@@ -15,6 +15,7 @@ from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
+from unfog.reporting.progress import Progress
 from unfog.runs.build import build_state
 from unfog.training.loop import Every, train
 from unfog.training.state import TrainState
@@ -23,18 +24,20 @@ from unfog.training.state import TrainState
 class Clock:
     """A run that writes nothing and notes the time after each step."""
 
-    def __init__(self, seconds: float, stop_requested: Callable[[], bool]):
+    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
         self.seconds = seconds
+        self.progress = progress
         self.interrupted = stop_requested
         self.times = [time.perf_counter()]
 
     def advance(self, step: int) -> None:
         """Note the time; the loop has just waited for the device, to see whether the gradient was finite."""
         self.times.append(time.perf_counter())
+        self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """After enough steps, or when the person wants to stop."""
-        enough = len(self.times) > 4 and self.times[-1] - self.times[0] > self.seconds
+        """After enough steps, at least one besides the first; or when the person wants to stop."""
+        enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
         return enough or self.interrupted()
 
     def seconds_per_step(self) -> float:
@@ -62,17 +65,18 @@ def seconds_per_step(
     config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
 ) -> float:
     """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
-    clock = Clock(limit, stop_requested)
-    train(
-        replace(config.training, images=10**9 * config.training.batch),
-        config.optimizer,
-        Every(log=0, preview=0, evaluate=0, checkpoint=0),
-        build_state(config, device),
-        ImageStream(images, config.training.seed),
-        Augment(config.data.flip, config.data.jitter),
-        Objective(config.diffusion, len(config.classes), config.label_dropout),
-        clock,
-    )
+    with Progress(f"measuring steps in {config.training.precision}", None) as progress:
+        clock = Clock(limit, progress, stop_requested)
+        train(
+            replace(config.training, images=10**9 * config.training.batch),
+            config.optimizer,
+            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            build_state(config, device),
+            ImageStream(images, config.training.seed),
+            Augment(config.data.flip, config.data.jitter),
+            Objective(config.diffusion, len(config.classes), config.label_dropout),
+            clock,
+        )
     if stop_requested():
         raise KeyboardInterrupt
     return clock.seconds_per_step()
