@@ -44,7 +44,7 @@ def unfog_command(*words: object, status: int = 0) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return unfog.train("fashion", out=tmp_path_factory.mktemp("run") / "fashion", steps=60, **SETTINGS)
+    return unfog.train("fashion", out=tmp_path_factory.mktemp("run") / "fashion", steps=60, lr=6e-3, **SETTINGS)
 
 
 def test_folder_holds_what_the_contract_says(run):
