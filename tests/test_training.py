@@ -288,8 +288,9 @@ def test_swapping_the_average_in_always_gives_the_weights_back():
         _ = 1 / 0
     for name, tensor in into.model.state_dict().items():
         assert torch.equal(tensor, raw[name])
-    fresh = Ema(network(), PowerEma())
-    fresh.load_state_dict(model := network(), mine)
+    fresh, model = Ema(network(), PowerEma()), network()
+    with fresh.swapped_into(model):
+        model.load_state_dict(mine)
     assert all(torch.equal(fresh.state_dict(model)[k], v) for k, v in mine.items())
 
 

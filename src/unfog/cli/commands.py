@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,7 +130,7 @@ def ended(folder: RunFolder, done: bool) -> int:
     from unfog.reporting.progress import result, say
 
     say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
-    say(f"  next      unfog {'sample' if done else 'resume'} {folder.path}")
+    say(f"  next      unfog {'sample' if done else 'resume'} {shlex.quote(str(folder.path))}")
     result(str(folder.path))
     return 0 if done else 3
 

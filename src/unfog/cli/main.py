@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -31,6 +33,7 @@ try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
+    use_what_streams_there_are()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -49,12 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, OSError):
             sys.stderr.write(f"unfog: {error}\n")
             sys.exit(1)
-        if "out of memory" in str(error).lower():  # CUDA, MPS and the CPU allocator each raise a class of their own
+        # CUDA, MPS, the CPU allocator, C++ and Python each say it in a way of their own.
+        no_memory = ("out of memory", "allocate memory", "bad_alloc", "unable to allocate")
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in no_memory):
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:
             advice = "this is a defect of unfog; --debug shows where"
         sys.stderr.write(f"unfog: {type(error).__name__}: {error}\n({advice})\n")
         sys.exit(1)
+
+
+def use_what_streams_there_are() -> None:
+    """Let closed streams swallow what is written, and narrow ones show a question mark for what they cannot."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run(words: list[str]) -> int:
@@ -77,5 +92,5 @@ def run(words: list[str]) -> int:
     if words[0] not in table:
         from unfog.config.kinds import suggest
 
-        raise RequestError(f"{words[0]!r} is not a command{suggest(words[0], table)}; see unfog --help")
+        raise RequestError(f"{words[0]!r} is not a command{suggest(words[0], table)} (see unfog --help)")
     return table[words[0]](words[1:])

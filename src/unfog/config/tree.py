@@ -11,6 +11,7 @@ from tyro.conf import Suppress
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
 from unfog.models.settings import UNet
 from unfog.reporting.settings import Log
 from unfog.training.settings import (
@@ -82,8 +83,12 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         section, _, field = SHORT.get(name, name).partition(".")
         if field:
-            table.setdefault(section, {})[field] = value
+            if not isinstance(table.setdefault(section, {}), dict):
+                raise RequestError(f"{section} and {name} cannot both be given, unless {section} is a dict")
+            table[section][field] = value
         else:
+            if name in table and not isinstance(value, Mapping):
+                raise RequestError(f"{name} must be a dict where its settings are given by short name too")
             table[name] = {**table.get(name, {}), **value} if isinstance(value, Mapping) else value
     return table
 

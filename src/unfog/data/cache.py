@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -36,7 +37,10 @@ def cache_folder() -> Path:
     """Where entries are kept; it need not exist yet."""
     if chosen := os.environ.get("UNFOG_CACHE"):
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "unfog-cache"
 
 
 def entry_key(stamps: str, settings: Data) -> str:

@@ -69,12 +69,12 @@ def prepare(source: Source, settings: Data, progress: Progress | None = None) ->
         pixels, writer, tally = _decode_source(source, order, settings, background, file_bytes, progress)
 
     rows = order[tally.used]
-    whole = ImageSet(
-        compact(pixels, tally.used),
-        None if labels is None else labels[rows],
-        tuple(source.names[i] for i in rows),
-        classes,
-    )
+    labels = None if labels is None else labels[rows]
+    if labels is not None:  # a class of which no image can be used is none
+        present, labels = np.unique(labels, return_inverse=True)
+        classes = tuple(classes[i] for i in present)
+    names = tuple(source.names[i] for i in rows)
+    whole = ImageSet(compact(pixels, tally.used), labels, names, classes)
     train = int(tally.used[:in_train].sum())
     mode: Literal["none", "folders"] = "none" if labels is None else "folders"
     settled = replace(settings, size=pixels.shape[-1], channels=pixels.shape[1], labels=mode)

@@ -32,7 +32,7 @@ FASHION = (
 )
 """The classes of the built-in set, in the order of the labels."""
 
-_SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
+SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
 _SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
 
 
@@ -76,6 +76,8 @@ def open_source(text: str | Path) -> Source:
     Raises:
         RequestError: there is no such thing, or no image in it.
     """
+    if not str(text):
+        raise RequestError("SOURCE is empty; give a folder of images, or fashion")
     if str(text) == "fashion":
         return FashionSource()
     folder = Path(text).expanduser()
@@ -155,13 +157,15 @@ def _files(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
     here = (stat.st_dev, stat.st_ino)
     if here in above:
         return
+    if above and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
+        return  # a run, whose previews are no photographs; one may train inside the folder of the images
     for entry in entries:
         if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
             continue
         path = Path(entry.path)
         if path.is_dir():
             yield from _files(path, (*above, here))
-        elif path.is_file() or path.is_symlink():
+        elif path.is_file() or not path.exists():
             # A broken link is kept, to be named as skipped; a pipe or device would block whoever opens it.
             yield path
 
@@ -220,7 +224,10 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
             f"labels = folders needs every image in a sub-folder, and {loose} is in none; move it or use labels = none"
         )
     if mode == "auto" and not source.classes:
-        split = all(name.lower() in _SPLITS for name in found)
+        split = all(name.lower() in SPLITS for name in found)
+        if split and all(len(folders) > shared + 1 for folders in parts):
+            tops = [folders[shared + 1] for folders in parts]  # train/cats, val/cats: the classes are one level down
+            found, split = sorted(set(tops)), False
         if len(found) < 2 or found[0] == "" or split or len(tops) < 4 * len(found):
             return (), None
     classes = source.classes or tuple(found)

@@ -61,7 +61,12 @@ class Recorder:
         self._sinks: list[Sink] = []
         for name in log.sinks:
             self._open(name, start, config or {})
-        self.progress = Progress("step", total, start=start, delay=0.0)
+        self._total = total
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the time left count from now on: what came before were preparations."""
+        self.progress = Progress("step", self._total, start=self._step, delay=0.0)
 
     def advance(self, step: int) -> None:
         """`step` steps are done: moves the progress line and nothing else, cheap enough for each step."""

@@ -28,6 +28,7 @@ FREE = (
     "data.flip",
     "data.jitter",
     "network.dropout",
+    "source",  # where the images are; that they are the same is checked
     "label_dropout",
     "guidance",
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -170,8 +170,9 @@ def fits(network: UNet, size: int) -> bool:
     return True
 
 
-def check_length(config: Config) -> None:
-    """RequestError unless just one of steps, images and budget says how long to train, sensibly."""
+def check_request(config: Config) -> None:
+    """RequestError if a number is not finite, or unless at most one of steps, images and budget gives the length."""
+    refuse_infinite(config, "")
     training = config.training
     given = {k: v for k in LENGTH if (v := getattr(training, k))}
     if len(given) > 1:
@@ -180,12 +181,25 @@ def check_length(config: Config) -> None:
         seconds(training.budget)
 
 
+def refuse_infinite(settings: Any, where: str) -> None:
+    """RequestError if any number in a tree of settings is NaN or infinite."""
+    for f in fields(settings):
+        name, value = f"{where}.{f.name}" if where else f.name, getattr(settings, f.name)
+        if is_dataclass(value):
+            refuse_infinite(value, name)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{name} = {value} must be a finite number")
+
+
 def seconds(text: str) -> float:
     """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if not match or float(match[1]) <= 0:
         raise RequestError(f"budget = {text!r} is no time span; write 90s, 10m, 2h or 1d")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if span > 10 * 365 * 86400:
+        raise RequestError(f"budget = {text} is over ten years; give less")
+    return span
 
 
 def round_number(x: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -51,10 +51,26 @@ class RunFolder:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise RequestError(f"{self.path} exists and is not an empty folder; give another --out")
 
-    def create(self, config: Config) -> None:
-        """Make the folder and store the configuration."""
-        self.checkpoints.mkdir(parents=True)
-        self.write_config(config)
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Make the folder at once, so that nobody else takes it and a bad place is noticed; gone again if left empty.
+
+        Raises:
+            RequestError: it cannot be made, or something is in it.
+        """
+        self.check_free()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            str(self.path.resolve()).encode()
+        except (OSError, UnicodeEncodeError) as error:
+            raise RequestError(
+                f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
+            ) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self.path.rmdir()  # which only takes an empty one
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -90,7 +106,12 @@ class RunFolder:
 
 def next_folder(source: str) -> Path:
     """A free folder under runs/ named after the source: runs/photos, runs/photos-2, …"""
-    return free_name(Path("runs") / (Path(source).resolve().name or "run"))
+    return free_name(Path("runs") / printable(Path(source).resolve().name or "run"))
+
+
+def printable(name: str) -> str:
+    """A file name without the bytes that are no text, which neither TOML nor a terminal could hold."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def free_name(path: Path) -> Path:

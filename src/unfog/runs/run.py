@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from unfog.config.tree import Config
 from unfog.diffusion.sampler import Observe, Sampler
+from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels
 from unfog.runs.build import build_network
 from unfog.runs.choices import choose_device
@@ -21,7 +22,7 @@ from unfog.training import checkpoint
 
 
 class Run:
-    """A run folder, and the network in one of its checkpoints.
+    """A run folder, and the network in one of its checkpoints, on the device and in evaluation mode.
 
     Args:
         path: the run folder.
@@ -31,6 +32,7 @@ class Run:
 
     Raises:
         RequestError: `path` is not a run, or has no such checkpoint.
+        RunError: its checkpoints are broken, or there is none yet.
     """
 
     def __init__(
@@ -42,9 +44,14 @@ class Run:
     ):
         self.folder = RunFolder(Path(path))
         self.config: Config = self.folder.read_config()
-        self.weights = weights
+        if weights not in ("ema", "raw"):
+            raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
         self.device = choose_device(device)
         self.checkpoint = checkpoint.find(self.folder.checkpoints, step)
+        network = build_network(self.config)
+        # At once, because a run that goes on may remove this checkpoint later.
+        checkpoint.load_weights(self.checkpoint.folder, "ema" if weights == "ema" else "model", network)
+        self.network: nn.Module = network.to(self.device).eval()
 
     @property
     def path(self) -> Path:
@@ -55,15 +62,6 @@ class Run:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; () without."""
         return self.config.classes
-
-    @cached_property
-    def network(self) -> nn.Module:
-        """The network with the checkpoint's weights, in evaluation mode, on the device."""
-        network = build_network(self.config)
-        network.load_state_dict(
-            checkpoint.load_weights(self.checkpoint.folder, "ema" if self.weights == "ema" else "model")
-        )
-        return network.to(self.device).eval()
 
     def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
         """The run's own sampler, with another kind or number of steps where given."""
@@ -100,5 +98,5 @@ class Run:
         words = [label] if isinstance(label, str | int) else list(label)
         labels = find_labels([str(word) for word in words], self.classes)
         strength = usual_guidance(self.config) if guidance is None else guidance
-        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, strength, batch)
+        drawing = Drawing(index(n), self.sampler(sampler, steps), labels, index(seed), strength, index(batch))
         return draw(self.network, self.config, drawing, progress, observe)

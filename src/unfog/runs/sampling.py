@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ class Drawing:
     """Pictures at once, which memory limits."""
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.guidance):
+            raise RequestError(f"guidance = {self.guidance} must be a finite number; 1 to 3 is usual")
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")

@@ -76,11 +76,13 @@ class Session:
                 self._introduce(choices, fresh=saved is None)
                 if saved is None:
                     self._rehearse()
+                self.recorder.begin()
                 self._train()
                 done = self._conclude()
             except Exception as error:
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 raise
+        say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         try:
             write_report(self.folder.path)
         except OSError as error:
@@ -142,7 +144,6 @@ class Session:
         if done:
             self.recorder.images(self.step, "denoising", self._denoising())
         self.recorder.event("finished" if done else "stopped", self.step)
-        say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         return done
 
     def _last_record(self) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
-from unfog.data.sources import FolderSource, open_source
-from unfog.errors import RequestError
+from unfog.data.sources import SPLITS, FolderSource, open_source
+from unfog.errors import RequestError, RunError
 from unfog.reporting.progress import Progress, say
+from unfog.reporting.records import read_metrics
 from unfog.runs.changes import check_changes
-from unfog.runs.choices import Settling, check_length, choose_device
-from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.choices import Settling, check_request, choose_device
+from unfog.runs.folder import RunFolder, next_folder, printable
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
@@ -26,11 +27,10 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         RequestError: the settings, the source or the folder will not do; found before training.
         RunError: training could not go on.
     """
-    check_length(config)
+    check_request(config)
     folder = RunFolder(out or next_folder(config.source))
-    folder.check_free()
     device = choose_device(config.training.device)
-    with StopSignals() as stop:
+    with StopSignals() as stop, folder.reserved(), folder.locked():
         prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
         settling.network()
@@ -40,9 +40,9 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         settling.intervals()
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
         session = Session(folder, settling.config, prepared, device, stop)
-        folder.create(settling.config)
-        with folder.locked():
-            return folder, session.run(settling.choices)
+        folder.checkpoints.mkdir()
+        folder.write_config(settling.config)
+        return folder, session.run(settling.choices)
 
 
 def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, bool]:
@@ -58,11 +58,22 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
     """
     stored = folder.read_config()
     config = config or stored
-    check_length(config)
+    check_request(config)
     check_changes(stored, config)
+    if Path(config.source).is_absolute() and not Path(config.source).is_dir():
+        raise RequestError(
+            f"the images of this run were in {config.source}, which is not there; bring them back, or write where they "
+            f"are now into {folder.config_file} (source)"
+        )
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop:
         saved, broken = checkpoint.newest(folder.checkpoints)
+        if saved is None and any(row["step"] > 0 for row in read_metrics(folder.metrics)):
+            raise RunError(
+                f"{folder.metrics} tells of steps, but there is nothing in {folder.checkpoints} to go on from; "
+                "bring the checkpoints back, or train anew with another --out"
+            )
+        folder.checkpoints.mkdir(exist_ok=True)
         prepared, config = load_images(config, stop)
         if config.fingerprint != stored.fingerprint:
             raise RequestError(
@@ -100,6 +111,9 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
 
         prepared = prepare(source, config.data, update)
     say(prepared.ledger.line())
+    tops = {name.split("/")[0] for name in source.names}
+    if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
+        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give that folder as SOURCE")
     return prepared, replace(
         config,
         # A folder by its full path, so that a resume finds it from anywhere.
@@ -108,8 +122,3 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
         classes=tuple(printable(name) for name in prepared.train.classes),
         fingerprint=prepared.train.fingerprint,
     )
-
-
-def printable(name: str) -> str:
-    """A file name without the bytes that are no text, which a TOML file could not hold."""
-    return name.encode("utf-8", "replace").decode()

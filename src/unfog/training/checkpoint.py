@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.errors import RequestError, RunError
 from unfog.training.settings import Checkpoint
@@ -200,16 +200,25 @@ def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
 
 def load(folder: Path, state: TrainState) -> None:
     """Restore `state` from a whole checkpoint, on whatever device it lives."""
-    state.model.load_state_dict(load_weights(folder, "model"), strict=True)
-    state.ema.load_state_dict(state.model, load_weights(folder, "ema"))
+    load_weights(folder, "model", state.model)
+    with state.ema.swapped_into(state.model):
+        load_weights(folder, "ema", state.model)
     saved: dict[str, Any] = torch.load(folder / "state.pt", map_location=state.precision.device, weights_only=True)
     state.load_progress(saved)
 
 
-def load_weights(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Weights of a checkpoint on the CPU; `kind` is "model" or "ema"."""
-    weights: dict[str, Tensor] = load_file(folder / f"{kind}.safetensors")
-    return weights
+def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
+    """Put the weights of a checkpoint into a network; `kind` is "model" or "ema".
+
+    Raises:
+        RunError: they are those of another network.
+    """
+    try:
+        network.load_state_dict(load_file(folder / f"{kind}.safetensors"), strict=True)
+    except RuntimeError as error:
+        raise RunError(
+            f"the weights in {folder} do not fit the network that config.toml describes; was it edited? ({error})"
+        ) from None
 
 
 def sha256(path: Path) -> str:

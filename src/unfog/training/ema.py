@@ -52,9 +52,3 @@ class Ema:
         """The average under the network's own names, so that it loads into a network of the same kind."""
         with self.swapped_into(model):
             return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Take over an average that `state_dict` gave, on whatever device it lies. Names must match exactly."""
-        with self.swapped_into(model):
-            model.load_state_dict(weights, strict=True)

@@ -72,7 +72,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise RequestError(f"lr = {self.lr} must be above 0, or 0 to choose it; 1e-4 to 3e-3 is usual")
-        if self.warmup < 0 or self.eps < 0 or self.weight_decay < 0:
+        if not (self.warmup >= 0 and self.eps >= 0 and self.weight_decay >= 0):
             raise RequestError(
                 f"warmup = {self.warmup}, eps = {self.eps} and weight_decay = {self.weight_decay} must not be negative"
             )
@@ -150,6 +150,7 @@ class Preview:
 
     def __post_init__(self) -> None:
         at_least_one("preview.images", self.images)
+        check_interval("preview.every", self.every)
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class Evaluate:
     def __post_init__(self) -> None:
         at_least_one("evaluate.images", self.images)
         at_least_one("evaluate.levels", self.levels)
+        check_interval("evaluate.every", self.every)
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,15 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         at_least_one("checkpoint.keep", self.keep)
+        check_interval("checkpoint.every", self.every)
+        if self.milestones < 0:
+            raise RequestError(f"checkpoint.milestones = {self.milestones} must not be negative; 0 keeps none")
+
+
+def check_interval(name: str, steps: int) -> None:
+    """RequestError for a negative interval other than -1."""
+    if steps < -1:
+        raise RequestError(f"{name} = {steps} must be a number of steps, 0 to choose it, or -1 for never")
 
 
 def at_least_one(name: str, value: int) -> None:
