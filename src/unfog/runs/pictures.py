@@ -13,7 +13,7 @@ from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.reporting.figures import Pixels, save_png, strip
 from unfog.runs.sampling import picture_grid, to_pixels
 
-LEVELS = (0.999, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
+LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
 class Strip:

@@ -107,8 +107,8 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 def picture_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
-    """One image of them all; pictures that cycle through classes make a column for each."""
-    columns = len(classes) if 1 < len(classes) <= 20 and len(pictures) >= len(classes) else None
+    """One image of them all; whole cycles through the classes make a column for each."""
+    columns = len(classes) if 1 < len(classes) <= 20 and len(pictures) % len(classes) == 0 else None
     return grid(pictures, columns)
 
 
