@@ -52,7 +52,7 @@ class Resume:
     change, such as its network or its images, is refused.
     """
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
     settings: Annotated[Config, tyro.conf.arg(name="")]
 
@@ -64,7 +64,7 @@ class Sample:
     Picture number i of a seed is the same picture whatever -n is.
     """
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
     """How many pictures."""
@@ -96,7 +96,7 @@ class Sample:
 class Report:
     """Write report.html of RUN: one file with settings, curves and pictures that opens anywhere."""
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
 
 
