@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of a help text has gone; work itself never ends here, see `progress.say`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as error:
         if debug:
             raise
