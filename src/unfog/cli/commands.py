@@ -89,7 +89,7 @@ class Sample:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     strip: bool = False
-    """Also strip.png: x_t and the predicted x0 of the first pictures, from noise to picture."""
+    """Also strip.png: x_t and the predicted x0 of the first picture, from noise to picture."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ def report(words: Sequence[str]) -> int:
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
 
-    if not RunFolder(request.run).config_file.is_file():
-        raise RequestError(f"{request.run} is not a run: it has no config.toml")
+    RunFolder(request.run).check_is_run()  # and no more: the report of a run with a damaged config.toml is wanted, too
     result(str(write_report(request.run)))
     return 0
 

@@ -77,8 +77,15 @@ def use_what_streams_there_are() -> None:
 
 def run(words: list[str]) -> int:
     """Run the command that the first word names, and return its exit status."""
-    # Imported here, so that `unfog --help` and a mistyped command answer at once.
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(HELP)
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"unfog {__version__}\n")
+        return 0
+    # Imported only now, so that the above answers at once.
     from unfog.cli import commands
+    from unfog.config.kinds import suggest
 
     table: dict[str, Callable[[list[str]], int]] = {
         "train": commands.train,
@@ -86,14 +93,6 @@ def run(words: list[str]) -> int:
         "sample": commands.sample,
         "report": commands.report,
     }
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(HELP)
-        return 0 if words else 2
-    if words[0] == "--version":
-        sys.stdout.write(f"unfog {__version__}\n")
-        return 0
     if words[0] not in table:
-        from unfog.config.kinds import suggest
-
         raise RequestError(f"{words[0]!r} is not a command{suggest(words[0], table)} (see unfog --help)")
     return table[words[0]](words[1:])

@@ -99,9 +99,13 @@ class RunFolder:
 
     def read_config(self) -> Config:
         """The stored configuration. RequestError if this is no run."""
+        self.check_is_run()
+        return read_toml(self.config_file, Config())
+
+    def check_is_run(self) -> None:
+        """RequestError if this is no run."""
         if not self.config_file.is_file():
             raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
-        return read_toml(self.config_file, Config())
 
 
 def next_folder(source: str) -> Path:

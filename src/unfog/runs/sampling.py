@@ -69,7 +69,7 @@ def draw(
         for first in range(0, drawing.count, drawing.batch):
             indices = range(first, min(first + drawing.batch, drawing.count))
             x0 = drawing.sampler(
-                conditional(Denoiser(network, config.diffusion), config, drawing, indices),
+                conditional(Denoiser(network, config.diffusion), config, drawing, indices, device),
                 config.diffusion.path,
                 config.diffusion.schedule,
                 NoiseSource(drawing.seed, indices, shape, device).draw,
@@ -82,7 +82,9 @@ def draw(
     return np.concatenate(pictures)
 
 
-def conditional(denoiser: Denoiser, config: Config, drawing: Drawing, indices: Sequence[int]) -> Denoise:
+def conditional(
+    denoiser: Denoiser, config: Config, drawing: Drawing, indices: Sequence[int], device: torch.device
+) -> Denoise:
     """The denoiser with the labels of these pictures, and with guidance where it is asked for.
 
     Raises:
@@ -92,13 +94,13 @@ def conditional(denoiser: Denoiser, config: Config, drawing: Drawing, indices: S
         if drawing.guidance != 1:
             raise RequestError(f"guidance = {drawing.guidance} needs classes, and this run has none")
         return denoiser
-    label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices])
+    label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices], device=device)
     if drawing.guidance == 1:
-        return lambda x, logsnr: denoiser(x, logsnr, label.to(x.device))
+        return lambda x, logsnr: denoiser(x, logsnr, label)
     if config.label_dropout == 0:
         raise RequestError(f"guidance = {drawing.guidance} needs a network trained with --label-dropout, such as 0.1")
     guided = Guided(denoiser, drawing.guidance, len(config.classes))
-    return lambda x, logsnr: guided(x, logsnr, label.to(x.device))
+    return lambda x, logsnr: guided(x, logsnr, label)
 
 
 def to_pixels(x: Tensor) -> Tensor:

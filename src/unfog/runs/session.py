@@ -220,7 +220,7 @@ def seconds_since(started: float) -> float:
 def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> HeldOut | None:
     """The held-out images that are measured, evenly spread over the set; None if there are none."""
     images, wanted = prepared.held_out, config.evaluate.images
-    if not len(images) or wanted <= 0:
+    if not len(images):
         return None
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     x0 = to_model_range(torch.from_numpy(images.pixels[index.numpy()])).to(device)
