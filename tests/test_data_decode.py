@@ -1,8 +1,11 @@
 """Decoding one image: the canonical resize, orientation, bit depth, transparency."""
 
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import Facts, decode, header
-from unfog.data.sources import Unusable
+from unfog.data.files import Unusable
 
 WHITE = (255, 255, 255)
 
@@ -150,8 +153,8 @@ def test_floating_point_is_used_where_its_range_is_known() -> None:
         pixels, facts = decoded(saved(Image.fromarray(x * np.float32(scale)), "TIFF"), 16, channels=1)
         assert np.array_equal(pixels[0], np.arange(256).reshape(16, 16))
         assert facts.actions == ["float"]
-    for wrong in (x - 1, x * 1000, x * np.float32("nan")):
-        with pytest.raises(Unusable, match="floating point from"):
+    for wrong, reason in ((x - 1, "from -1"), (x * 1000, "from 0 to 1000"), (x * np.float32("nan"), "with NaN")):
+        with pytest.raises(Unusable, match=f"floating point {reason}"):
             decode(saved(Image.fromarray(wrong), "TIFF"), 16, 1, WHITE)
     with pytest.raises(Unusable, match="beyond 16 bits"):
         decode(saved(Image.fromarray(np.array([[-1, 70000]], np.int32)), "TIFF"), 4, 1, WHITE)
@@ -243,3 +246,30 @@ def test_a_truncated_file_is_unusable_wherever_it_ends(kind: str) -> None:
         part = whole[: int(len(whole) * keep)]
         with pytest.raises(Unusable):
             decode(lambda part=part: Image.open(BytesIO(part)), 32, 3, WHITE)  # type: ignore[misc]
+
+
+def test_large_images_take_turns() -> None:
+    """Thirty-two of them at once, as there may be threads, would need more memory than most machines have."""
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def opener() -> Image.Image:
+        image = Image.new("L", (5000, 5000))
+        load = image.load
+
+        def slowly() -> object:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            time.sleep(0.02)
+            with lock:
+                at_once -= 1
+            return load()
+
+        image.load = slowly  # type: ignore[method-assign, assignment]
+        return image
+
+    with ThreadPoolExecutor(12) as pool:
+        decoded = list(pool.map(lambda _: decode(opener, 4, 1, WHITE)[0].shape, range(12)))
+    assert decoded == [(1, 4, 4)] * 12
+    assert 1 < most <= 4

@@ -1,9 +1,9 @@
 """Preparation: ledger, choices, split, cache. Real files in every mode that people have."""
 
-import hashlib
 import json
 import os
-from io import BytesIO
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,10 @@ from PIL import Image
 from unfog.data import cache
 from unfog.data import prepare as preparing
 from unfog.data.images import Prepared
-from unfog.data.ledger import Ledger, Skipped
+from unfog.data.ledger import Ledger
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources import FolderSource, open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
 
@@ -43,127 +43,19 @@ def fill(folder: Path, n: int, size: tuple[int, int] = (20, 20), mode: str = "RG
     return folder
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-@pytest.fixture
-def zoo(tmp_path: Path) -> Path:
-    """A folder with one file of each kind."""
-    folder = tmp_path / "zoo"
-    folder.mkdir()
-    ramp = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    rgb = np.stack([ramp, ramp.T, 255 - ramp], -1)
-    alpha = np.where(np.arange(16) < 8, 0, 255).astype(np.uint8) * np.ones((16, 1), np.uint8)
-    Image.fromarray(ramp).save(folder / "l.png")
-    Image.fromarray(np.stack([ramp, alpha], -1)).save(folder / "la.png")
-    Image.fromarray(rgb).quantize(64).save(folder / "p.gif")
-    Image.fromarray(np.dstack([rgb, alpha])).save(folder / "rgba.png")
-    Image.fromarray(np.dstack([rgb, np.full((16, 16), 255, np.uint8)])).save(folder / "rgba_opaque.png")
-    Image.fromarray(rgb).convert("CMYK").save(folder / "cmyk.jpg", quality=95)
-    Image.fromarray(ramp.astype(np.uint16) * 257).save(folder / "sixteen.png")
-    Image.fromarray(np.pad(rgb, ((0, 16), (0, 0), (0, 0)))).save(folder / "rotated.jpg", exif=exif(6), quality=95)
-    Image.new("RGB", (1, 5000), (9, 90, 200)).save(folder / "thin.png")
-    (folder / "empty.png").write_bytes(b"")
-    whole = BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(whole, "JPEG")
-    (folder / "truncated.jpg").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
-    Image.fromarray(rgb).save(folder / "really_a.jpeg", "PNG")
-    Image.fromarray(rgb).save(folder / "misnamed.png", "JPEG", quality=95)
-    (folder / "text.jpg").write_text("not an image at all")
+def test_the_line_sums_everything_up(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "set", 3)
+    Image.new("RGBA", (40, 16), (0, 0, 0, 0)).save(folder / "clear.png")
+    (folder / "b.png").write_bytes(b"")
     (folder / "notes.txt").write_text("notes")
-    Image.new("1", (20000, 10000)).save(folder / "bomb.png")
-    Image.new("1", (10000, 10000)).save(folder / "bomblet.png")
-    return folder
-
-
-def exif(orientation: int) -> Image.Exif:
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
-def test_every_kind_of_file_is_used_or_named_and_none_is_changed(zoo: Path, recwarn: pytest.WarningsRecorder) -> None:
-    before = hashes(zoo)
-    prepared = run(zoo)
-    ledger = prepared.ledger
-    assert hashes(zoo) == before
-    assert ledger.found == 16
-    assert ledger.used == len(prepared.train) == 11
-    assert ledger.skipped == (
-        Skipped("bomb.png", "over 89 megapixels"),
-        Skipped("bomblet.png", "over 89 megapixels"),
-        Skipped("empty.png", "empty"),
-        Skipped("text.jpg", "not an image"),
-        Skipped("truncated.jpg", "truncated"),
+    assert run(folder).ledger.line() == (
+        "5 images; 4 used: 3 resized to 16x16, 1 centre-cropped, 1 flattened on white; "
+        "1 quarantined (1 empty: b.png); 1 other file ignored"
     )
-    assert ledger.other_files == 1
-    assert ledger.modes == {"L": 1, "LA": 1, "P": 1, "RGBA": 2, "CMYK": 1, "I;16": 1, "RGB": 4}
-    assert ledger.actions == {
-        "flattened": 2,
-        "palette": 1,
-        "cmyk": 1,
-        "sixteen_bit": 1,
-        "rotated": 1,
-        "cropped": 2,
-        "upscaled": 1,
-        "grey_to_rgb": 3,
-    }
-    assert ledger.sides == {
-        "shortest_min": 1,
-        "shortest_median": 16,
-        "shortest_max": 16,
-        "longest_min": 16,
-        "longest_median": 16,
-        "longest_max": 5000,
-    }
-    assert prepared.settings.channels == 3
-    assert not [warning for warning in recwarn if "Decompression" in str(warning.category)]
-    line = ledger.line()
-    assert line.startswith("16 images; 11 used: 1 upscaled to 16x16, 2 centre-cropped, 2 flattened on white, ")
-    assert line.endswith(
-        "; 5 skipped (2 over 89 megapixels: bomb.png, bomblet.png; 1 empty: empty.png; 1 not an image: text.jpg; "
-        "1 truncated: truncated.jpg); 1 other file ignored"
-    )
-
-
-def test_every_kind_of_file_gives_the_pixels_a_viewer_shows(zoo: Path) -> None:
-    train = run(zoo).train
-    pixels = dict(zip(train.names, train.pixels.astype(int)))
-    ramp = np.arange(256).reshape(16, 16)
-    rgb = np.stack([ramp, ramp.T, 255 - ramp])
-    left = np.arange(16) < 8
-    for name, expected, tolerance in (
-        ("l.png", np.stack([ramp] * 3), 0),
-        ("la.png", np.where(left, 255, np.stack([ramp] * 3)), 0),
-        ("rgba.png", np.where(left, 255, rgb), 0),  # what hides under alpha 0 is gone
-        ("rgba_opaque.png", rgb, 0),
-        ("really_a.jpeg", rgb, 0),
-        ("sixteen.png", np.stack([ramp] * 3), 0),
-        ("thin.png", np.array([9, 90, 200])[:, None, None] * np.ones((3, 16, 16)), 0),
-    ):
-        assert np.abs(pixels[name] - expected).max() <= tolerance, name
-    for name in ("misnamed.png", "cmyk.jpg"):  # JPEG: close on average; inverted ink would be off by a hundred
-        assert np.abs(pixels[name] - rgb).mean() < 14, name
-    assert np.abs(pixels["p.gif"] - rgb).mean() < 14
-    # 16 wide, 32 high, to be turned clockwise: the ramp is then on the right, half of it within the centre square.
-    turned = np.rot90(np.pad(rgb, ((0, 0), (0, 16), (0, 0))), -1, axes=(1, 2))[:, :, 8:24]
-    assert np.abs(pixels["rotated.jpg"] - turned).mean() < 14
-
-
-def test_background_and_forced_grey(zoo: Path) -> None:
-    prepared = run(zoo, Data(size=16, channels=1, background="#000000", cache="memory"))
-    pixels = dict(zip(prepared.train.names, prepared.train.pixels))
-    assert prepared.train.pixels.shape == (11, 1, 16, 16)
-    assert (pixels["la.png"][0, :, :8] == 0).all()
-    assert prepared.ledger.actions["rgb_to_grey"] == 8
-    assert "2 flattened on #000000" in prepared.ledger.line()
-    with pytest.raises(RequestError, match="background = 'snow-ish' is not a colour"):
-        run(zoo, Data(background="snow-ish"))
+    assert run(folder).ledger.actions == {"resized": 3, "cropped": 1, "flattened": 1}
+    sides = run(folder).ledger.sides
+    assert [sides[f"shortest_{which}"] for which in ("min", "median", "max")] == [16, 20, 20]
+    assert [sides[f"longest_{which}"] for which in ("min", "median", "max")] == [20, 20, 40]
 
 
 @pytest.mark.parametrize("n", [1, 7, 99])
@@ -265,6 +157,22 @@ def test_rows_names_and_labels_stay_together_when_images_are_skipped(tmp_path: P
             assert [name.split("/")[0] for name in part.names] == [part.classes[label] for label in part.labels]
 
 
+def test_the_ledger_tells_of_each_image_in_the_order_of_the_sets(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "set", 200, size=(16, 16))
+    for i in range(0, 200, 3):
+        Image.new("RGB", (32, 16), "red").save(folder / f"{i:04}.png")
+    for i in range(0, 200, 20):
+        (folder / f"{i:04}.png").write_bytes(b"")
+    for where in ("memory", "disk", "disk"):
+        prepared = run(folder, Data(size=16, held_out=0.3, cache=where))
+        names = prepared.train.names + prepared.held_out.names
+        assert len(prepared.held_out) > 30
+        assert len(names) == len(prepared.ledger.treatment) == 190
+        for name, which in zip(names, prepared.ledger.treatment, strict=True):
+            assert prepared.ledger.phrases(which) == (["centre-cropped"] if int(name[:4]) % 3 == 0 else [])
+        assert [one.name for one in prepared.ledger.quarantined] == [f"{i:04}.png" for i in range(0, 200, 20)]
+
+
 def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +204,24 @@ def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
     assert second.held_out.fingerprint == first.held_out.fingerprint
     assert (second.train.pixels[3] == np.array([255, 0, 0])[:, None, None]).all()
     assert (first.train.pixels[3] != second.train.pixels[3]).any()
+
+
+def test_what_changes_while_it_is_decoded_is_not_found_again(tmp_path: Path) -> None:
+    """Else what was decoded of one state would be served for the other, should that come back, as with rsync."""
+    folder = fill(tmp_path / "set", 20)
+    path, asked = folder / "0000.png", Data(cache="disk", size=16, channels=3)
+    before, status = path.read_bytes(), path.stat()
+
+    class Changed(FolderSource):
+        def stamps(self) -> Iterator[tuple[str, int, int]]:
+            yield from list(super().stamps())
+            Image.new("RGB", (20, 20), "red").save(path)
+
+    red = prepare(Changed(folder, "set"), asked)
+    assert (red.train.pixels[0] == np.array([255, 0, 0])[:, None, None]).all()
+    path.write_bytes(before)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert np.array_equal(run(folder, asked).train.pixels, run(folder, replace(asked, cache="memory")).train.pixels)
 
 
 def test_a_damaged_cache_entry_is_made_again(tmp_path: Path, cache_folder: Path) -> None:
@@ -360,14 +286,14 @@ def test_ledger_survives_json_and_odd_file_names(tmp_path: Path) -> None:
         pass
     ledger = run(tmp_path / "set").ledger
     assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
-    assert "1 empty: bad?.png" in ledger.line()
+    assert "1 empty: bad\\xff.png" in ledger.line()
 
 
 def test_a_lot_of_trouble_is_summed_up(tmp_path: Path) -> None:
     folder = fill(tmp_path / "set", 1)
     for i in range(9):
         (folder / f"x{i}.png").write_bytes(b"")
-    assert "9 skipped (9 empty: x0.png, x1.png, x2.png, ...)" in run(folder).ledger.line()
+    assert "9 quarantined (9 empty: x0.png, x1.png, x2.png, ...)" in run(folder).ledger.line()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Sources: layouts of folders, labels, mistakes in the path, and the built-in set."""
 
 import hashlib
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unfog.data.files import Unusable
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import FASHION, FashionSource, labels_of, open_source
@@ -45,8 +48,8 @@ def test_hidden_files_and_loops_of_links_are_left_out_and_others_counted(animals
     (animals / "notes.txt").write_text("hello")
     source = open_source(animals)
     assert source.names == [*(f"cats/{i}.png" for i in range(5)), *(f"dogs/old/{i}.JPG" for i in range(5)), "self.png"]
-    assert source.other_files == 1
-    with pytest.raises(OSError, match=r"self\.png"):
+    assert source.ignored == {".txt": 1, "hidden": 3}
+    with pytest.raises(Unusable, match="a link that leads nowhere"):
         source.open(source.names.index("self.png"))
 
 
@@ -101,6 +104,9 @@ def test_messages_for_a_wrong_path_say_what_to_do(animals: Path, tmp_path: Path)
         open_source(animals / "cats/0.png")
     with pytest.raises(RequestError, match="neither a folder"):
         open_source(tmp_path / "no/such/thing")
+    for wrong in ("\x1b[31m", "x" * 5000, "nul\0byte", "~nobody-of-that-name/photos"):
+        with pytest.raises(RequestError, match=r"^[ -~]*is neither a folder"):
+            open_source(wrong)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(RequestError, match=r"found 0 images; looked for \.png .*empty \(0 other files\)"):
@@ -109,6 +115,18 @@ def test_messages_for_a_wrong_path_say_what_to_do(animals: Path, tmp_path: Path)
     (empty / "b.txt").write_text("")
     with pytest.raises(RequestError, match=r"\(2 other files: 2 \.txt\)"):
         open_source(empty)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="every name is text there")
+def test_names_that_are_no_text_may_be_of_classes_but_not_of_the_source(tmp_path: Path) -> None:
+    for name in (b"a\xff", b"a\xfe", b"two\nlines"):
+        for i in range(4):
+            put(tmp_path / "in" / os.fsdecode(name) / f"{i}.png")
+    assert labels_of(open_source(tmp_path / "in"), "auto")[0] == ("a\\xfe", "a\\xff", "two\\nlines")
+    spoilt = tmp_path / os.fsdecode(b"spoilt\xff")
+    put(spoilt / "a.png")
+    with pytest.raises(RequestError, match=r"spoilt\\xff has a byte that is no text .*rename the folder"):
+        open_source(spoilt)
 
 
 def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.sources import Source, Unusable
+from unfog.data.files import Unusable
+from unfog.data.sources import Source
 
 Progress = Callable[[int, int], None]
 
@@ -35,11 +36,21 @@ class Tally:
     sides: NDArray[np.int32]
     """[N, 2], shortest and longest side of the original."""
 
+    treatment: NDArray[np.int32]
+    """[N], which of `treatments` each row that is used had."""
+
     reasons: dict[int, str] = field(default_factory=dict)
     """Why each row that is not used is not."""
 
+    treatments: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Lists of actions, in the order in which they turned up."""
+
     modes: Counter[str] = field(default_factory=Counter)
-    actions: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, n: int) -> Tally:
+        """Nothing is known yet of n rows."""
+        return cls(np.zeros(n, np.bool_), np.zeros((n, 2), np.int32), np.zeros(n, np.int32))
 
     def add(self, row: int, outcome: Facts | str) -> None:
         """Count one image: what was done to it, or the reason why it could not be used."""
@@ -49,7 +60,8 @@ class Tally:
         self.used[row] = True
         self.sides[row] = sorted((outcome.width, outcome.height))
         self.modes[outcome.mode] += 1
-        self.actions.update(outcome.actions)
+        done = tuple(outcome.actions)
+        self.treatment[row] = self.treatments.setdefault(done, len(self.treatments))
 
 
 def decode_all(
@@ -66,7 +78,7 @@ def decode_all(
         ColourFoundError: `only_grey`, and an image is not.
     """
     n = len(order)
-    tally = Tally(np.zeros(n, np.bool_), np.zeros((n, 2), np.int32))
+    tally = Tally.of(n)
 
     def chunk(start: int, stop: int) -> list[Facts | str]:
         return [one(row) for row in range(start, stop)]

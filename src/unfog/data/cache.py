@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -29,7 +31,7 @@ from unfog.data.settings import Data
 from unfog.data.sources import Source
 from unfog.errors import RequestError, RunError
 
-_FORMAT = 1
+_FORMAT = 2
 _ABANDONED_SECONDS = 3600
 
 
@@ -59,32 +61,60 @@ def source_stamp(source: Source) -> tuple[str, int]:
 
 
 def load(key: str) -> Prepared | None:
-    """The entry of that key, its pixels mapped and not read; None if there is none that is whole."""
+    """The entry of that key, its pixels mapped and not read; None if there is none that is whole.
+
+    Whatever the files hold, this neither raises nor allocates for it: an entry that is no entry is decoded anew.
+    """
     folder = cache_folder()
     try:
-        stored: dict[str, Any] = json.loads((folder / f"{key}.json").read_text("utf-8"))
-        if "see" in stored:
-            return load(stored["see"])
-        shape = tuple(stored["shape"])
-        if (folder / f"{key}.pixels").stat().st_size != np.prod(shape):
+        stored = json.loads((folder / f"{key}.json").read_text("utf-8"))
+        if re.fullmatch(r"\w+", stored.get("see", "")):  # one hop: an entry that is found by other settings, too
+            key = stored["see"]
+            stored = json.loads((folder / f"{key}.json").read_text("utf-8"))
+        shape, names, classes, labels = stored["shape"], stored["names"], stored["classes"], stored["labels"]
+        settings, ledger = Data(**stored["settings"]), Ledger.from_dict(stored["ledger"])
+        _check(shape, names, classes, labels)
+        _check_rest(stored, settings)
+        ledger.line()  # which looks at each of its parts
+        if len(ledger.treatment) != len(names):
             return None
-        pixels = np.memmap(folder / f"{key}.pixels", np.uint8, "r", shape=shape)
-    except (OSError, ValueError):
+        if (folder / f"{key}.pixels").stat().st_size != math.prod(shape):
+            return None
+        pixels = np.memmap(folder / f"{key}.pixels", np.uint8, "r", shape=tuple(shape))
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, RequestError, TypeError, ValueError):
         return None
-    labels = stored["labels"]
-    whole = ImageSet(
-        np.asarray(pixels),
-        None if labels is None else np.array(labels, np.int64),
-        tuple(stored["names"]),
-        tuple(stored["classes"]),
+    labels = None if labels is None else np.array(labels, np.int64)
+    whole = ImageSet(np.asarray(pixels), labels, tuple(names), tuple(classes))
+    return split(whole, stored["train"], settings, ledger, stored["fingerprints"])
+
+
+def _check(shape: Any, names: Any, classes: Any, labels: Any) -> None:
+    """ValueError unless these belong together; others for what is of no such type."""
+    count = shape[0]
+    whole = len(shape) == 4 and all(type(side) is int and side > 0 for side in shape)
+    whole = whole and len(names) == count and all(isinstance(name, str) for name in [*names, *classes])
+    if labels is not None:
+        whole = whole and len(labels) == count and all(type(i) is int and 0 <= i < len(classes) for i in labels)
+    if not whole:
+        raise ValueError("no entry")
+
+
+def _check_rest(stored: dict[str, Any], settings: Data) -> None:
+    """ValueError unless the settings have their types and are those of these pixels, and the split is one."""
+    count, channels, height, width = stored["shape"]
+    train, fingerprints = stored["train"], stored["fingerprints"]
+    number = (int, float)
+    typed = all(
+        isinstance(value, number) and type(value) is not bool
+        if type(default) is float
+        else type(value) is type(default)
+        for value, default in zip(asdict(settings).values(), asdict(Data()).values())
     )
-    return split(
-        whole,
-        stored["train"],
-        Data(**stored["settings"]),
-        Ledger.from_dict(stored["ledger"]),
-        stored["fingerprints"],
-    )
+    split_is_one = type(train) is int and 0 <= train <= count and len(fingerprints) == 2
+    if not (typed and split_is_one and all(isinstance(text, str) for text in fingerprints)):
+        raise ValueError("no entry")
+    if (settings.channels, settings.size, settings.size) != (channels, height, width):
+        raise ValueError("no entry")
 
 
 def split(
@@ -129,7 +159,7 @@ class Writer:
             raise RequestError(f"{folder} cannot be written ({error.strerror}); {remedy}") from error
 
     def commit(self, key: str, asked_key: str, whole: ImageSet, train: int, settings: Data, ledger: Ledger) -> Prepared:
-        """Keep `whole`, the first rows of `pixels`, under `key`, found by the settings as asked, too.
+        """Keep `whole`, the first rows of `pixels`, under `key`, found by the settings as asked, too, unless "".
 
         The JSON comes last, as it makes the entry valid. Returns the entry, read back.
         """
@@ -150,7 +180,7 @@ class Writer:
                 os.fsync(file.fileno())
             self.partial.replace(folder / f"{key}.pixels")
             _write_json(folder / f"{key}.json", stored)
-            if asked_key != key:
+            if asked_key and asked_key != key:
                 _write_json(folder / f"{asked_key}.json", {"see": key})
         except OSError as error:
             raise RunError(f"{folder} could not be written ({error.strerror}); set UNFOG_CACHE or free it") from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ACTIONS = {
@@ -19,14 +20,32 @@ ACTIONS = {
     "cmyk": "converted from CMYK",
     "palette": "converted from a palette",
     "colour_space": "converted from another colour space",
+    "srgb": "converted to sRGB",
+    "profile_ignored": "with an unusable colour profile ignored",
     "rgb_to_grey": "made grey",
     "grey_to_rgb": "made RGB from grey",
 }
 """What can be done to an image, as `Ledger.line` puts it; an image may have had several."""
 
+PLAIN = frozenset(["resized", "upscaled", "cropped"])
+"""Those of ACTIONS that nearly every image needs; any other is worth a look."""
 
-class Skipped(NamedTuple):
-    """A file that could not be used."""
+# Those that act on a terminal, or turn the direction of what follows.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def as_text(name: str) -> str:
+    """A file's name as valid text: bytes that are none are spelt \\xff."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def shown(name: str) -> str:
+    """A file's name as a line of text for people: no byte, newline or other control character acts in it."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], as_text(name))
+
+
+class Quarantined(NamedTuple):
+    """A file that could not be used; a folder that could not be read ends in "/"."""
 
     name: str
     reason: str
@@ -39,7 +58,7 @@ class Ledger:
 
     source: str
     found: int
-    """Files taken for images; `used` of them were, the others are in `skipped`."""
+    """Files taken for images; `used` of them were, the others are in `quarantined`."""
 
     used: int
     held_out: int
@@ -57,21 +76,38 @@ class Ledger:
     modes: Mapping[str, int]
     """Images used of each Pillow mode, as found."""
 
-    actions: Mapping[str, int]
-    """How many images each of ACTIONS was done to; those that were done to none are left out."""
+    treatments: tuple[tuple[str, ...], ...]
+    """The different lists of ACTIONS that images had done to them; one may be ()."""
 
-    skipped: tuple[Skipped, ...]
-    other_files: int
-    """Files passed over because their suffix is not an image's."""
+    treatment: tuple[int, ...]
+    """[used], which of `treatments` each image had: first those to train on, then those held out, as in the sets."""
+
+    quarantined: tuple[Quarantined, ...]
+    ignored: Mapping[str, int]
+    """Files passed over as not images: how many of each suffix, or "hidden", or "without suffix"."""
+
+    @property
+    def actions(self) -> dict[str, int]:
+        """How many images each of ACTIONS was done to; those that were done to none are left out."""
+        counts: Counter[str] = Counter()
+        for which, images in Counter(self.treatment).items():
+            counts.update(dict.fromkeys(self.treatments[which], images))
+        return dict(counts)
+
+    def phrases(self, which: int) -> list[str]:
+        """What was done to images of that treatment, in words, in the order of ACTIONS."""
+        done = self.treatments[which]
+        return [self.phrase(key) for key in ACTIONS if key in done]
+
+    def phrase(self, action: str) -> str:
+        """One of ACTIONS in words."""
+        return ACTIONS[action].format(size=self.size, background=self.background)
 
     def line(self) -> str:
         """The account in one line."""
         classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
-        done = ", ".join(
-            f"{self.actions[key]:,} {phrase.format(size=self.size, background=self.background)}"
-            for key, phrase in ACTIONS.items()
-            if key in self.actions
-        )
+        actions = self.actions
+        done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
         unchanged = f"as they are ({self.size}x{self.size})"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
@@ -79,25 +115,29 @@ class Ledger:
         ]
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
-        if self.skipped:
-            parts.append(f"{len(self.skipped):,} skipped ({self._skipped()})")
-        if self.other_files:
-            parts.append(f"{self.other_files:,} other file{'s' * (self.other_files != 1)} ignored")
-        # A file name need not be valid text; what a terminal is given must be.
-        return "; ".join(parts).encode("utf-8", "replace").decode()
+        if self.quarantined:
+            parts.append(f"{len(self.quarantined):,} quarantined ({self._quarantined()})")
+        if ignored := sum(self.ignored.values()):
+            parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
+        return "; ".join(parts)
 
-    def _skipped(self, named: int = 3) -> str:
+    def _quarantined(self, named: int = 3) -> str:
         groups = []
-        for reason, count in Counter(skipped.reason for skipped in self.skipped).most_common():
-            names = [skipped.name for skipped in self.skipped if skipped.reason == reason]
+        for reason, count in Counter(one.reason for one in self.quarantined).most_common():
+            names = [shown(one.name) for one in self.quarantined if one.reason == reason]
             groups.append(f"{count:,} {reason}: {', '.join(names[:named])}{', ...' * (count > named)}")
         return "; ".join(groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
         """The ledger that `to_dict` gave these, also after a journey through JSON."""
-        return cls(**{**values, "skipped": tuple(Skipped(*skipped) for skipped in values["skipped"])})
+        rebuilt = {
+            "treatments": tuple(tuple(done) for done in values["treatments"]),
+            "treatment": tuple(values["treatment"]),
+            "quarantined": tuple(Quarantined(*one) for one in values["quarantined"]),
+        }
+        return cls(**{**values, **rebuilt})

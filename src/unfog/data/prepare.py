@@ -17,10 +17,11 @@ from PIL import Image
 from unfog.data import cache
 from unfog.data.bulk import ColourFoundError, Progress, Tally, compact, decode_all
 from unfog.data.decode import colour, decode, header
+from unfog.data.files import Unusable
 from unfog.data.images import ImageSet, Prepared
-from unfog.data.ledger import Ledger, Skipped
+from unfog.data.ledger import Ledger, Quarantined
 from unfog.data.settings import Data
-from unfog.data.sources import Source, Unusable, labels_of
+from unfog.data.sources import Source, labels_of
 from unfog.errors import RequestError
 
 HEADERS_SAMPLED = 1000
@@ -63,9 +64,10 @@ def prepare(source: Source, settings: Data, progress: Progress | None = None) ->
 
     order, in_train = _split(source, settings.held_out)
     with warnings.catch_warnings():
-        # Pillow only warns of an image too large to be decoded safely; here it is refused.
+        # What Pillow finds odd in a file concerns nobody who gets to see the image or the reason why not.
+        warnings.simplefilter("ignore")
+        # It only warns of an image too large to be decoded safely; here it is refused.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
         pixels, writer, tally = _decode_source(source, order, settings, background, file_bytes, progress)
 
     rows = order[tally.used]
@@ -81,6 +83,9 @@ def prepare(source: Source, settings: Data, progress: Progress | None = None) ->
     ledger = _ledger(source, order, settled, tally, whole, len(whole) - train)
     if writer is None:
         return cache.split(whole, train, settled, ledger)
+    now, _ = cache.source_stamp(source)
+    if now != stamp:  # files were changed meanwhile, so neither state is what was decoded: found by nobody again
+        asked_key, stamp = "", stamp + now
     return writer.commit(cache.entry_key(stamp, settled), asked_key, whole, train, settled, ledger)
 
 
@@ -201,6 +206,7 @@ def _ledger(
     sides = tally.sides[tally.used]
     labels = np.zeros(0, np.int64) if whole.labels is None else whole.labels
     counts = np.bincount(labels, minlength=len(whole.classes))
+    undecoded = [Quarantined(source.names[order[row]], reason) for row, reason in tally.reasons.items()]
     return Ledger(
         source=source.name,
         found=len(order),
@@ -216,7 +222,8 @@ def _ledger(
             for name, function in (("min", np.min), ("median", np.median), ("max", np.max))
         },
         modes=dict(tally.modes),
-        actions=dict(tally.actions),
-        skipped=tuple(sorted(Skipped(source.names[order[row]], reason) for row, reason in tally.reasons.items())),
-        other_files=source.other_files,
+        treatments=tuple(tally.treatments),
+        treatment=tuple(tally.treatment[tally.used].tolist()),
+        quarantined=tuple(sorted([*undecoded, *source.unreadable])),
+        ignored=dict(source.ignored),
     )

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from unfog.data.files import find, open_image
+from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
-
-SUFFIXES = tuple(
-    f".{kind}"
-    for kind in (
-        *("png", "apng", "jpg", "jpeg", "jpe", "jfif", "webp", "bmp", "dib", "gif", "tif", "tiff", "avif"),
-        *("heic", "heif", "jp2", "j2k", "ppm", "pgm", "pbm", "pnm", "tga", "ico"),
-    )
-)
-"""What counts as an image in a folder. Pillow goes by content, so a misnamed one works; HEIC needs a plugin
-of the user's, and is listed so that it is named as skipped rather than passed over."""
 
 FASHION = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
@@ -33,11 +25,6 @@ FASHION = (
 """The classes of the built-in set, in the order of the labels."""
 
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
-_SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
-
-
-class Unusable(Exception):
-    """An image that must be skipped. The message is the reason, in the same few words for the same trouble."""
 
 
 class Source(Protocol):
@@ -60,8 +47,12 @@ class Source(Protocol):
         """Names of a split of its own; None to make one."""
 
     @property
-    def other_files(self) -> int:
-        """How many files it passed over as not images."""
+    def ignored(self) -> Mapping[str, int]:
+        """How many files of each kind it passed over as not images; see `Ledger.ignored`."""
+
+    @property
+    def unreadable(self) -> Sequence[Quarantined]:
+        """Folders that could not be listed; what is in them is not in `names`."""
 
     def open(self, i: int) -> Image.Image:
         """Image i, not necessarily decoded yet. Raises Unusable, or whatever opening it raises."""
@@ -80,23 +71,32 @@ def open_source(text: str | Path) -> Source:
         raise RequestError("SOURCE is empty; give a folder of images, or fashion")
     if str(text) == "fashion":
         return FashionSource()
-    folder = Path(text).expanduser()
-    if folder.is_dir():
+    # These functions of os.path, unlike Path's, do not fail on whatever text.
+    folder, said = Path(os.path.expanduser(text)), shown(str(text))
+    if os.path.isdir(folder):
+        try:
+            str(folder.resolve()).encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"the path of {said} has a byte that is no text (UTF-8), which no run could store; rename the folder"
+            ) from None
         return FolderSource(folder, str(text))
-    if folder.exists():
-        raise RequestError(f"{text} is a file; give the folder that holds the images (unpack an archive first)")
-    near = folder.parent if folder.parent.is_dir() else Path()
-    siblings = {path.name: str(folder.parent / path.name) for path in near.iterdir() if path.is_dir()}
+    if os.path.exists(folder):
+        raise RequestError(f"{said} is a file; give the folder that holds the images (unpack an archive first)")
+    siblings: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        near = folder.parent if folder.parent.is_dir() else Path()
+        siblings = {path.name: str(folder.parent / path.name) for path in near.iterdir() if path.is_dir()}
     close = difflib.get_close_matches(folder.name, ["fashion", *siblings], n=1)
     hint = f"did you mean {siblings.get(close[0], close[0])}?" if close else "give a folder of images, or fashion"
-    raise RequestError(f"{text} is neither a folder nor a built-in set; {hint}")
+    raise RequestError(f"{said} is neither a folder nor a built-in set; {shown(hint)}")
 
 
 class FolderSource:
     """Every image below a folder, at any depth, sorted by path; hidden ones are left out, links are followed.
 
     Raises:
-        RequestError: no file below it has one of SUFFIXES.
+        RequestError: no file below it has a suffix of images, or it cannot be read.
     """
 
     classes: tuple[str, ...] = ()
@@ -104,34 +104,22 @@ class FolderSource:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        others: Counter[str] = Counter()
-        names = []
-        for path in _files(folder, ()):
-            if path.suffix.lower() in SUFFIXES:
-                names.append(path.relative_to(folder).as_posix())
-            else:
-                others[path.suffix.lower() or "without suffix"] += 1
-        self.names: Sequence[str] = sorted(names)
-        self.other_files = others.total()
-        if not names:
-            listed = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(3))
-            looked_for = " ".join(SUFFIXES[:12])
-            found = f"{self.other_files:,} other files" + (f": {listed}" if others else "")
+        found = find(folder)
+        self.names: Sequence[str] = sorted(found.names)
+        self.ignored: Mapping[str, int] = found.ignored
+        self.unreadable: Sequence[Quarantined] = sorted(found.unreadable)
+        if not self.names:
+            others = found.ignored.total()
+            listed = ", ".join(f"{count:,} {shown(kind)}" for kind, count in found.ignored.most_common(3))
+            closed = "".join(f"; {reason}: {shown(below)}" for below, reason in self.unreadable[:3])
             raise RequestError(
-                f"found 0 images; looked for {looked_for} ... in {name} ({found}); give a folder with images"
+                f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {name} ({others:,} other "
+                f"file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder with images"
             )
 
     def open(self, i: int) -> Image.Image:
         """The file's header, read; its pixels are read on use."""
-        path = self.folder / self.names[i]
-        try:
-            return Image.open(path)
-        except UnidentifiedImageError as error:
-            if path.stat().st_size == 0:
-                raise Unusable("empty") from error
-            if path.suffix.lower() in (".heic", ".heif"):
-                raise Unusable("HEIC, to be converted to JPEG or PNG first") from error
-            raise Unusable("not an image") from error
+        return open_image(self.folder / self.names[i])
 
     def stamps(self) -> Iterator[tuple[str, int, int]]:
         """Bytes and mtime of each file; zeros for one that cannot be looked at."""
@@ -144,32 +132,6 @@ class FolderSource:
                 yield name, stat.st_size, stat.st_mtime_ns
 
 
-def _files(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
-    """Files below a folder. A folder that is one of those above it is a loop of links, and is not entered again."""
-    try:
-        stat = folder.stat()
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        if not above:
-            raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
-        yield folder  # to be counted among what is ignored
-        return
-    here = (stat.st_dev, stat.st_ino)
-    if here in above:
-        return
-    if above and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
-        return  # a run, whose previews are no photographs; one may train inside the folder of the images
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
-            continue
-        path = Path(entry.path)
-        if path.is_dir():
-            yield from _files(path, (*above, here))
-        elif path.is_file() or not path.exists():
-            # A broken link is kept, to be named as skipped; a pipe or device would block whoever opens it.
-            yield path
-
-
 class FashionSource:
     """The built-in set: 10,000 images of Fashion-MNIST, 1,000 a class, the last 100 of which are held out.
 
@@ -180,7 +142,8 @@ class FashionSource:
     classes: tuple[str, ...] = FASHION
     names: Sequence[str] = [f"{name}/{i:04}" for name in FASHION for i in range(1000)]
     held_out: frozenset[str] | None = frozenset(f"{name}/{i:04}" for name in FASHION for i in range(900, 1000))
-    other_files = 0
+    ignored: Mapping[str, int] = {}
+    unreadable: Sequence[Quarantined] = ()
 
     def __init__(self) -> None:
         with (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file, Image.open(file) as sheet:
@@ -219,7 +182,7 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
         shared, tops = shared - 1, [folders[shared - 1] for folders in parts]
         found = sorted(set(tops))
     if mode == "folders" and found[0] == "":
-        loose = source.names[tops.index("")]
+        loose = shown(source.names[tops.index("")])
         raise RequestError(
             f"labels = folders needs every image in a sub-folder, and {loose} is in none; move it or use labels = none"
         )
@@ -232,4 +195,5 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
             return (), None
     classes = source.classes or tuple(found)
     index = {name: i for i, name in enumerate(classes)}
-    return classes, np.array([index[top] for top in tops], np.int64)
+    labels = np.array([index[top] for top in tops], np.int64)
+    return tuple(shown(name) for name in classes), labels  # which are written into files, figures and terminals

@@ -1,0 +1,75 @@
+"""Embedded colour profiles (ICC): a file's numbers turned into those of sRGB, which all else takes them for."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from io import BytesIO
+from typing import TypeAlias
+
+import numpy as np
+from PIL import Image, ImageCms
+
+_MAX_BYTES = 4 * 2**20  # printers' profiles, the largest there are, have two or three
+# Of 255. Makers of sRGB profiles round their numbers differently; what is no sRGB is off by ten and more.
+_TOLERANCE = 2
+
+# Pillow's transform; False: the numbers are sRGB already; None: the profile does not say what they are.
+_Transform: TypeAlias = "ImageCms.ImageCmsTransform | bool | None"
+
+_building = threading.Lock()
+
+
+def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
+    """An image of mode "L", "RGB", "RGBA" or "CMYK" in sRGB, "CMYK" as "RGB", and the `ledger.ACTIONS` that took.
+
+    Without a transform where the profile is sRGB, and where it is broken, of another kind of image, or Pillow came
+    without littleCMS: then the numbers are taken for sRGB. Many threads may do this at once.
+    """
+    if len(profile) > _MAX_BYTES:
+        profile = b""  # which is broken, too
+    transform = _transform(profile, image.mode)
+    if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
+        converted, actions = to_srgb(image.convert("RGB"), profile)  # as some write it: grey, of a colour profile
+        return converted.getchannel("G"), actions
+    if isinstance(transform, ImageCms.ImageCmsTransform):
+        converted = transform.apply(image)
+        return converted.getchannel("G") if image.mode == "L" else converted, ["srgb"]
+    actions = ["profile_ignored"] if transform is None else []
+    return image.convert("RGB") if image.mode == "CMYK" else image, actions
+
+
+@lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> _Transform:
+    """How to get from images of this mode and profile to sRGB; made once for all the images of a camera."""
+    # A transform of greys would be reduced to a table of few of them, ten levels off in the dark.
+    flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
+    try:
+        with _building:
+            transform = ImageCms.ImageCmsTransform(
+                ImageCms.ImageCmsProfile(BytesIO(profile)),
+                ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")),
+                mode,
+                "RGBA" if mode == "RGBA" else "RGB",
+                # As browsers and photo editors show it: the paper is white, and the blackest ink black.
+                ImageCms.Intent.PERCEPTUAL,
+                flags=flags,
+            )
+    except (OSError, ValueError, ImportError):  # no profile; not one of such an image; no littleCMS
+        return None
+    if mode == "CMYK":
+        return transform
+    probe = _greys() if mode == "L" else _colours()
+    before, after = probe.convert(transform.output_mode), transform.apply(probe.convert(mode))
+    change = np.asarray(after, np.int16) - np.asarray(before, np.int16)
+    return transform if np.abs(change).max() > _TOLERANCE else False
+
+
+def _greys() -> Image.Image:
+    return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
+
+
+def _colours() -> Image.Image:
+    """Nine levels of each channel, in all combinations."""
+    levels = np.linspace(0, 255, 9).astype(np.uint8)
+    return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(9, 81, 3))

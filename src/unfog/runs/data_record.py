@@ -1,0 +1,142 @@
+"""What became of the images, for a person to check: data.json names every file, contact-sheet.png shows some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unfog.data.augment import Augment
+from unfog.data.images import Prepared
+from unfog.data.ledger import ACTIONS, PLAIN, Ledger, as_text
+from unfog.data.stream import ImageStream
+from unfog.reporting.figures import Pixels, grid, png
+from unfog.reporting.records import write_atomic
+from unfog.runs.folder import RunFolder
+
+LISTED = 100_000
+"""Up to so many files data.json lists all; of more, only those quarantined, or converted in a way worth a look."""
+
+SHOWN = 64
+"""Images on the contact sheet; fewer where they are large, so that writing it stays quick."""
+
+_SHEET_PIXELS = 2**20
+_FEWEST_SHOWN = 8
+_ROW = 12  # images across, as `grid` lays out what has captions
+_LOOKED_AT = 200_000  # positions of the stream among which the images to show are chosen
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def write_data_record(folder: RunFolder, prepared: Prepared, augment: Augment, seed: int) -> None:
+    """Write data.json and contact-sheet.png into a run's folder, each whole or not at all.
+
+    Args:
+        folder: of the run.
+        prepared: its images.
+        augment: what training does to them.
+        seed: of the stream, and of the augmentation on the sheet. torch's own random numbers stay as they are.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    write_atomic(folder.path / "data.json", data_json(prepared))
+    write_atomic(folder.path / "contact-sheet.png", png(contact_sheet(prepared, augment, seed)))
+
+
+def data_json(prepared: Prepared) -> bytes:
+    """The ledger, and a line for each file: {"name", "status", "converted", "reason"}.
+
+    The status is "used", "held out" or "quarantined", and only the last has a reason. A name that is no valid text
+    has \\xff for such a byte.
+    """
+    ledger = prepared.ledger
+    files = ledger.used + len(ledger.quarantined)
+    lines = [*_used(prepared, everything=files <= LISTED), *map(_quarantined, ledger.quarantined)]
+    whole = ledger.to_dict()
+    for name in ("treatment", "treatments"):  # which the lines spell out
+        del whole[name]
+    head = {
+        "summary": ledger.line(),
+        **whole,
+        "quarantined": len(ledger.quarantined),
+        "actions": ledger.actions,
+        "unlisted": files - len(lines),
+    }
+    opening = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
+    listing = ",\n".join(lines)
+    return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")
+
+
+def _used(prepared: Prepared, everything: bool) -> Iterator[str]:
+    """A line for each image used; unless everything is wanted, for those that something unusual was done to."""
+    ledger = prepared.ledger
+    wanted = [everything or not PLAIN.issuperset(done) for done in ledger.treatments]
+    converted = [
+        f'"converted": {_encode(ledger.phrases(which))}, "reason": null' for which in range(len(ledger.treatments))
+    ]
+    training = (("used", name) for name in prepared.train.names)
+    held_out = (("held out", name) for name in prepared.held_out.names)
+    for (status, name), which in zip(chain(training, held_out), ledger.treatment, strict=True):
+        if wanted[which]:
+            yield f'    {{"name": {_encode(as_text(name))}, "status": "{status}", {converted[which]}}}'
+
+
+def _quarantined(one: Iterable[str]) -> str:
+    name, reason = map(as_text, one)
+    return f'    {{"name": {_encode(name)}, "status": "quarantined", "converted": [], "reason": {_encode(reason)}}}'
+
+
+def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
+    """Images to train on as the network sees them, out of the stream and augmented: uint8 [H, W, 3].
+
+    A row for each unusual conversion, then some of each class (of very many classes, some), or of all; enlarged
+    by a whole number if small. It depends on the images and the seed alone.
+    """
+    images = prepared.train
+    _, _, height, width = images.pixels.shape
+    count = min(SHOWN, max(_FEWEST_SHOWN, _SHEET_PIXELS // (height * width)))
+    stream = ImageStream(images, seed)
+    index = stream.index(0, min(len(images), _LOOKED_AT))  # index[p]: the image at position p
+    chosen = _unusual(prepared.ledger, index, count // 2)
+    chosen |= _spread(prepared, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
+    batches = [stream.batch(position, 1).pixels for position in chosen]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pixels = augment(torch.cat(batches)).permute(0, 2, 3, 1).numpy()
+    captions = list(chosen.values())
+    return grid(pixels, labels=captions if any(captions) else None)
+
+
+def _unusual(ledger: Ledger, index: NDArray[np.int64], count: int) -> dict[int, str]:
+    """Positions of images that were converted in a way worth a look, about as many of each, and how."""
+    treatment = np.asarray(ledger.treatment)[index]
+    present = set(np.unique(treatment).tolist())
+    chosen: dict[int, str] = {}
+    kinds = [
+        (action, which)
+        for action in ACTIONS
+        if action not in PLAIN
+        and (which := [i for i, done in enumerate(ledger.treatments) if action in done and i in present])
+    ]
+    for action, which in kinds:
+        positions = np.flatnonzero(np.isin(treatment, which))
+        few = min(_ROW, max(1, count // len(kinds)))
+        for position in positions[:few].tolist():
+            chosen.setdefault(position, ledger.phrase(action))
+    return chosen
+
+
+def _spread(prepared: Prepared, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
+    """Those of the `free` positions, in their order, that show evenly spaced classes, and the class of each."""
+    images = prepared.train
+    if images.labels is None:
+        return dict.fromkeys(free[:count], "")
+    labels = images.labels[index[free]]
+    classes = np.linspace(0, len(images.classes) - 1, min(count, len(images.classes))).round().astype(int)
+    few = max(1, count // max(1, len(classes)))
+    return {free[i]: images.classes[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}
