@@ -15,3 +15,7 @@ class RequestError(UnfogError):
 
 class RunError(UnfogError):
     """A run that started could not go on."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A stop was requested, and what was at hand was left; raised in the main thread. The command line ends with 3."""

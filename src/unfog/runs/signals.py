@@ -1,49 +1,241 @@
-"""Stopping on request: the first SIGINT, SIGTERM or SIGHUP lets the run save itself, the second ends it."""
+"""Stopping on request, in three degrees.
+
+A first signal, or `request` from any thread, raises a flag: whoever works in small pieces looks at it and comes to an
+end by itself. Whatever is still at work a second later is cut off by an alarm, which raises `Interrupted` in the main
+thread. A second signal raises `KeyboardInterrupt` at once.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+from unfog.errors import Interrupted
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
+MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
+"""Whoever started us may have had these ignored: a shell for a command in the background, and `nohup`."""
+
+GRACE = 1.0  # seconds until the alarm rings, and between two of its rings
+SOON = 0.1  # seconds until it rings once more where it was not let through
+AS_ONE = 1.0  # seconds within which signals may be one request: a scheduler and a launcher both pass it on
+CLEANUP = 5.0  # seconds that `finally` and `except` have to put things in order, undisturbed
+
+_Handler = Callable[[int, FrameType | None], None]
 
 
 class StopSignals:
-    """A context in which a signal only raises a flag; `stop = StopSignals()`, then `stop()` tells whether one came."""
+    """A context in which a signal is a request to stop; `stop = StopSignals()`, then `stop()` tells whether one came.
+
+    In the main thread only, since Python delivers signals nowhere else; in another one, and for what the platform
+    does not have, `request` and asking are what is left.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        """What requested the stop: "SIGTERM", "STOP file", …; None: nothing did."""
         self._before: dict[signal.Signals, Any] = {}
+        self._alarm = _Alarm(self._ring)
+        self._undivided = _Undivided(self._alarm)
+        self._process = 0  # whose signals these are: a forked worker inherits the handlers, but not what they are for
+        self._noticed = self._settled = self._closed = False
+        self._first = math.inf  # when the first signal came
+        self._interrupts = 0  # how many of the signals were SIGINT
+        self._left = self._raised = -math.inf  # when KeyboardInterrupt and Interrupted were last raised
 
     def __call__(self) -> bool:
-        """Whether a stop was requested."""
-        return self.received is not None
+        """Whether a stop was requested; who is told so for the first time has a whole second to get to `settle`."""
+        if self.received is None:
+            return False
+        if not (self._noticed or self._settled):
+            self._noticed = True
+            self._alarm.ring_in(GRACE)
+        return True
 
     def leave_if_requested(self) -> None:
-        """End here if a stop was requested: for work that leaves nothing to save."""
-        if self.received is not None:
-            raise KeyboardInterrupt
+        """Raise Interrupted if a stop was requested and is not settled: for work that may be left where it is."""
+        if self.received is not None and not self._settled:
+            self._raised = time.monotonic()
+            raise Interrupted(self.received)
+
+    def request(self, why: str) -> None:
+        """Stop as a first signal does, in a word or two of why; from any thread. Nothing if requested before."""
+        if self.received is None:
+            self._begin(why)
+            _say(f"{why}: ending here and saving")
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """A context that the alarm does not cut through but waits for; for the main thread; costs a microsecond."""
+        return self._undivided
+
+    def settle(self) -> None:
+        """Raise no Interrupted from here on: what is left is to save and go."""
+        self._settled = True
+        self._alarm.silence()
 
     def __enter__(self) -> StopSignals:
-        # Python delivers signals to the main thread only, and refuses handlers set elsewhere.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._process = os.getpid()
+            self._alarm.take()
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                # None: a handler that is not Python's, and that Python could not put back.
+                if before is not None and not (before is signal.SIG_IGN and number.name in MAY_BE_IGNORED):
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._settled = True
+        self._closed = True  # should the loop below be cut short, what is left of our handlers passes signals on
+        try:
+            for number, before in self._before.items():
+                signal.signal(number, before)
+        finally:
+            self._alarm.give_back()
+
+    def _begin(self, why: str) -> None:
+        # Signals and threads may come in between: at worst two both begin, and one of them is named.
+        self.received = why
+        if not self._settled:
+            self._alarm.ring_in(GRACE)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self._closed or os.getpid() != self._process:
+            _pass_on(self._before[signal.Signals(number)], number, frame)
+            return
+        now = time.monotonic()
+        self._interrupts += number == signal.SIGINT
+        if self._first == math.inf:
+            self._first = now  # no call since the comparison, so no other signal can have come in between
+            name = signal.Signals(number).name
+            if self.received is None:
+                self._begin(name)
+            _say(f"{name}: ending here and saving; once more to leave at once")
+            return
+        # A person who insists presses Ctrl-C again. Anything else this soon is the same request on another way.
+        insisted = number == signal.SIGINT and self._interrupts > 1
+        if (insisted or now - self._first > AS_ONE) and now - self._left > AS_ONE:
+            self._left = now  # further ones let what now unwinds come to its end
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        # Not through `sys.stderr`: the signal may have come in the middle of a write there.
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process or self.received is None:  # an alarm, but not ours
+            _pass_on(self._alarm.handler_before, number, frame)
+        elif self._settled:
+            pass
+        elif self._undivided.depth:
+            self._undivided.rang = True
+        elif frame is not None and frame.f_code in (StopSignals.settle.__code__, StopSignals.__exit__.__code__):
+            self._alarm.ring_in(SOON)  # they are about to end all this; should they not get there, it rings again
+        elif not (_cleaning_up() and time.monotonic() - self._raised < CLEANUP):
+            # It rings on all the same: a library may swallow this, and Python itself does in a destructor.
+            self._raised = time.monotonic()
+            self._alarm.ring_in(GRACE)  # from now, as this ring may have waited long for some call into C to return
+            raise Interrupted(self.received)
+
+
+class _Alarm:
+    """The process's interval timer, borrowed: whoever used it before gets it back, and what was left to wait for."""
+
+    def __init__(self, ring: _Handler):
+        self.handler_before: Any = None
+        self._ring = ring
+        self._taken = False
+        self._due_before, self._interval_before = -math.inf, 0.0
+        self._set_at = math.inf  # when it was first set by us
+        # A ring after the handler is gone would end the process. Reentrant, because a signal may come inside.
+        self._lock = threading.RLock()
+
+    def take(self) -> None:
+        """Be the one whom it rings for. Until it is set, rings that somebody else ordered come here too."""
+        if ALARM is None or signal.getsignal(ALARM) is None:
+            return
+        delay, self._interval_before = signal.getitimer(signal.ITIMER_REAL)
+        self._due_before = time.monotonic() + delay if delay else -math.inf
+        self.handler_before = signal.getsignal(ALARM)
+        signal.signal(ALARM, self._ring)
+        self._taken = True
+
+    def ring_in(self, seconds: float) -> None:
+        """Ring after so many seconds, and every GRACE seconds from then on; from any thread."""
+        with self._lock:
+            if self._taken:
+                self._set_at = min(self._set_at, time.monotonic())
+                signal.setitimer(signal.ITIMER_REAL, seconds, GRACE)
+
+    def silence(self) -> None:
+        """Do not ring any more, if it was set."""
+        with self._lock:
+            if self._taken and self._set_at < math.inf:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def give_back(self) -> None:
+        """Put everything back as it was found."""
+        with self._lock:
+            if ALARM is None or not self._taken:
+                return
+            self.silence()
+            self._taken = False
+            signal.signal(ALARM, self.handler_before)
+            now, due, interval = time.monotonic(), self._due_before, self._interval_before
+            if interval and due < now:
+                due += math.ceil((now - due) / interval) * interval
+            if math.inf > due > self._set_at:  # else it was never touched, or had rung before
+                signal.setitimer(signal.ITIMER_REAL, max(due - now, 1e-3), interval)
+
+
+class _Undivided:
+    """`depth` counts how often it was entered and not left; `rang`: the alarm came meanwhile. Once for every step."""
+
+    __slots__ = ("_alarm", "depth", "rang")
+
+    def __init__(self, alarm: _Alarm):
+        self._alarm, self.depth, self.rang = alarm, 0, False
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depth -= 1
+        if self.rang and not self.depth:
+            self.rang = False
+            self._alarm.ring_in(SOON)
+
+
+def _cleaning_up() -> bool:
+    """Whether some `except`, `finally` or `__exit__` is at work on an Interrupted, so that none may cut through it."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
+
+
+def _pass_on(before: Any, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what would have been done without us."""
+    if callable(before):
+        before(number, frame)
+    elif before != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def _say(text: str) -> None:
+    # Not through `sys.stderr`: the signal may have come in the middle of a write there. And not where stderr was closed
+    # from the start, as file 2 may be any file then.
+    if sys.__stderr__ is not None:
         with suppress(OSError):  # the terminal may be what has gone
-            os.write(2, f"{self.received}: ending here and saving; once more to leave at once\n".encode())
+            os.write(2, f"{text}\n".encode())

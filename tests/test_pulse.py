@@ -1,0 +1,274 @@
+"""The heartbeat and the two request files, with real threads and real files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from textwrap import dedent
+
+import pytest
+
+from unfog.runs import pulse as module
+from unfog.runs.pulse import Pulse, last_beat
+from unfog.runs.signals import StopSignals
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def fast(folder, stop=None):
+    return Pulse(folder, stop or StopSignals(), interval=0.05)
+
+
+def test_heartbeat_says_who_where_and_what(tmp_path):
+    with Pulse(tmp_path, StopSignals()) as pulse:
+        first = last_beat(tmp_path)
+        assert first["pid"] == os.getpid()
+        assert (first["step"], first["steps"], first["doing"], first["alive"]) == (0, 0, "starting", True)
+        assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=5)
+        assert first["host"]
+        pulse.step, pulse.doing = 7, "preview"
+        wait_until(lambda: last_beat(tmp_path)["doing"] == "preview", 3)  # sooner than the five seconds between two
+        assert last_beat(tmp_path)["step"] == 7
+
+
+def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
+    with fast(tmp_path) as pulse:
+        pulse.step = 3
+        before = last_beat(tmp_path)["time"]
+        time.sleep(1)
+        beat = last_beat(tmp_path)
+    assert beat["time"] > before
+    assert beat["step"] == 3
+    assert beat["age"] < 0.9
+
+
+def test_it_ends_at_once_and_says_how(tmp_path):
+    with Pulse(tmp_path, StopSignals()) as pulse:
+        time.sleep(0.1)
+        started = time.monotonic()
+        pulse.step = 1000
+        pulse.end("finished")
+        assert time.monotonic() - started < 0.5
+        pulse.end("stopped")
+    beat = last_beat(tmp_path)
+    assert (beat["doing"], beat["step"], beat["alive"]) == ("finished", 1000, False)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pulse"]
+
+
+@pytest.mark.parametrize(
+    ("error", "how"), [(None, "ended"), (ValueError("bad"), "failed: ValueError"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_session_that_says_nothing_has_ended_all_the_same(tmp_path, error, how):
+    def session():
+        with Pulse(tmp_path, StopSignals()):
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            session()
+    else:
+        session()
+    assert last_beat(tmp_path)["doing"] == how
+
+
+def test_save_is_asked_for_until_it_is_met_and_can_be_asked_again(tmp_path):
+    with fast(tmp_path) as pulse:
+        for _ in range(2):
+            time.sleep(0.15)
+            assert not pulse.save_requested
+            (tmp_path / "SAVE").touch()
+            wait_until(lambda: pulse.save_requested)
+            assert (tmp_path / "SAVE").exists()
+            pulse.saved()
+            assert not pulse.save_requested
+            assert not (tmp_path / "SAVE").exists()
+
+
+def test_stop_is_passed_on_and_taken_away(tmp_path, capfd):
+    stop = StopSignals()
+    with fast(tmp_path, stop):
+        assert not stop()
+        (tmp_path / "STOP").touch()
+        wait_until(stop)
+        wait_until(lambda: not (tmp_path / "STOP").exists())
+    assert stop.received == "STOP file"
+    assert capfd.readouterr().err == "STOP file: ending here and saving\n"
+
+
+def test_stop_cuts_off_what_does_not_look(tmp_path):
+    body = f"""
+        import time
+        from pathlib import Path
+        from unfog.errors import Interrupted
+        from unfog.runs.pulse import Pulse
+        from unfog.runs.signals import StopSignals
+        with StopSignals() as stop, Pulse(Path({str(tmp_path)!r}), stop) as pulse:
+            print("ready", flush=True)
+            try:
+                time.sleep(20)
+            except Interrupted as interrupted:
+                print(interrupted)
+    """
+    with python(body) as process:
+        assert process.stdout.readline() == "ready\n"
+        (tmp_path / "STOP").touch()
+        assert process.communicate(timeout=10)[0] == "STOP file\n"
+
+
+def test_requests_that_cannot_be_removed_are_met_once(tmp_path, capfd):
+    stop = StopSignals()
+    with fast(tmp_path, stop) as pulse:
+        (tmp_path / "SAVE").mkdir()  # which `unlink` does not take
+        (tmp_path / "STOP").mkdir()
+        wait_until(lambda: pulse.save_requested)
+        wait_until(stop)
+        pulse.saved()
+        time.sleep(0.3)
+        assert not pulse.save_requested
+        os.utime(tmp_path / "SAVE", (1, 1))  # asked again
+        wait_until(lambda: pulse.save_requested)
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_requests_from_before_the_start_are_not_obeyed_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "SAVE").touch()
+    (tmp_path / "STOP").mkdir()
+    stop = StopSignals()
+    with fast(tmp_path, stop) as pulse:
+        time.sleep(0.3)
+        assert not pulse.save_requested
+        assert not stop()
+    assert not (tmp_path / "SAVE").exists()
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'SAVE'} was there before" in said
+    assert f"{tmp_path / 'STOP'} was there before" in said
+
+
+def test_a_folder_that_vanishes_stops_nothing(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with fast(folder) as pulse:
+        folder.rename(tmp_path / "gone")
+        time.sleep(0.3)
+        assert not pulse.save_requested
+        pulse.saved()
+        (tmp_path / "gone").rename(folder)
+        before = last_beat(folder)["time"]
+        wait_until(lambda: last_beat(folder)["time"] > before)
+        folder.rename(tmp_path / "gone")
+    assert last_beat(folder) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_takes_no_files_stops_nothing(tmp_path):
+    tmp_path.chmod(0o500)
+    with fast(tmp_path) as pulse:
+        time.sleep(0.2)
+        pulse.saved()
+    assert last_beat(tmp_path) is None
+    tmp_path.chmod(0o700)
+
+
+def test_a_disk_that_takes_no_new_file_still_takes_the_heartbeat(tmp_path):
+    with fast(tmp_path) as pulse:
+        pulse.doing = "é" * 240  # longer in the file than what follows
+        wait_until(lambda: last_beat(tmp_path)["doing"] == pulse.doing)
+        inode = (tmp_path / "heartbeat.json").stat().st_ino
+        (tmp_path / "heartbeat.json.partial").mkdir()
+        pulse.doing = "waiting for disk space"
+        wait_until(lambda: (last_beat(tmp_path) or {}).get("doing") == "waiting for disk space")
+        assert (tmp_path / "heartbeat.json").stat().st_ino == inode
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills as POSIX has them")
+def test_a_killed_session_is_told_from_one_that_lives(tmp_path):
+    body = f"""
+        import time
+        from pathlib import Path
+        from unfog.runs.pulse import Pulse
+        from unfog.runs.signals import StopSignals
+        with Pulse(Path({str(tmp_path)!r}), StopSignals(), interval=0.5) as pulse:
+            pulse.doing = "training"
+            print("ready", flush=True)
+            time.sleep(20)
+    """
+    with python(body) as process:
+        assert process.stdout.readline() == "ready\n"
+        wait_until(lambda: last_beat(tmp_path)["doing"] == "training")
+        assert last_beat(tmp_path)["alive"]
+        process.kill()
+    wait_until(lambda: not last_beat(tmp_path)["alive"])
+    beat = last_beat(tmp_path)
+    assert beat["age"] > 3 * 0.5
+    assert beat["doing"] == "training"
+
+
+def test_it_does_not_keep_a_process_alive(tmp_path):
+    body = f"""
+        from pathlib import Path
+        from unfog.runs.pulse import Pulse
+        from unfog.runs.signals import StopSignals
+        pulse = Pulse(Path({str(tmp_path)!r}), StopSignals()).__enter__()
+    """
+    with python(body) as process:
+        assert process.wait(10) == 0
+
+
+def test_it_loads_no_torch():
+    with python("import sys, unfog.runs.pulse; print('torch' in sys.modules)") as process:
+        assert process.communicate()[0] == "False\n"
+
+
+WHOLE = {"pid": 1, "host": "a", "step": 1, "steps": 2, "doing": "training", "next": 5.0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"time": "2026-01-01T',
+        b"\xff\xfe",
+        b"[1]",
+        b"{}",
+        json.dumps({**WHOLE, "time": 5}).encode(),
+        json.dumps({**WHOLE, "time": "2026-01-01T00:00:00"}).encode(),
+        json.dumps({**WHOLE, "time": "2026-01-01T00:00:00+00:00", "next": "soon"}).encode(),
+    ],
+)
+def test_what_is_no_heartbeat_is_none(tmp_path, content):
+    assert last_beat(tmp_path) is None
+    (tmp_path / "heartbeat.json").write_bytes(content)
+    assert last_beat(tmp_path) is None
+
+
+@pytest.mark.parametrize(("age", "alive"), [(-60, True), (14, True), (16, False)])
+def test_three_missed_heartbeats_are_death(tmp_path, age, alive):
+    written = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
+    (tmp_path / "heartbeat.json").write_text(json.dumps({**WHOLE, "time": written}))
+    beat = last_beat(tmp_path)
+    assert beat["alive"] is alive
+    assert beat["age"] == pytest.approx(max(0, age), abs=0.9)
+
+
+def test_heartbeats_keep_their_size(tmp_path):
+    with fast(tmp_path) as pulse:
+        sizes = set()
+        for doing in ("saving", "preview", "ü" * 10):
+            pulse.doing = doing
+            wait_until(lambda: last_beat(tmp_path)["doing"] == doing)  # noqa: B023
+            sizes.add((tmp_path / "heartbeat.json").stat().st_size)
+    assert sizes == {module.SIZE}
+
+
+def python(body: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", dedent(body)], stdout=subprocess.PIPE, text=True)
