@@ -21,6 +21,7 @@ from unfog.models.settings import SIZES
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.choices import Settling, round_number, seconds
 from unfog.runs.pictures import Strip
+from unfog.training import checkpoint
 
 SETTINGS = {
     "network": NETWORK,
@@ -50,9 +51,10 @@ def run(tmp_path_factory):
 def test_folder_holds_what_the_contract_says(run):
     names = {path.name for path in run.path.iterdir()}
     folders = {"samples", "denoising", "checkpoints"}
-    assert names == {"config.toml", "metrics.jsonl", "events.jsonl", "report.html"} | folders
+    files = ("config.toml", "metrics.jsonl", "events.jsonl", "report.html", "heartbeat.json", "data.json")
+    assert names == {*files, "contact-sheet.png"} | folders
     newest = run.path / "checkpoints" / "00000060"
-    assert {p.name for p in newest.iterdir()} == {"manifest.json", "model.safetensors", "ema.safetensors", "state.pt"}
+    assert {p.name for p in newest.iterdir()} == {checkpoint.MANIFEST, *checkpoint.FILES}
     kinds = [event["kind"] for event in read_events(run.path / "events.jsonl")]
     assert kinds[-1] == "finished"
     assert {"started", "choice", "data", "preview", "checkpoint"} <= set(kinds)
@@ -270,7 +272,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
     assert run.classes == ("cats", "dogs")
     assert run.sample(2).shape == (2, 16, 16, 3)
     data = next(e for e in read_events(run.path / "events.jsonl") if e["kind"] == "data")
-    assert "1 skipped" in data["summary"]
+    assert "1 quarantined" in data["summary"]
     assert "broken.png" in data["summary"]
 
 

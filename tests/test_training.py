@@ -1,16 +1,18 @@
 """The loop and what it is made of: exact means, refused steps, averages, precision, schedules."""
 
 import math
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from unfog.errors import RequestError, RunError
+from unfog.diffusion.objective import Loss
+from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
-from unfog.training.loop import Every, crossed, micro_batches, seed_at, to_model_range, train
+from unfog.training.guard import Guard
+from unfog.training.loop import Every, micro_batches, seed_at, to_model_range, train
 from unfog.training.precision import Precision
 from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training, learning_rate
 from unfog.training.state import TrainState
@@ -34,13 +36,19 @@ class Diary:
     """A run that keeps what the loop says."""
 
     def __init__(self, stop_at=None):
-        self.records, self.refusals, self.stop_at, self.step = [], [], stop_at, 0
+        self.records, self.refusals, self.roll_backs, self.stop_at, self.step = [], [], [], stop_at, 0
+        self.good, self.saved, self.events = None, [], []
 
     def log(self, step, images, record):
         self.records.append((step, images, record))
 
-    def refused(self, step, images, norm):
-        self.refusals.append((step, norm))
+    def refused(self, state, norm, culprit):
+        self.refusals.append((state.seen // 8, norm, culprit))
+
+    def roll_back(self, state, reason):
+        self.roll_backs.append(reason)
+        state.model.load_state_dict(self.good)
+        state.go_back({"updates": 0, "guard": Guard().to_dict(), "scaler": {}})
 
     def advance(self, step):
         self.step = step
@@ -48,12 +56,19 @@ class Diary:
     def stop_requested(self):
         return self.step == self.stop_at
 
+    def save_requested(self):
+        return False
+
+    def undivided(self):
+        return nullcontext()
+
     def preview(self, state): ...
 
     def evaluate(self, state):
         return {}
 
-    def save(self, state): ...
+    def save(self, state, for_best=False):
+        self.saved.append(state.seen // 8)
 
 
 def network():
@@ -72,13 +87,14 @@ def linear_state(precision="fp32"):
 
 def reconstruction(model, x0, label):
     """Squared error of reproducing the input; no randomness, so it does not depend on how a batch is cut."""
-    return (model(x0) - x0).square().mean((1, 2, 3)), torch.full((len(x0),), 0.5)
+    error = (model(x0) - x0).square().mean((1, 2, 3))
+    return Loss(error, torch.full((len(x0),), 0.5), torch.ones(len(x0)))
 
 
 def denoising(model, x0, label):
     u = torch.rand(len(x0))
     noisy = x0 + torch.randn_like(x0) * u[:, None, None, None]
-    return (model(noisy) - x0).square().mean((1, 2, 3)), u
+    return Loss((model(noisy) - x0).square().mean((1, 2, 3)), u, torch.ones(len(x0)))
 
 
 def run(into, loss=denoising, diary=None, every=NEVER, **settings):
@@ -127,15 +143,32 @@ def test_randomness_is_a_function_of_seed_and_position():
     assert len({tuple(d.tolist()) for d in draws.values()}) == len(draws)
 
 
-def overflow_at(step, inner=denoising):
-    """A loss that is infinite in one step of batch 8."""
-    calls = iter(range(10**6))
+def positions():
+    """The step that a micro-batch belongs to, by the seed that the loop gives its position."""
+    table = {}
+    for position in range(1000):
+        seed_at(0, position)
+        table[torch.initial_seed()] = position // 8
+    return table
+
+
+STEP = positions()
+
+
+def scaled_at(steps, factor, inner=denoising):
+    """A loss that is multiplied in these steps (0, 1, …) of batch 8; also when such a step is replayed."""
 
     def loss(model, x0, label):
-        per_image, u = inner(model, x0, label)
-        return (per_image * math.inf if next(calls) in step else per_image), u
+        wrong = STEP[torch.initial_seed()] in steps
+        honest = inner(model, x0, label)
+        return honest._replace(per_image=honest.per_image * factor) if wrong else honest
 
     return loss
+
+
+def overflow_at(steps, inner=denoising):
+    """A loss that is infinite in these steps."""
+    return scaled_at(steps, math.inf, inner)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -145,7 +178,7 @@ def test_refused_step_leaves_everything_but_the_position(precision):
     before = weights(into).clone(), [e.clone() for e in into.ema.parameters], into.updates
     moments = [s["exp_avg"].clone() for s in into.optimizer.state.values()]
     scale = into.precision.scaler.get_scale()
-    diary = run(into, overflow_at([0]), images=32)
+    diary = run(into, overflow_at([3]), images=32)
     assert into.seen == 32
     assert into.updates == before[2]
     assert torch.equal(weights(into), before[0])
@@ -168,14 +201,150 @@ def test_losses_of_a_refused_step_are_not_in_the_log():
     assert record["refused"] == 1
 
 
-def test_gives_up_after_patience_refusals_in_a_row():
+def with_good_weights(into, **options):
+    """A diary that goes back to the weights as they are now."""
+    diary = Diary(**options)
+    diary.good = {name: tensor.clone() for name, tensor in into.model.state_dict().items()}
+    return diary
+
+
+def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     into = linear_state()
-    with pytest.raises(RunError, match=r"not finite in 3 steps in a row.*--lr"):
-        run(into, overflow_at(range(100)), patience=3)
-    assert weights(into).isfinite().all()
+    diary = with_good_weights(into)
+    with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
+        run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
+    assert len(diary.roll_backs) == 3
+    assert diary.saved == [9]
+    assert torch.equal(weights(into), torch.cat([t.flatten() for t in diary.good.values()]))
     forgiving = linear_state()
-    run(forgiving, overflow_at([0, 1, 3, 4, 6, 7]), patience=3)
+    diary = run(forgiving, overflow_at([0, 1, 3, 4, 6, 7]), patience=3)
     assert forgiving.updates == 4
+    assert not diary.roll_backs
+
+
+def test_only_the_first_of_several_refusals_in_a_row_is_looked_into():
+    diary = run(linear_state(), scaled_at([2, 3, 4, 6], math.nan), images=64)
+    assert [(step, culprit and culprit.phase) for step, _, culprit in diary.refusals] == [
+        (3, "loss"),
+        (4, None),
+        (5, None),
+        (7, "loss"),
+    ]
+
+
+def test_weights_that_are_not_finite_get_no_patience():
+    into = linear_state()
+    diary = with_good_weights(into)
+    with torch.no_grad():
+        into.model.weight[0, 0, 1, 1] = math.nan
+    run(into, diary=diary, images=16)
+    assert len(diary.roll_backs) == 1
+    assert "weight" in diary.roll_backs[0]
+    assert weights(into).isfinite().all()
+    assert into.seen == 16
+
+
+def test_a_spike_that_passes_is_chance_and_one_that_stays_is_rolled_back():
+    into = linear_state()
+    diary = with_good_weights(into)
+    run(into, scaled_at(range(20, 24), 1e3), diary, images=240, patience=5)
+    assert not diary.roll_backs
+    assert into.guard.strange == 0
+    into = linear_state()
+    diary = with_good_weights(into)
+    run(into, scaled_at(range(20, 25), 1e3), diary, images=240, patience=5, every=NEVER._replace(log=1))
+    assert len(diary.roll_backs) == 1
+    assert "loss rose" in diary.roll_backs[0]
+    assert into.seen == 240
+    rates = [record["lr"] for _, _, record in diary.records]
+    assert rates[24] == pytest.approx(1e-2)
+    assert rates[25:] == pytest.approx([5e-3] * 5)
+
+
+def test_guard_knows_what_is_usual():
+    guard = Guard()
+    assert guard.judge(1.9)
+    assert not guard.judge(2.1), "worse than no answer, whatever came before"
+    guard = Guard()
+    for i in range(64):
+        assert guard.judge(0.1 + 0.001 * (i % 5))
+    assert guard.judge(0.149)
+    assert not guard.judge(0.16)
+    assert guard.strange == 1
+    assert not guard.judge(math.nan)
+    assert (guard.strange, guard.refused) == (2, 1)
+    assert guard.judge(0.1)
+    assert (guard.strange, guard.refused) == (0, 0)
+    noisy = Guard()
+    for i in range(64):
+        noisy.judge(0.1 + 0.05 * (i % 5))
+    assert noisy.judge(0.3), "half as much again is nothing where the loss jumps that much by itself"
+    assert Guard.from_dict(guard.to_dict()) == guard
+
+
+def test_overflow_of_the_scale_is_told_apart_from_divergence():
+    into = linear_state("fp16")
+    diary = run(into, every=NEVER._replace(log=10))
+    assert diary.records[-1][2]["overflows"] == 1  # the scale begins too high here
+    assert diary.records[-1][2]["refused"] == 0
+    assert not diary.refusals
+    poisoned = linear_state("fp16")
+    diary = run(poisoned, overflow_at([4, 5]), every=NEVER._replace(log=10))
+    assert len(diary.refusals) == 2
+    assert diary.records[-1][2]["overflows"] == 1
+
+
+@pytest.mark.parametrize("where", ["evaluate", "preview", "save", "second micro-batch"])
+def test_interrupted_anywhere_and_continued_says_and_learns_the_same(where):
+    every = Every(log=2, preview=3, evaluate=3, checkpoint=3)
+
+    class Hasty(Diary):
+        """Leaves once, in the middle of something."""
+
+        interrupted = False
+
+        def leave(self, at):
+            self.events.append(at)
+            if at == where and not self.interrupted and self.step >= 3:
+                self.interrupted = True
+                self.events.pop()
+                raise Interrupted
+
+        def evaluate(self, state):
+            self.leave("evaluate")
+            return {"held_out_loss": 1.0}
+
+        def preview(self, state):
+            self.leave("preview")
+
+        def save(self, state, for_best=False):
+            self.leave("save")
+
+        def stop_requested(self):
+            self.polls = getattr(self, "polls", 0) + 1
+            if where == "second micro-batch" and self.polls == 17:
+                self.interrupted = True
+                raise Interrupted
+            return False
+
+    straight, broken = linear_state(), linear_state()
+    calm, hasty = Diary(), Hasty()
+    calm.evaluate = lambda state: calm.events.append("evaluate") or {"held_out_loss": 1.0}
+    calm.preview = lambda state: calm.events.append("preview")
+    calm.save = lambda state, for_best=False: calm.events.append("save")
+    run(straight, diary=calm, every=every, microbatch=3)
+    run(broken, diary=hasty, every=every, microbatch=3)
+    assert hasty.interrupted
+    assert broken.seen < 80
+    assert all(p.grad is None for p in broken.model.parameters())
+    run(broken, diary=hasty, every=every, microbatch=3)
+    assert torch.equal(weights(straight), weights(broken))
+    saved = ["save"] if where == "save" else []  # whoever stops in a save, saves
+    assert sorted(hasty.events + saved) == sorted(calm.events)
+    clock = ("images_per_second", "data_wait")
+    said = [[(s, {k: v for k, v in r.items() if k not in clock}) for s, _, r in d.records] for d in (calm, hasty)]
+    assert said[0] == said[1]
+    assert straight.progress() == broken.progress()
 
 
 def test_gradient_norm_is_logged_before_clipping_and_clipping_bounds_the_step():
@@ -193,9 +362,9 @@ def test_log_window_is_the_mean_since_the_last_log_and_by_level():
     seen = []
 
     def spy(model, x0, label):
-        per_image, u = denoising(model, x0, label)
-        seen.append((per_image.detach(), u))
-        return per_image, u
+        loss = denoising(model, x0, label)
+        seen.append((loss.per_image.detach(), loss.u))
+        return loss
 
     diary = run(into, spy, every=Every(5, 0, 0, 0), microbatch=3)
     assert [r[0] for r in diary.records] == [5, 10]
@@ -300,12 +469,13 @@ def test_pixels_reach_the_network_in_minus_one_to_one():
     assert x.tolist() == pytest.approx([-1, 1, -1 / 255, 1 / 255], abs=1e-6)
 
 
-def test_crossed():
-    assert crossed(10, 8, 16)
-    assert crossed(10, 9, 10)
-    assert not crossed(10, 10, 19)
-    assert not crossed(0, 0, 100)
-    assert not crossed(-8, 0, 100)
+def test_what_is_due_after_a_step():
+    every = Every(log=5, preview=0, evaluate=10, checkpoint=4)
+    assert every.due(3, last=False) == []
+    assert every.due(10, last=False) == ["evaluate", "log"]
+    assert every.due(20, last=False) == ["evaluate", "log", "save"]
+    assert every.due(21, last=True) == ["evaluate", "log", "preview", "save"]
+    assert "evaluate" not in every._replace(evaluate=-1).due(10, last=True)
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"microbatch": 9, "batch": 8}, {"steps": -1}])

@@ -56,8 +56,17 @@ def train(
     return Run(folder.path)
 
 
-def resume(path: str | PathLike[str], **settings: Any) -> Run:
-    """Go on with a run, as `unfog resume` does; `settings` as for `train`, changed from here on."""
+def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -> Run:
+    """Go on with a run, as `unfog resume` does.
+
+    Args:
+        path: the run folder.
+        force: also change what makes it another run from here on, such as its seed or its images.
+        settings: as for `train`; changed from here on.
+
+    Raises:
+        As `train`, and RequestError for a setting that cannot change.
+    """
     from unfog.config.toml import update
     from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.folder import RunFolder
@@ -67,7 +76,7 @@ def resume(path: str | PathLike[str], **settings: Any) -> Run:
     folder = RunFolder(Path(path))
     stored = folder.read_config()
     config = update(without_length(stored), nested(settings), "")
-    _, done = go_on(folder, with_length_of(stored, config))
+    _, done = go_on(folder, with_length_of(stored, config), force)
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)

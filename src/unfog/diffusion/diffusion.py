@@ -47,8 +47,8 @@ class Diffusion:
     """Show the network x_t at unit variance (EDM's c_in) rather than as it is; what VE needs."""
 
     def __post_init__(self) -> None:
-        if not self.sigma_data > 0:
-            raise RequestError(f"sigma_data = {self.sigma_data}: must be above 0; 0.5 fits natural images")
+        if not 1e-3 <= self.sigma_data <= 1e3:
+            raise RequestError(f"sigma_data = {self.sigma_data} must be from 0.001 to 1000; 0.5 fits natural images")
         if self.conditioning not in ("timestep", "logsnr"):
             raise RequestError(f"conditioning = {self.conditioning!r}: choose timestep or logsnr")
         if self.schedule.limits()[0] > LOWEST_LOGSNR:
@@ -79,6 +79,11 @@ class Diffusion:
         """What the network should answer: y = a x0 + b eps."""
         a, b = self.target(*self.path(_per_image(logsnr)), self.sigma_data)
         return a * x0 + b * eps
+
+    def target_power(self, logsnr: Tensor) -> Tensor:
+        """Mean square [B] of that answer for an image of mean square 1, the highest that [-1, 1] allows: a^2 + b^2."""
+        a, b = self.target(*self.path(logsnr), self.sigma_data)
+        return a.square() + b.square()
 
     def recover(self, y: Tensor, x_t: Tensor, logsnr: Tensor) -> tuple[Tensor, Tensor]:
         """The (x0, eps) that the network's answer y means for x_t."""

@@ -20,6 +20,8 @@ class Loss(NamedTuple):
     """float32 [B], weighted; the caller reduces."""
     u: Tensor
     """float32 [B] in (0, 1), clean to noisy."""
+    reference: Tensor
+    """float32 [B]: the loss of answering 0 to an image of mean square 1, so no image's expected one is higher."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Objective:
             hide = torch.rand(len(x0), device=x0.device) < self.label_dropout
             label = label.masked_fill(hide, self.num_classes)
         logsnr = self.diffusion.schedule(u)
-        return Loss(self.diffusion.weight(logsnr) * self._error(network, x0, label, logsnr, noise), u)
+        weight = self.diffusion.weight(logsnr)
+        reference = weight * self.diffusion.target_power(logsnr)
+        return Loss(weight * self._error(network, x0, label, logsnr, noise), u, reference)
 
     def at(
         self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor

@@ -45,8 +45,9 @@ def result(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has gone. Python would complain once more when it flushes at exit, and change the exit status.
+    except OSError:
+        # The reader has gone, or its disk is full, and the work is done all the same. Python would complain once more
+        # when it flushes at exit, and change the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

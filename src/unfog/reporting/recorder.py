@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-from unfog.reporting.figures import Pixels, save_png
+from unfog.reporting.figures import Pixels, png
 from unfog.reporting.progress import Progress, amount, warn
-from unfog.reporting.records import Events, Metrics
+from unfog.reporting.records import Events, Metrics, write_atomic
 from unfog.reporting.settings import Log
 from unfog.reporting.sinks import Sink, open_sink, require
 
@@ -29,8 +30,10 @@ _NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
 class Recorder:
     """Records a run in its folder and shows it; for one rank only. A context manager.
 
-    `total`: the step that the run ends at, None if not known. `start`: the step that it resumes from, after
-    which metrics are dropped; 0 for a new run. `config`: shown by W&B beside the run.
+    `total`: the step that the run ends at, None if not known. `start`: the step that it resumes from; 0 for a new run.
+    `config`: shown by W&B beside the run. `logged`: the step after which lines of metrics are dropped, because they
+    will be written again; None is `start`. `undivided`: a context in which a stop does not cut off what is being
+    written.
 
     RequestError when the package of a sink is missing. After that, nothing that happens to a sink or to the
     disk stops a run: a sink that raises is dropped with a warning and an event, and lines that the disk
@@ -44,15 +47,19 @@ class Recorder:
         total: int | None,
         start: int = 0,
         config: Mapping[str, object] | None = None,
+        logged: int | None = None,
+        undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         require(log.sinks)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
+        self._undivided = undivided
         self._events = Events(run_dir / "events.jsonl")
-        self._metrics = Metrics(run_dir / "metrics.jsonl", start)
+        self._metrics = Metrics(run_dir / "metrics.jsonl", start if logged is None else logged)
         before = (self._metrics.last or {}).get("seconds")
         self._opened = time.monotonic() - (before if isinstance(before, int | float) else 0.0)
         self._disk_refused = False
+        self._pictures: dict[Path, bytes] = {}  # that the disk has not taken yet
         self._notes: dict[str, str] = {}
         self._step = start
         for file, name in ((self._events, "events.jsonl"), (self._metrics, "metrics.jsonl")):
@@ -91,13 +98,15 @@ class Recorder:
     def images(self, step: int, name: str, pixels: Pixels) -> None:
         """A picture, uint8 [H, W, 3], saved as RUN/<name>/<step>.png; "samples" are the preview grids."""
         path = self.run_dir / name / f"{step:08d}.png"
-        self._write(lambda: save_png(path, pixels))
+        self._pictures[path] = png(pixels)
+        self._write(self._write_pictures)
         self._each_sink(lambda sink: sink.image(step, name, pixels))
 
     def event(self, kind: str, step: int, **fields: object) -> None:
         """A line of events; everything written so far is made to survive a power cut."""
         self._write(lambda: self._events.write(kind, step, fields))
         self._write(self._metrics.sync)
+        self._write(self._write_pictures)
 
     def warn(self, step: int, message: str) -> None:
         """Say a warning and record it as an event."""
@@ -144,17 +153,24 @@ class Recorder:
         warn(f"{name} failed and is left out from here on ({reason}); the run and its own record go on")
         self.event("sink_failed", self._step, sink=name, reason=reason)
 
+    def _write_pictures(self) -> None:
+        for path, data in list(self._pictures.items()):
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, data)
+            del self._pictures[path]
+
     def _write(self, write: Callable[[], None]) -> None:
         """Do without the disk where it refuses, and say so once."""
         try:
-            write()
+            with self._undivided():
+                write()
         except OSError as error:
             if not self._disk_refused:
                 self._disk_refused = True
                 self.warn(
                     self._step,
-                    f"{self.run_dir} cannot be written to ({error.strerror}): pictures are left out, lines "
-                    "wait in memory; make room, and they will be written",
+                    f"{self.run_dir} cannot be written to ({error.strerror}): pictures and lines wait in memory; "
+                    "make room, and they will be written",
                 )
 
 

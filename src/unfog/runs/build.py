@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from unfog.config.tree import Config
+from unfog.data.images import Prepared
 from unfog.errors import RequestError
+from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.models.unet import UNetModel
+from unfog.training.loop import to_model_range
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
@@ -32,4 +35,17 @@ def build_state(config: Config, device: torch.device) -> TrainState:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     network = build_network(config).to(device)
+    if config.training.compile:
+        network.compile()  # in place, so that the names of the weights stay what they are
     return TrainState(network, config.optimizer, config.ema, Precision(config.training.precision, device))
+
+
+def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> HeldOut | None:
+    """The held-out images that are measured, evenly spread over the set; None if there are none."""
+    images, wanted = prepared.held_out, config.evaluate.images
+    if not len(images):
+        return None
+    index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
+    x0 = to_model_range(torch.from_numpy(images.pixels[index.numpy()])).to(device)
+    label = None if images.labels is None else torch.from_numpy(images.labels)[index].to(device)
+    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

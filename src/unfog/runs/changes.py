@@ -18,6 +18,9 @@ FREE = (
     "training.precision",
     "training.device",
     "training.patience",
+    "training.rollbacks",
+    "training.grace",
+    "training.compile",
     "optimizer.",
     "sampler.",
     "log.",
@@ -32,6 +35,15 @@ FREE = (
     "label_dropout",
     "guidance",
 )
+# These make it another run from here on, although the weights go on to mean what they did.
+WITH_FORCE = (
+    "training.seed",
+    "diffusion.weighting",
+    "ema",
+    "data.background",
+    "data.held_out",
+    "fingerprint",
+)
 
 
 def changes(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
@@ -45,13 +57,37 @@ def changes(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     return found
 
 
-def check_changes(old: Config, new: Config) -> list[str]:
-    """A line on each setting that a resume changes. RequestError for one that a run cannot change."""
+def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
+    """A line on each setting that a resume changes.
+
+    Raises:
+        RequestError: a run cannot change this, or only with `force`.
+    """
     lines = []
     for name, before, now in changes(old, new):
-        if not any(name == free or (free.endswith(".") and name.startswith(free)) for free in FREE):
+        if name == "fingerprint":
+            if not force:
+                raise RequestError(
+                    f"the images in {new.source} are not those that this run was trained on; bring them back, start a "
+                    "new run, or go on with these by --force"
+                )
+            lines.append("images: other ones from here on (forced)")
+        elif among(FREE, name):
+            lines.append(f"{name}: {before!r} -> {now!r}")
+        elif not among(WITH_FORCE, name):
             raise RequestError(
                 f"{name} is {before!r} in this run and cannot become {now!r} on resume; start a new run for that"
             )
-        lines.append(f"{name}: {before!r} -> {now!r}")
+        elif not force:
+            raise RequestError(
+                f"{name} is {before!r} in this run, and {now!r} would make it another one from here on; "
+                "give --force if that is meant"
+            )
+        else:
+            lines.append(f"{name}: {before!r} -> {now!r} (forced)")
     return lines
+
+
+def among(names: tuple[str, ...], name: str) -> bool:
+    """Whether a setting is one of these, or in a section of them, which ends with a dot."""
+    return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in names)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from unfog.config.tree import LENGTH, Config
+from unfog.config.request import check_device, seconds, unwise
+from unfog.config.request import check_request as check_request
+from unfog.config.tree import Config
 from unfog.data.images import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
+from unfog.reporting.progress import warn
 from unfog.runs.build import build_network
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
 
+MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
 ABOUT_TEN = 14  # previews or evaluations in a run, at the automatic interval
 
 
@@ -35,12 +38,10 @@ class Choice(NamedTuple):
 
 def choose_device(name: str) -> torch.device:
     """The device that a name means. RequestError if it is not there."""
+    check_device(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RequestError(f"device = {name!r} is not one of auto, cpu, cuda, cuda:1, mps") from None
+    device = torch.device(name)
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
@@ -60,10 +61,11 @@ class Settling:
         self._measured: dict[str, float] = {}  # precision -> seconds per step
 
     def network(self) -> None:
-        """A network for the device and the image size."""
-        if self.config.network is not None:
-            return
+        """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
         size = self.config.data.size
+        if self.config.network is not None:
+            self.config.network.check(size)
+            return
         if self._device.type == "cpu":
             wanted, reason = ("tiny" if size <= 32 else "small"), "what a CPU trains in reasonable time"
         else:
@@ -95,8 +97,8 @@ class Settling:
         optimizer, batch = self.config.optimizer, self.config.training.batch
         if optimizer.lr:
             return
-        with torch.device("meta"):
-            millions = sum(p.numel() for p in build_network(self.config).parameters()) / 1e6
+        # In memory, as that is quick; on the "meta" device it would cost a second of imports.
+        millions = sum(p.numel() for p in build_network(self.config).parameters()) / 1e6
         lr = float(f"{3e-3 * math.sqrt(batch / 64 / max(millions, 1)):.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
         self._note("optimizer.lr", lr, f"for {millions:.1f}M parameters and batches of {batch}")
@@ -120,6 +122,8 @@ class Settling:
             )
         training = replace(training, images=steps * training.batch, steps=0, budget="")
         self.config = replace(self.config, training=training)
+        for line in unwise(self.config):
+            warn(line)
 
     def _images_not_trained(self) -> float:
         """About how many images could be trained in the time that previews and evaluations take.
@@ -146,9 +150,11 @@ class Settling:
         every = round_number(steps / 10)
         open_ones = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
         for name in open_ones:
-            config = replace(config, **{name: replace(getattr(config, name), every=every)})
+            interval = min(every, MOST_STEPS_LOST) if name == "checkpoint" else every
+            config = replace(config, **{name: replace(getattr(config, name), every=interval)})
         if open_ones:
-            self._note(f"every of {', '.join(open_ones)}", every, "ten to twenty times in the run")
+            told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
+            self._note("every", told, "ten to twenty times in the run, and no more than 1000 steps to lose")
         self.config = config
 
     def _seconds_per_step(self, precision: PrecisionName) -> float:
@@ -168,38 +174,6 @@ def fits(network: UNet, size: int) -> bool:
     except RequestError:
         return False
     return True
-
-
-def check_request(config: Config) -> None:
-    """RequestError if a number is not finite, or unless at most one of steps, images and budget gives the length."""
-    refuse_infinite(config, "")
-    training = config.training
-    given = {k: v for k in LENGTH if (v := getattr(training, k))}
-    if len(given) > 1:
-        raise RequestError(f"the length is given {len(given)} times ({given}); give one of --steps, --images, --budget")
-    if training.budget:
-        seconds(training.budget)
-
-
-def refuse_infinite(settings: Any, where: str) -> None:
-    """RequestError if any number in a tree of settings is NaN or infinite."""
-    for f in fields(settings):
-        name, value = f"{where}.{f.name}" if where else f.name, getattr(settings, f.name)
-        if is_dataclass(value):
-            refuse_infinite(value, name)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise RequestError(f"{name} = {value} must be a finite number")
-
-
-def seconds(text: str) -> float:
-    """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if not match or float(match[1]) <= 0:
-        raise RequestError(f"budget = {text!r} is no time span; write 90s, 10m, 2h or 1d")
-    span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-    if span > 10 * 365 * 86400:
-        raise RequestError(f"budget = {text} is over ten years; give less")
-    return span
 
 
 def round_number(x: float) -> int:

@@ -14,6 +14,7 @@ from unfog.config.toml import read_toml, to_toml
 from unfog.config.tree import Config
 from unfog.errors import RequestError
 from unfog.reporting.records import write_atomic
+from unfog.runs.pulse import last_beat
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,34 @@ class RunFolder:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RequestError(f"another process is training in {self.path}; wait for it, or stop it") from None
+                raise self._taken() from None
+            except OSError:  # a network file system without locks: the heartbeat has to do
+                beat = last_beat(self.path)
+                if beat is not None and beat["alive"]:
+                    raise self._taken() from None
             yield
         finally:
             os.close(descriptor)
+
+    def _taken(self) -> RequestError:
+        beat = last_beat(self.path)
+        who = f" ({beat['pid']} on {beat['host']}, at step {beat['step']:,})" if beat and beat["alive"] else ""
+        return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def write_config(self, config: Config) -> None:
         """Store the configuration; whole or not at all."""
         write_atomic(self.config_file, to_toml(config).encode())
 
     def read_config(self) -> Config:
-        """The stored configuration. RequestError if this is no run."""
+        """The stored configuration. RequestError if this is no run, or one whose configuration was damaged."""
         self.check_is_run()
-        return read_toml(self.config_file, Config())
+        config = read_toml(self.config_file, Config())
+        if not config.source:
+            raise RequestError(
+                f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
+                "`unfog train` printed into it"
+            )
+        return config
 
     def check_is_run(self) -> None:
         """RequestError if this is no run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
+from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress
 from unfog.runs.build import build_state
+from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, train
 from unfog.training.state import TrainState
 
@@ -47,8 +50,19 @@ class Clock:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Nothing is recorded."""
 
-    def refused(self, step: int, images: int, norm: float) -> None:
+    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """A refused step takes as long as another."""
+
+    def roll_back(self, state: TrainState, reason: str) -> None:
+        """There is nothing to go back to, and nothing to lose."""
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """Nothing here has to stay together."""
+        return nullcontext()
+
+    def save_requested(self) -> bool:
+        """Nothing is worth it."""
+        return False
 
     def preview(self, state: TrainState) -> None:
         """Never asked for."""
@@ -57,7 +71,7 @@ class Clock:
         """Never asked for."""
         return {}
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, for_best: bool = False) -> None:
         """Never asked for."""
 
 
@@ -78,5 +92,5 @@ def seconds_per_step(
             clock,
         )
     if stop_requested():
-        raise KeyboardInterrupt
+        raise Interrupted
     return clock.seconds_per_step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -16,20 +17,26 @@ from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import noise_levels
-from unfog.evaluation.held_out import HeldOut, midpoints
+from unfog.errors import Interrupted
 from unfog.reporting.figures import Pixels
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
-from unfog.runs.build import build_state
+from unfog.runs.build import build_state, held_out_set
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder
 from unfog.runs.pictures import Strip
+from unfog.runs.pulse import Pulse
 from unfog.runs.sampling import draw, picture_grid, usual
+from unfog.runs.saving import Saver
+from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
-from unfog.training.loop import Every, to_model_range, train
+from unfog.training.culprit import Culprit
+from unfog.training.loop import Every, Stopwatch, settle, train
 from unfog.training.state import TrainState
+
+LEAVE_AT_ONCE = 3.0  # seconds
 
 
 class Session:
@@ -41,18 +48,19 @@ class Session:
         config: Config,
         prepared: Prepared,
         device: torch.device,
-        stop_requested: Callable[[], bool],
+        stop: StopSignals,
+        pulse: Pulse,
     ):
-        self.folder, self.config, self.prepared = folder, config, prepared
-        self.stop_requested = stop_requested
+        self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, pulse
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         noise_levels(config.diffusion.schedule, config.sampler.steps, config.sampler.grid)  # may be refused
         require(config.log.sinks)
         self.held_out = held_out_set(prepared, config, device)
+        self.stream = ImageStream(prepared.train, config.training.seed)
+        self.augment = Augment(config.data.flip, config.data.jitter)
         self.state = build_state(config, device)
-        self.pass_size = config.training.microbatch or config.training.batch
-        self.saved_step = self.drawn_step = -1
         self.recorder: Recorder
+        self.saver: Saver
 
     @property
     def step(self) -> int:
@@ -64,24 +72,37 @@ class Session:
         """Steps of the whole run."""
         return self.config.training.images // self.config.training.batch
 
-    def run(self, choices: list[Choice], saved: checkpoint.Saved | None = None) -> bool:
-        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end."""
-        if saved is not None:
-            checkpoint.load(saved.folder, self.state)
-            self.saved_step = self.step
-        else:
+    def run(
+        self, choices: Sequence[Choice], saved: checkpoint.Saved | None = None, changes: Sequence[str] = ()
+    ) -> bool:
+        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end.
+
+        `changes` are lines on settings that differ from those of the run so far.
+        """
+        if saved is None:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
-        with Recorder(self.folder.path, self.config.log, self.steps, self.step, asdict(self.config)) as self.recorder:
+        else:
+            self._load(saved, changes)
+        with self._recorder() as recorder:
+            self.attach(recorder)
+            config = self.config
+            if saved is not None:
+                self.saver.saved = (self.step, list(self.state.due))
             try:
-                self._introduce(choices, fresh=saved is None)
+                self._introduce(choices, changes, fresh=saved is None)
                 if saved is None:
                     self._rehearse()
                 self.recorder.begin()
-                self._train()
+                self.pulse.doing = "training"
+                self.train()
                 done = self._conclude()
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
+                # Whoever asked twice to leave gets what is on its way saved if that is a matter of a moment.
+                self.saver.leave(LEAVE_AT_ONCE if isinstance(error, KeyboardInterrupt) else config.training.grace)
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
+                self.pulse.end(f"failed: {error}")
                 raise
+            self.pulse.end("finished" if done else "stopped")
         say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
         try:
             write_report(self.folder.path)
@@ -89,21 +110,52 @@ class Session:
             warn(f"the report could not be written: {error}")
         return done
 
-    def _train(self) -> None:
+    def attach(self, recorder: Recorder) -> None:
+        """Write things down here from now on."""
+        self.recorder = recorder
+        self.saver = Saver(self.folder, self.config, self.stop, self.pulse, recorder)
+        self.pulse.step, self.pulse.steps = self.step, self.steps
+
+    def _recorder(self) -> Recorder:
+        """The record from here on; lines of logs that are due will be written again."""
+        logged = self.step - ("log" in self.state.due or "evaluate" in self.state.due)
+        return Recorder(
+            self.folder.path,
+            self.config.log,
+            self.steps,
+            self.step,
+            asdict(self.config),
+            logged,
+            self.stop.undivided,
+        )
+
+    def _load(self, saved: checkpoint.Saved, changes: Sequence[str]) -> None:
+        """Take over a checkpoint; `changes` are lines on settings that have changed since."""
+        checkpoint.load(saved.folder, self.state)
+        if saved.made_on != (machine := self.state.precision.machine()):
+            say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
+        if any(line.startswith("optimizer.lr:") for line in changes):
+            self.state.guard.roll_backs = 0  # what they did to the old learning rate is settled
+
+    def train(self) -> None:
+        """Train to the end, or until a stop is requested."""
         config = self.config
         train(
             config.training,
             config.optimizer,
             Every(config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every),
             self.state,
-            ImageStream(self.prepared.train, config.training.seed),
-            Augment(config.data.flip, config.data.jitter),
+            self.stream,
+            self.augment,
             self.objective,
             self,
         )
 
-    def _introduce(self, choices: list[Choice], fresh: bool) -> None:
+    def _introduce(self, choices: Sequence[Choice], changes: Sequence[str], fresh: bool) -> None:
         """Say and record what is about to happen."""
+        for change in changes:
+            say(f"  changed: {change}")
+            self.recorder.event("changed", self.step, setting=change)
         for choice in choices:
             say(f"  {choice}")
             self.recorder.event("choice", self.step, name=choice.name, value=str(choice.value), reason=choice.reason)
@@ -126,40 +178,27 @@ class Session:
 
     def _rehearse(self) -> None:
         """Evaluate, draw and save before the first step: what would fail after an hour fails in the first minute."""
-        record = self.evaluate(self.state) if self.config.evaluate.every > 0 else {}
-        if record:
-            self.log(0, 0, record)
-        self.preview(self.state)
-        self.save(self.state)
+        self.state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
+        with suppress(Interrupted):  # what is still due then, is done after a resume
+            settle(self.state, self, Stopwatch(), self.config.training.batch)
 
     def _conclude(self) -> bool:
-        """Save where the run ends; at its end also log what is left, evaluate and draw, unless just done."""
-        done = self.step >= self.steps
-        if done and self.saved_step != self.step:
-            self._last_record()
-        if self.saved_step != self.step:
-            self.save(self.state)
-        if done and self.drawn_step != self.step:
-            self.preview(self.state)
+        """Wait for the last checkpoint, or save where a stop was asked for; True at the end of the run."""
+        done = self.step >= self.steps and not self.state.due
         if done:
-            self.recorder.images(self.step, "denoising", self._denoising())
+            with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
+                self.recorder.images(self.step, "denoising", self._denoising())
+        self.stop.settle()
+        if not done and self.saver.saved != (self.step, self.state.due):
+            self.save(self.state)
+        self.saver.wait(leaving=True)
         self.recorder.event("finished" if done else "stopped", self.step)
         return done
-
-    def _last_record(self) -> None:
-        """The steps since the last log, and the held-out loss of the final weights."""
-        record: dict[str, Any] = {}
-        if self.step % self.config.log.every:
-            record |= self.state.window.close()
-        if self.config.evaluate.every > 0 and self.step % self.config.evaluate.every:
-            record |= self.evaluate(self.state)
-        if record:
-            self.log(self.step, self.state.seen, record)
 
     def _denoising(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
         strip = Strip(self.config.diffusion.schedule, self.config.sampler)
-        with self.state.ema.swapped_into(self.state.model):
+        with self.pulse.during("drawing"), self._average():
             draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
         return strip.picture()
 
@@ -169,22 +208,40 @@ class Session:
         """Record numbers."""
         self.recorder.log(step, images, **record)
 
-    def refused(self, step: int, images: int, norm: float) -> None:
-        """Record a refused step."""
-        self.recorder.event("step_refused", step, gradient_norm=norm, precision=self.config.training.precision)
+    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+        """Record a refused step; with the culprit, if that was looked for."""
+        fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
+        if culprit is not None:
+            names = [self.prepared.train.names[self.stream.index(place, 1)[0]] for place in culprit.images]
+            fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
+            warn(f"step {self.step:,} was refused: {culprit.sentence(names)}")
+        self.recorder.event("step_refused", self.step, **fields)
 
     def advance(self, step: int) -> None:
-        """Move the progress line."""
+        """Move the progress line, and record what the writer has done meanwhile."""
         self.recorder.advance(step)
+        self.pulse.step = step
+        self.saver.pass_on_news()
+
+    def save_requested(self) -> bool:
+        """Whether somebody made RUN/SAVE."""
+        return self.pulse.save_requested
+
+    def stop_requested(self) -> bool:
+        """Whether somebody wants the run to stop."""
+        return self.stop()
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """A stretch that a stop waits for."""
+        return self.stop.undivided()
 
     def preview(self, state: TrainState) -> None:
         """Sample grid from the EMA weights, from the same noise each time: what `unfog sample` gives without flags."""
-        started = time.perf_counter()
-        with state.ema.swapped_into(state.model):
-            pictures = draw(state.model, self.config, usual(self.config, self.config.preview.images, self.pass_size))
-        self.recorder.images(self.step, "samples", picture_grid(pictures, self.config.classes))
+        started, config = time.perf_counter(), self.config
+        with self.pulse.during("preview"), self._average():
+            pictures = draw(state.model, config, usual(config, config.preview.images, pass_size(config)))
+        self.recorder.images(self.step, "samples", picture_grid(pictures, config.classes))
         self.recorder.event("preview", self.step, seconds=seconds_since(started))
-        self.drawn_step = self.step
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out loss of the EMA weights; empty if nothing is held out."""
@@ -197,19 +254,36 @@ class Session:
 
         state.model.eval()
         try:
-            with state.ema.swapped_into(state.model):
-                record = self.held_out.measure(loss_at, self.pass_size)
+            with self.pulse.during("evaluation"), self._average():
+                record = self.held_out.measure(loss_at, pass_size(self.config))
         finally:
             state.model.train()
         self.recorder.event("evaluated", self.step, seconds=seconds_since(started))
         return record
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, for_best: bool = False) -> None:
         """Save a checkpoint."""
-        started = time.perf_counter()
-        folder = checkpoint.save(self.folder.checkpoints, self.step, state, self.config.checkpoint)
-        self.recorder.event("checkpoint", self.step, folder=folder.name, seconds=seconds_since(started))
-        self.saved_step = self.step
+        self.saver.save(state, for_best)
+
+    def roll_back(self, state: TrainState, reason: str) -> None:
+        """Return to the last good weights."""
+        self.saver.roll_back(state, reason)
+
+    @contextmanager
+    def _average(self) -> Iterator[None]:
+        """The network holds the average. A stop may end what is inside, and must not leave half of each behind."""
+        state, swapped = self.state, False
+        try:
+            with self.stop.undivided():
+                state.ema.swap(state.model)
+                swapped = True
+            # A compiled network would compile once more for this; `unfog sample` does not compile either.
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            if swapped:
+                with self.stop.undivided():
+                    state.ema.swap(state.model)
 
 
 def seconds_since(started: float) -> float:
@@ -217,12 +291,6 @@ def seconds_since(started: float) -> float:
     return round(time.perf_counter() - started, 3)
 
 
-def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> HeldOut | None:
-    """The held-out images that are measured, evenly spread over the set; None if there are none."""
-    images, wanted = prepared.held_out, config.evaluate.images
-    if not len(images):
-        return None
-    index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
-    x0 = to_model_range(torch.from_numpy(images.pixels[index.numpy()])).to(device)
-    label = None if images.labels is None else torch.from_numpy(images.labels)[index].to(device)
-    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))
+def pass_size(config: Config) -> int:
+    """Images that go through the network at once."""
+    return config.training.microbatch or config.training.batch

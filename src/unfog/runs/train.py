@@ -10,11 +10,14 @@ from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.sources import SPLITS, FolderSource, open_source
 from unfog.errors import RequestError, RunError
-from unfog.reporting.progress import Progress, say
+from unfog.reporting.progress import Progress, say, warn
 from unfog.reporting.records import read_metrics
 from unfog.runs.changes import check_changes
 from unfog.runs.choices import Settling, check_request, choose_device
+from unfog.runs.data_record import write_data_record
+from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder, next_folder, printable
+from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
@@ -39,18 +42,24 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         settling.length()
         settling.intervals()
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
-        session = Session(folder, settling.config, prepared, device, stop)
-        folder.checkpoints.mkdir()
+        pulse = Pulse(folder.path, stop)
+        session = Session(folder, settling.config, prepared, device, stop, pulse)
+        room = forecast(folder.checkpoints, session.state, session.config.checkpoint, session.steps)
+        say(f"  {room}")
         folder.write_config(settling.config)
-        return folder, session.run(settling.choices)
+        folder.checkpoints.mkdir()
+        record_data(session)
+        with pulse:
+            return folder, session.run(settling.choices)
 
 
-def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, bool]:
+def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
     """Go on with a run from its newest whole checkpoint, or from its beginning where none was saved yet.
 
     Args:
         folder: the run.
         config: its stored configuration with changes, applied from here on.
+        force: also make those changes that turn it into another run from here on.
 
     Raises:
         RequestError: a change that a run cannot make, other images than it began with, or another process at work.
@@ -59,14 +68,14 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
     stored = folder.read_config()
     config = config or stored
     check_request(config)
-    check_changes(stored, config)
+    check_changes(stored, config, force)
     if Path(config.source).is_absolute() and not Path(config.source).is_dir():
         raise RequestError(
-            f"the images of this run were in {config.source}, which is not there; bring them back, or write where they "
-            f"are now into {folder.config_file} (source)"
+            f"the images of this run were in {config.source}, which is not there; bring them back, or say where they "
+            "are now: --source FOLDER"
         )
     device = choose_device(config.training.device)
-    with folder.locked(), StopSignals() as stop:
+    with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = checkpoint.newest(folder.checkpoints)
         if saved is None and any(row["step"] > 0 for row in read_metrics(folder.metrics)):
             raise RunError(
@@ -75,25 +84,29 @@ def resume(folder: RunFolder, config: Config | None = None) -> tuple[RunFolder, 
             )
         folder.checkpoints.mkdir(exist_ok=True)
         prepared, config = load_images(config, stop)
-        if config.fingerprint != stored.fingerprint:
-            raise RequestError(
-                f"the images in {stored.source} are not those that {folder.path} was trained on; "
-                "bring them back, or start a new run"
-            )
+        check_changes(stored, config, force)  # again, as only now it is known what the images are
         settling = Settling(config, prepared.train, device, stop)
         settling.learning_rate()
         settling.precision()
         settling.length(seen=saved.images if saved else 0)
         settling.intervals()
         stop.leave_if_requested()
-        for change in check_changes(stored, settling.config):
-            say(f"  changed: {change}")
-        session = Session(folder, settling.config, prepared, device, stop)
+        session = Session(folder, settling.config, prepared, device, stop, pulse)
         folder.write_config(settling.config)
         checkpoint.clear_away(folder.checkpoints, broken)
         for folder_and_reason in broken:
             say(str(folder_and_reason))
-        return folder, session.run(settling.choices, saved)
+        if config.fingerprint != stored.fingerprint:
+            record_data(session)
+        return folder, session.run(settling.choices, saved, check_changes(stored, settling.config, force))
+
+
+def record_data(session: Session) -> None:
+    """Write down what became of every image, and what the network sees of them; a run goes on without."""
+    try:
+        write_data_record(session.folder, session.prepared, session.augment, session.config.training.seed)
+    except OSError as error:
+        warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
 
 def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:

@@ -1,33 +1,42 @@
 """Checkpoints on disk: whole or absent, named by step, verified by content.
 
-    checkpoints/00001000/manifest.json       step, images, versions, sha256 of every other file; written last
-    checkpoints/00001000/model.safetensors   weights under the network's own names
-    checkpoints/00001000/ema.safetensors     the average, same names
-    checkpoints/00001000/state.pt            optimiser, scaler, position; loads with weights_only=True
+    checkpoints/00001000/manifest.json           step, images, versions, size and sha256 of every other file
+    checkpoints/00001000/model.safetensors       weights under the network's own names
+    checkpoints/00001000/ema.safetensors         the average, same names
+    checkpoints/00001000/optimizer.safetensors   its moments, as "exp_avg/" and the name of the weight
+    checkpoints/00001000/state.json              position, guard, loss scaler, sums for the log
 
-Names that begin with a dot are work in progress, or what was broken and set aside; they are never read.
+Names that begin with a dot are work in progress, or what was broken and set aside; they are never read. Nothing is a
+pickle, so nothing in a checkpoint can run code. `snapshot` writes them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unfog.errors import RequestError, RunError
 from unfog.training.settings import Checkpoint
 from unfog.training.state import TrainState
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+FORMAT = 2
+MANIFEST, STATE = "manifest.json", "state.json"
+FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE])
+LARGEST_JSON = 2**20  # bytes; ours have a few thousand
+
+
+class File(NamedTuple):
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
 
 
 class Saved(NamedTuple):
@@ -36,7 +45,15 @@ class Saved(NamedTuple):
     folder: Path
     step: int
     images: int
-    files: dict[str, str]
+    anchor: bool
+    """Whether a roll-back may come back to it."""
+    for_best: bool
+    """Whether it was saved only for its held-out loss."""
+    held_out_loss: float | None
+    """Where it was measured at this step."""
+    made_on: str
+    """What computed it, in words; the same again repeats it to the bit."""
+    files: dict[str, File]
 
 
 class Broken(NamedTuple):
@@ -49,64 +66,26 @@ class Broken(NamedTuple):
         return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
 
 
-def save(checkpoints: Path, step: int, state: TrainState, keep: Checkpoint) -> Path:
-    """Write a checkpoint of `state` under `checkpoints` and remove those that `keep` no longer wants.
+def rotate(checkpoints: Path, keep: Checkpoint) -> None:
+    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and the one to roll back to.
 
-    Everything is written to a hidden folder, synced, and renamed: a crash leaves the other checkpoints as they were.
-
-    Raises:
-        RunError: a weight is not finite, or the disk refuses; nothing is saved then.
+    A broken one in a place of honour would cost a whole one its life, but those are set aside when a run is resumed.
     """
-    weights = {"model": state.model.state_dict(), "ema": state.ema.state_dict(state.model)}
-    for kind, tensors in weights.items():
-        refuse_non_finite(kind, tensors, step)
-    folder, partial = checkpoints / f"{step:08d}", checkpoints / f".partial-{step:08d}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for kind, tensors in weights.items():
-            save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, partial / f"{kind}.safetensors")
-        torch.save(state.progress(), partial / "state.pt")
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "images": state.seen,
-            "torch": torch.__version__,
-            "files": {path.name: sha256(path) for path in sorted(partial.iterdir())},
-        }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for path in [*partial.iterdir(), partial]:
-            sync(path)
-        if folder.exists():  # the same step once more
-            remove(folder)
-        partial.rename(folder)
-        sync(checkpoints)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter when the disk is full
-        shutil.rmtree(partial, ignore_errors=True)
-        raise RunError(
-            f"the checkpoint of step {step} could not be written to {checkpoints} ({error}); earlier ones are whole. "
-            "Make room, then resume."
-        ) from error
-    rotate(checkpoints, keep, spare=folder)
-    return folder
-
-
-def refuse_non_finite(kind: str, tensors: dict[str, Tensor], step: int) -> None:
-    """Raise RunError if any floating-point tensor holds NaN or infinity."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise RunError(
-                f"{name} of the {kind} weights is not finite at step {step}, so this checkpoint was not saved; "
-                "the one before it is whole. Resume from there with a lower --lr."
-            )
-
-
-def rotate(checkpoints: Path, keep: Checkpoint, spare: Path | None = None) -> None:
-    """Remove all checkpoints but the newest `keep.keep`, the milestones and `spare`, which was just written."""
     saved, _ = described(checkpoints)
-    for old in saved[: -keep.keep]:
-        if old.folder != spare and not (keep.milestones and old.step % keep.milestones == 0):
+    wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
+    wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
+    wanted |= {old.step for old in saved if old.anchor and not any(s.anchor and s.images > old.images for s in saved)}
+    if (best := best_of(saved)) is not None:
+        wanted.add(best.step)
+    for old in saved:
+        if old.step not in wanted:
             remove(old.folder)
+
+
+def best_of(saved: list[Saved]) -> Saved | None:
+    """The one with the lowest held-out loss; None if none was measured."""
+    measured = [(one.held_out_loss, one) for one in saved if one.held_out_loss is not None]
+    return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
 def remove(folder: Path) -> None:
@@ -114,7 +93,10 @@ def remove(folder: Path) -> None:
     aside = folder.with_name(f".old-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:  # what somebody put in its place
+        aside.unlink()
 
 
 def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
@@ -122,24 +104,67 @@ def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
     found: list[Saved] = []
     broken: list[Broken] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
-        if not folder.is_dir() or folder.name.startswith("."):
-            continue
+        if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
+            continue  # somebody's notes, say
         try:
-            manifest = json.loads((folder / MANIFEST).read_text())
-            if manifest["format"] != FORMAT:
-                raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
-            files = {Path(name).name: str(digest) for name, digest in manifest["files"].items()}
-            found.append(Saved(folder, int(manifest["step"]), int(manifest["images"]), files))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found.append(read_manifest(folder))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             broken.append(Broken(folder, f"{MANIFEST}: {error}"))
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
+def read_manifest(folder: Path) -> Saved:
+    """A checkpoint by its manifest. One of several exceptions, ValueError mostly, for anything that is none."""
+    if folder.is_symlink():
+        raise ValueError("the folder is a link")
+    manifest = read_json(folder / MANIFEST)
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
+    if manifest.pop("sha256") != digest(manifest):
+        raise ValueError("it is not what was saved (sha256 differs)")
+    files = {name: File(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
+    if files.keys() != FILES:
+        raise ValueError(f"it lists {sorted(files)}, not {sorted(FILES)}")
+    loss = manifest["held_out_loss"]
+    return Saved(
+        folder,
+        int(manifest["step"]),
+        int(manifest["images"]),
+        bool(manifest["anchor"]),
+        bool(manifest["for_best"]),
+        None if loss is None else float(loss),
+        str(manifest["made_on"]),
+        files,
+    )
+
+
+def digest(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest's values, which the manifest holds as well."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object from a file. ValueError if it is not, OSError if it cannot be read."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST_JSON + 1)
+    if len(data) > LARGEST_JSON:
+        raise ValueError(f"over {LARGEST_JSON:,} bytes")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
 def damage(saved: Saved) -> str | None:
     """What is wrong with the files of a checkpoint, after reading them all; None if nothing is."""
-    for name, digest in saved.files.items():
+    for name, file in saved.files.items():
+        path = saved.folder / name
         try:
-            if sha256(saved.folder / name) != digest:
+            if path.is_symlink():
+                return f"{name} is a link"
+            if (size := path.stat().st_size) != file.bytes:
+                return f"{name} has {size:,} bytes of {file.bytes:,}"
+            if sha256(path) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
             return f"{name}: {error.strerror}"
@@ -198,13 +223,50 @@ def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
         folder.rename(aside)
 
 
+def anchor(checkpoints: Path, images: int) -> Saved | None:
+    """The newest whole checkpoint, of at most so many images, that a roll-back may come back to; None if none is."""
+    found, _ = described(checkpoints)
+    good = (saved for saved in reversed(found) if saved.anchor and saved.images <= images)
+    return next((saved for saved in good if damage(saved) is None), None)
+
+
 def load(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a whole checkpoint, on whatever device it lives."""
+    """Restore `state` from a whole checkpoint, on whatever device it lives. RunError if it is of another network."""
+    load_tensors(folder, state)
+    state.load_progress(read_state(folder))
+
+
+def roll_back(folder: Path, state: TrainState) -> None:
+    """Return to the weights of a whole checkpoint, while the position stays where it is."""
+    load_tensors(folder, state)
+    state.go_back(read_state(folder))
+
+
+def load_tensors(folder: Path, state: TrainState) -> None:
+    """Put the weights, their average and the optimiser's moments into `state`. RunError if they do not fit."""
     load_weights(folder, "model", state.model)
     with state.ema.swapped_into(state.model):
         load_weights(folder, "ema", state.model)
-    saved: dict[str, Any] = torch.load(folder / "state.pt", map_location=state.precision.device, weights_only=True)
-    state.load_progress(saved)
+    try:
+        state.load_moments(read_tensors(folder / "optimizer.safetensors"))
+    except ValueError as error:
+        raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json. RunError if it cannot be read."""
+    try:
+        return read_json(folder / STATE)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{folder / STATE} cannot be read: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file. RunError if it is damaged."""
+    try:
+        return dict(load_file(path))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
 
 
 def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
@@ -213,8 +275,9 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
     Raises:
         RunError: they are those of another network.
     """
+    tensors = read_tensors(folder / f"{kind}.safetensors")
     try:
-        network.load_state_dict(load_file(folder / f"{kind}.safetensors"), strict=True)
+        network.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
         raise RunError(
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? ({error})"
@@ -225,15 +288,3 @@ def sha256(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder, where the file system can promise it."""
-    if path.is_file():
-        with path.open("r+b") as file:
-            os.fsync(file.fileno())
-    elif os.name != "nt":  # Windows keeps folders by itself, and cannot open them
-        descriptor = os.open(path, os.O_RDONLY)
-        with suppress(OSError):  # some network file systems refuse
-            os.fsync(descriptor)
-        os.close(descriptor)

@@ -31,7 +31,8 @@ class Ema:
         for mine, theirs in zip(self.buffers, model.buffers()):
             mine.copy_(theirs)
 
-    def _swap(self, model: nn.Module) -> None:
+    def swap(self, model: nn.Module) -> None:
+        """Exchange the average and the network's weights; once more returns them. See `swapped_into`."""
         for mine, theirs in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
             for i, tensor in enumerate(theirs):
                 tensor.data, mine[i] = mine[i], tensor.data
@@ -42,11 +43,11 @@ class Ema:
 
         Storage changes hands and nothing is copied, so the weights come back bit for bit.
         """
-        self._swap(model)
+        self.swap(model)
         try:
             yield
         finally:
-            self._swap(model)
+            self.swap(model)
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The average under the network's own names, so that it loads into a network of the same kind."""

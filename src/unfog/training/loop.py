@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.errors import RunError
+from unfog.diffusion.objective import Loss
+from unfog.errors import Interrupted, RunError
+from unfog.training.culprit import find_culprit
 from unfog.training.protocols import LossFunction, Run, Stream
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
@@ -23,6 +26,19 @@ class Every(NamedTuple):
     preview: int
     evaluate: int
     checkpoint: int
+
+    def due(self, step: int, last: bool) -> list[str]:
+        """What follows step number `step` (1, 2, …); after the last one all, but evaluation only if ever wanted.
+
+        The checkpoint comes last, so that it covers its own logs.
+        """
+        wanted = {
+            "evaluate": self.evaluate > 0 and (last or step % self.evaluate == 0),
+            "log": last or (self.log > 0 and step % self.log == 0),
+            "preview": last or (self.preview > 0 and step % self.preview == 0),
+            "save": last or (self.checkpoint > 0 and step % self.checkpoint == 0),
+        }
+        return [name for name, is_due in wanted.items() if is_due]
 
 
 def train(
@@ -38,67 +54,139 @@ def train(
     """Advance `state` until `settings.images` images are seen, or a stop is requested.
 
     `state` is all that a resume needs: the order of images is a function of (seed, seen) and so is all randomness, so
-    a run that was interrupted ends bit-identical to one that was not.
+    a run that was interrupted ends bit-identical to one that was not, wherever that was.
 
     Raises:
-        RunError: `settings.patience` steps in a row had a gradient that is not finite.
+        RunError: it diverged again after `settings.rollbacks` roll-backs; the last good weights are saved.
     """
     device, batch_size = state.precision.device, settings.batch
     steps = settings.images // batch_size
     stopwatch = Stopwatch()
     state.model.train()
 
-    while state.seen < settings.images:
-        before, step = state.seen, state.seen // batch_size
-        losses: list[tuple[Tensor, Tensor]] = []
+    def forward(first: int, count: int) -> Loss:
+        """Loss of the images at these positions, always the same for the same weights."""
+        started = time.perf_counter()
+        batch = stream.batch(first, count)
+        stopwatch.data_wait += time.perf_counter() - started
+        pixels = to_device(batch.pixels, device)
+        label = None if batch.label is None else to_device(batch.label, device)
+        seed_at(settings.seed, first)
+        x0 = to_model_range(augment(pixels))
+        with state.precision.autocast():
+            return loss_function(state.model, x0, label)
 
-        # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
-        for first, count in micro_batches(before, batch_size, settings.microbatch or batch_size):
-            if run.stop_requested():  # half a batch is no loss: its randomness is a function of the position
-                state.optimizer.zero_grad(set_to_none=True)
+    why = "it was stopped while in trouble"  # of a roll-back
+    try:
+        while not run.stop_requested():
+            # 0. What the last step left to do, also if an interruption lies between.
+            with stopwatch.paused():
+                heal(settings, state, run, why)
+                settle(state, run, stopwatch, batch_size)
+            if state.seen >= settings.images:
                 return
-            started = time.perf_counter()
-            batch = stream.batch(first, count)
-            stopwatch.data_wait += time.perf_counter() - started
-            pixels = to_device(batch.pixels, device)
-            label = None if batch.label is None else to_device(batch.label, device)
 
-            seed_at(settings.seed, first)
-            x0 = to_model_range(augment(pixels))
-            with state.precision.autocast():
-                per_image, u = loss_function(state.model, x0, label)
-            # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean,
-            # also when the last pass is smaller.
-            state.precision.backward(per_image.sum() / batch_size)
-            losses.append((per_image.detach(), u))
+            # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
+            step = state.seen // batch_size
+            passes = list(micro_batches(state.seen, batch_size, settings.microbatch or batch_size))
+            losses = []
+            for first, count in passes:
+                if run.stop_requested():
+                    raise Interrupted  # half a batch is no loss: its randomness is a function of the position
+                loss = forward(first, count)
+                # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean,
+                # also when the last pass is smaller.
+                state.precision.backward(loss.per_image.sum() / batch_size)
+                losses.append(Loss(*(part.detach() for part in loss)))
 
-        # 2. One update, or none.
-        lr = learning_rate(optimizer, step, steps)
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
-        norm, accepted = state.precision.step(state.optimizer, settings.clip)
+            # 2. One update, or none, and everything that counts it.
+            with run.undivided():
+                lr = learning_rate(optimizer, step, steps) * state.guard.lr_scale
+                for group in state.optimizer.param_groups:
+                    group["lr"] = lr
+                norm = state.precision.gradient_norm(state.optimizer)
+                # The loop's only wait for the device between logs.
+                size, relative = torch.stack([norm, relative_loss(losses)]).tolist()
+                accepted = math.isfinite(size) and math.isfinite(relative)
+                overflow = not accepted and math.isfinite(relative) and state.precision.may_overflow
+                state.precision.update(state.optimizer, settings.clip, norm, accepted)
+                state.optimizer.zero_grad(set_to_none=True)
+                state.advance(batch_size, accepted, losses)
+                if overflow:
+                    state.window.overflows += 1
+                elif not state.guard.judge(relative if accepted else math.nan):
+                    state.window.refused += not accepted
+                    why = f"the loss rose to {relative:.3g} of what no answer would lose, and stayed there"
+                state.last = {"gradient_norm": size, "lr": lr}
+                state.due = every.due(step + 1, last=step + 1 >= steps)
+
+            # 3. Whether it was refused, and what a person or a job manager wants to know or to have.
+            if not accepted and not overflow:
+                with stopwatch.paused():
+                    why = refuse(settings, state, run, size, forward, passes)
+            if run.save_requested() and "save" not in state.due:
+                state.due.append("save")
+            run.advance(step + 1)
+            stopwatch.images += batch_size
+    except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)
-        state.advance(batch_size, accepted, losses)
-        if not accepted:
-            run.refused(step + 1, state.seen, float(norm))
-            if state.refused_in_a_row >= settings.patience:
-                raise RunError(too_many_refused(state.refused_in_a_row, step + 1, lr))
 
-        # 3. What a person or a crash needs. The checkpoint comes last, so that it covers its own logs.
-        run.advance(step + 1)
-        stopwatch.images += batch_size
-        record = {}
-        if crossed(every.log * batch_size, before, state.seen):
-            record = state.window.close() | {"gradient_norm": float(norm), "lr": lr} | stopwatch.lap()
-        with stopwatch.paused():
-            if crossed(every.evaluate * batch_size, before, state.seen):
-                record |= run.evaluate(state)
+
+def refuse(
+    settings: Training,
+    state: TrainState,
+    run: Run,
+    norm: float,
+    forward: Callable[[int, int], Loss],
+    passes: list[tuple[int, int]],
+) -> str:
+    """Have a refused step recorded, the first of several in a row with the culprit. Returns what is wrong.
+
+    Weights that are not finite get no patience: no image will make them so again.
+    """
+    culprit = find_culprit(state, forward, passes) if state.guard.refused == 1 else None
+    run.refused(state, norm, culprit)
+    if culprit is not None and culprit.phase == "weights":
+        state.guard.strange = settings.patience
+        return f"weights were not finite ({culprit.where})"
+    return f"the gradient was not finite in {state.guard.refused} steps in a row"
+
+
+def heal(settings: Training, state: TrainState, run: Run, why: str) -> None:
+    """Go back to the last good weights once patience is at its end.
+
+    Raises:
+        RunError: that was done too often.
+    """
+    if state.guard.strange < settings.patience:
+        return
+    run.roll_back(state, why)
+    if state.guard.roll_backs > settings.rollbacks:
+        run.save(state)
+        raise RunError(gave_up(state.guard.roll_backs, state.seen // settings.batch, why, state.last.get("lr", 0.0)))
+
+
+def settle(state: TrainState, run: Run, stopwatch: Stopwatch, batch_size: int) -> None:
+    """Do what is due after the last step. What is interrupted stays due, and is begun anew after a resume."""
+    step = state.seen // batch_size
+    if "log" in state.due or "evaluate" in state.due:
+        record = run.evaluate(state) if "evaluate" in state.due else {}
+        with run.undivided():
+            if "log" in state.due:
+                record = state.window.close() | state.last | stopwatch.lap() | record
             if record:
-                run.log(step + 1, state.seen, record)
-            if crossed(every.preview * batch_size, before, state.seen):
-                run.preview(state)
-            if crossed(every.checkpoint * batch_size, before, state.seen):
-                run.save(state)
+                run.log(step, state.seen, record)
+            state.due = [name for name in state.due if name not in ("log", "evaluate")]
+            held_out = record.get("held_out_loss", math.inf)
+            if held_out < (math.inf if state.best is None else state.best):
+                state.best = state.last["held_out_loss"] = held_out
+                state.due += [] if "save" in state.due else ["keep the best"]
+    if "preview" in state.due:
+        run.preview(state)
+        state.due.remove("preview")
+    for name in {"save", "keep the best"}.intersection(state.due):
+        state.due.remove(name)  # before, so that the checkpoint does not ask for itself
+        run.save(state, for_best=name != "save")
 
 
 class Stopwatch:
@@ -153,15 +241,16 @@ def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int
         yield start, min(microbatch, first + batch - start)
 
 
-def crossed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` lies in (before, now]; never if `every` is 0."""
-    return every > 0 and now // every > before // every
+def relative_loss(losses: list[Loss]) -> Tensor:
+    """Loss of a step over the loss of answering 0, which takes out what the draw of noise levels does to it; 0-d."""
+    cost = torch.stack([loss.per_image.sum() for loss in losses]).sum()
+    return cost / torch.stack([loss.reference.sum() for loss in losses]).sum()
 
 
-def too_many_refused(count: int, step: int, lr: float) -> str:
-    """What to say when the gradient stays non-finite."""
+def gave_up(times: int, step: int, why: str, lr: float) -> str:
+    """What to say when roll-backs do not help."""
     return (
-        f"the gradient was not finite in {count} steps in a row, the last of them step {step} (lr {lr:.3g}). "
-        "No such step was taken and no such weight was saved. Lower --lr, lengthen --optimizer.warmup, "
-        "or use --precision fp32; then resume."
+        f"training diverged {times} times, the last time at step {step:,} (lr {lr:.3g}): {why}. "
+        "The last good weights are saved. Resume with a lower --lr, which starts this count anew, or with "
+        "--precision fp32, or train without the images that events.jsonl names."
     )

@@ -33,22 +33,31 @@ class Precision:
         """Add the gradient of `loss` (scalar), scaled in fp16, to the parameters' .grad."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> tuple[Tensor, bool]:
-        """Take one optimiser step, or refuse it when the gradient is not finite.
-
-        Returns the gradient's norm before clipping (0-d tensor, on the device) and whether the step was taken. Reading
-        that one bool is the loop's only wait for the device between logs.
-        """
+    def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        accepted = bool(norm.isfinite())
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor, accepted: bool) -> None:
+        """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""
         if accepted:
             if clip > 0:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
             self.scaler.step(optimizer)
         self.scaler.update()
-        return norm, accepted
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a gradient may be infinite for no other reason than the scale, which is lowered until it is not."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+
+    def machine(self) -> str:
+        """What computes, in words: where they are the same, results are the same to the bit."""
+        if self.device.type == "cuda":
+            return f"torch {torch.__version__} on {torch.cuda.get_device_name(self.device)}"
+        return f"torch {torch.__version__} on {self.device.type} with {torch.get_num_threads()} threads"
 
 
 def native_precision(device: torch.device) -> PrecisionName:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from unfog.diffusion.objective import Loss
+from unfog.training.culprit import Culprit
 from unfog.training.state import TrainState
 
-LossFunction = Callable[[nn.Module, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None) -> loss [B], noise quantile [B]."""
+LossFunction = Callable[[nn.Module, Tensor, Tensor | None], Loss]
+"""(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None) -> what it costs."""
 
 
 class Batch(Protocol):
@@ -33,13 +36,16 @@ class Stream(Protocol):
 
 
 class Run(Protocol):
-    """Who writes things down, draws and saves, when the loop says so."""
+    """Who writes things down, draws, saves and goes back, when the loop says so."""
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers."""
 
-    def refused(self, step: int, images: int, norm: float) -> None:
-        """Record that a step was refused."""
+    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+        """Record that the step just taken was refused, and why, if that was looked into."""
+
+    def roll_back(self, state: TrainState, reason: str) -> None:
+        """Return weights, average and optimiser to where all was well; `TrainState.go_back` the rest."""
 
     def advance(self, step: int) -> None:
         """Show progress; called every step, so it must be cheap and must not wait for the device."""
@@ -50,8 +56,14 @@ class Run(Protocol):
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out metrics, to be recorded."""
 
-    def save(self, state: TrainState) -> None:
-        """Save a checkpoint."""
+    def save(self, state: TrainState, for_best: bool = False) -> None:
+        """Save a checkpoint; `for_best` if only for its held-out loss, until there is a better one."""
+
+    def save_requested(self) -> bool:
+        """Whether a checkpoint is wanted out of turn."""
 
     def stop_requested(self) -> bool:
-        """Whether the run should end after the step at hand."""
+        """Whether the run should end as soon as it can; may also raise Interrupted, but for the following."""
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """A stretch in which Interrupted must not be raised, as what it changes belongs together."""

@@ -35,17 +35,27 @@ class Training:
     seed: int = 0
     """Seed of the initial weights, the order of images, noise and dropout. Short: --seed."""
     patience: int = 20
-    """Steps in a row that may be refused for a non-finite gradient before the run stops."""
+    """Steps in a row that may be refused for a non-finite gradient, or lose far more than usual, before a roll-back."""
+    rollbacks: int = 8
+    """Times that a run may go back to its last good weights, with half the learning rate, before it stops."""
+    grace: float = 30.0
+    """Seconds that a stop by a signal may wait for a full disk."""
+    compile: bool = False
+    """Compile the network with torch.compile: slow to start, faster after that on GPUs. Short: --compile."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "images", "microbatch", "clip"):
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} = {getattr(self, name)} must not be negative")
         at_least_one("patience", self.patience)
+        if not (self.rollbacks >= 0 and self.grace >= 0):
+            raise RequestError(f"rollbacks = {self.rollbacks} and grace = {self.grace} must not be negative")
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"seed = {self.seed} must be from 0 to 2^63 - 1")
-        if self.batch < 1:
-            raise RequestError(f"batch = {self.batch} trains on nothing; try 64")
+        if not 1 <= self.batch <= 1_000_000:
+            raise RequestError(f"batch = {self.batch} must be from 1 to 1000000 images; 64 is usual")
+        if max(self.steps, self.images // 1000) > 10**12:
+            raise RequestError(f"steps = {self.steps}, images = {self.images}: nobody waits for that; give less")
         if self.microbatch > self.batch:
             raise RequestError(
                 f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"
@@ -72,10 +82,10 @@ class Optimizer:
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise RequestError(f"lr = {self.lr} must be above 0, or 0 to choose it; 1e-4 to 3e-3 is usual")
-        if not (self.warmup >= 0 and self.eps >= 0 and self.weight_decay >= 0):
-            raise RequestError(
-                f"warmup = {self.warmup}, eps = {self.eps} and weight_decay = {self.weight_decay} must not be negative"
-            )
+        if not (self.warmup >= 0 and self.weight_decay >= 0):
+            raise RequestError(f"warmup = {self.warmup} and weight_decay = {self.weight_decay} must not be negative")
+        if not self.eps > 0:  # the gradient of a class that is not in a batch is exactly zero
+            raise RequestError(f"eps = {self.eps} must be above 0, as some gradients are zero; 1e-8 is usual")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"betas = {self.betas} must be from 0 up to, not including, 1; 0.9 0.999 is usual")
 
@@ -149,7 +159,7 @@ class Preview:
     """Pictures in a preview. With classes, they cycle through them."""
 
     def __post_init__(self) -> None:
-        at_least_one("preview.images", self.images)
+        at_least_one("preview.images", self.images, most=10_000)
         check_interval("preview.every", self.every)
 
 
@@ -165,8 +175,8 @@ class Evaluate:
     """Noise levels, at equal quantiles of the training distribution."""
 
     def __post_init__(self) -> None:
-        at_least_one("evaluate.images", self.images)
-        at_least_one("evaluate.levels", self.levels)
+        at_least_one("evaluate.images", self.images, most=1_000_000)
+        at_least_one("evaluate.levels", self.levels, most=1000)
         check_interval("evaluate.every", self.every)
 
 
@@ -177,7 +187,7 @@ class Checkpoint:
     every: int = 0
     """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
     keep: int = 3
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep, besides the one with the lowest held-out loss."""
     milestones: int = 0
     """Also keep those at multiples of this many steps, for good; 0: none."""
 
@@ -194,10 +204,10 @@ def check_interval(name: str, steps: int) -> None:
         raise RequestError(f"{name} = {steps} must be a number of steps, 0 to choose it, or -1 for never")
 
 
-def at_least_one(name: str, value: int) -> None:
-    """RequestError unless `value` is 1 or more."""
-    if value < 1:
-        raise RequestError(f"{name} = {value} must be at least 1")
+def at_least_one(name: str, value: int, most: int | None = None) -> None:
+    """RequestError unless `value` is 1 or more, and at most `most`."""
+    if value < 1 or (most is not None and value > most):
+        raise RequestError(f"{name} = {value} must be at least 1" + (f" and at most {most}" if most else ""))
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unfog.diffusion.objective import Loss
 from unfog.training.ema import Ema
+from unfog.training.guard import Guard
 from unfog.training.precision import Precision
 from unfog.training.settings import EmaProfile, Optimizer
 
@@ -20,7 +22,7 @@ class Window:
     def __init__(self, device: torch.device):
         self.loss = torch.zeros(BINS, device=device)
         self.count = torch.zeros(BINS, device=device)
-        self.refused = 0
+        self.refused = self.overflows = 0
 
     def add(self, per_image: Tensor, u: Tensor) -> None:
         """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order."""
@@ -30,17 +32,36 @@ class Window:
         self.count += one_hot.sum(0)
 
     def close(self) -> dict[str, Any]:
-        """Mean loss, loss by noise level (clean to noisy) and refused steps of this window; a new one begins."""
+        """Mean loss, loss by noise level (clean to noisy), steps refused and overflowed in this window; a new begins.
+
+        Losses are NaN where all steps of the window were refused.
+        """
         loss, count = self.loss.tolist(), self.count.tolist()
         record = {
-            "loss": sum(loss) / max(sum(count), 1.0),
+            "loss": sum(loss) / sum(count) if any(count) else float("nan"),
             "loss_by_level": [value / n if n else None for value, n in zip(loss, count)],
             "refused": self.refused,
+            "overflows": self.overflows,
         }
         self.loss.zero_()
         self.count.zero_()
-        self.refused = 0
+        self.refused = self.overflows = 0
         return record
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which keeps every bit of a float."""
+        return {
+            "loss": self.loss.tolist(),
+            "count": self.count.tolist(),
+            "refused": self.refused,
+            "overflows": self.overflows,
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `to_dict` gave."""
+        self.loss.copy_(torch.tensor(saved["loss"]))
+        self.count.copy_(torch.tensor(saved["count"]))
+        self.refused, self.overflows = saved["refused"], saved["overflows"]
 
 
 class TrainState:
@@ -62,49 +83,93 @@ class TrainState:
             fused=True,
         )
         self.ema = Ema(model, ema)
+        self.guard = Guard()
         self.window = Window(precision.device)
         self.seen = 0
         self.updates = 0
-        self.refused_in_a_row = 0
+        self.due: list[str] = []
+        """What the last step has still to be followed by: evaluate, log, preview, save, keep the best."""
+        self.last: dict[str, float] = {}
+        """Numbers of the last step that was logged or is due to be."""
+        self.best: float | None = None
+        """Lowest held-out loss so far."""
 
-    def advance(self, images: int, accepted: bool, losses: list[tuple[Tensor, Tensor]]) -> None:
-        """Count one step of `images` images, with its losses [B] and noise quantiles [B] by micro-batch.
+    def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
+        """Count one step of `images` images, with its losses by micro-batch.
 
         A refused step moves the position on, so that it is not tried for ever; weights, average and updates stay.
         """
         self.seen += images
-        if not accepted:
-            self.refused_in_a_row += 1
-            self.window.refused += 1
-            return
-        self.refused_in_a_row = 0
-        self.updates += 1
-        self.ema.update(self.model, self.updates)
-        for per_image, u in losses:
-            self.window.add(per_image, u)
+        if accepted:
+            self.updates += 1
+            self.ema.update(self.model, self.updates)
+            for loss in losses:
+                self.window.add(loss.per_image, loss.u)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors by file: model and ema under the network's names, optimizer under "moment/parameter"."""
+        moments = {
+            f"{key}/{name}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        return {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
+
+    def non_finite(self) -> str | None:
+        """The first tensor with a value that is not finite, as "file: name"; None if there is none."""
+        named = [
+            (f"{file}: {name}", tensor)
+            for file, tensors in self.tensors().items()
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+        ]
+        # One answer for all of them, because each one asked for makes the host wait for the device.
+        finite = torch.stack([tensor.isfinite().all() for _, tensor in named]).tolist()
+        return next((name for (name, _), good in zip(named, finite) if not good), None)
 
     def progress(self) -> dict[str, Any]:
-        """All but the weights, in what `torch.load(weights_only=True)` reads."""
+        """All but the tensors, in what JSON holds."""
         return {
             "seen": self.seen,
             "updates": self.updates,
-            "refused_in_a_row": self.refused_in_a_row,
-            "optimizer": self.optimizer.state_dict(),
+            "due": list(self.due),
+            "last": dict(self.last),
+            "best": self.best,
             "scaler": self.precision.scaler.state_dict(),
-            "window": {"loss": self.window.loss, "count": self.window.count, "refused": self.window.refused},
+            "guard": self.guard.to_dict(),
+            "window": self.window.to_dict(),
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
         """Restore what `progress` gave."""
-        self.seen = saved["seen"]
+        self.seen, self.updates = saved["seen"], saved["updates"]
+        self.due, self.last, self.best = list(saved["due"]), dict(saved["last"]), saved["best"]
+        self.guard = Guard.from_dict(saved["guard"])
+        self.window.restore(saved["window"])
+        self._load_scaler(saved)
+
+    def go_back(self, saved: dict[str, Any]) -> None:
+        """After the tensors of an earlier state were loaded: take over what belongs to them.
+
+        The position stays where it is, so that the images that led astray are not met again at once, and so do the
+        sums for the log.
+        """
         self.updates = saved["updates"]
-        self.refused_in_a_row = saved["refused_in_a_row"]
-        settings = {name: self.optimizer.param_groups[0][name] for name in ("betas", "eps", "weight_decay")}
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for group in self.optimizer.param_groups:  # the settings of today, not those that were saved
-            group.update(settings)
+        self.guard.went_back(saved["guard"])
+        self._load_scaler(saved)
+
+    def _load_scaler(self, saved: dict[str, Any]) -> None:
         if saved["scaler"]:  # empty where there was none: precision may have been fp32 then
             self.precision.scaler.load_state_dict(saved["scaler"])
-        self.window.loss.copy_(saved["window"]["loss"])
-        self.window.count.copy_(saved["window"]["count"])
-        self.window.refused = saved["window"]["refused"]
+
+    def load_moments(self, moments: dict[str, Tensor]) -> None:
+        """Restore the optimiser's part of `tensors`. ValueError if it is of another network."""
+        places = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
+        state: dict[int, dict[str, Tensor]] = {}
+        for full, value in moments.items():
+            key, _, name = full.partition("/")
+            if name not in places:
+                raise ValueError(f"{full} is of no parameter of the network")
+            state.setdefault(places[name], {})[key] = value.clone()  # it may be the file itself, mapped
+        # The settings of today, not those that were saved.
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})

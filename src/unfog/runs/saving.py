@@ -1,0 +1,139 @@
+"""Saving and going back, with everything that a person or a job manager is told about it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from unfog.config.tree import Config
+from unfog.errors import Interrupted, RunError
+from unfog.reporting.progress import say, warn
+from unfog.reporting.recorder import Recorder
+from unfog.runs.folder import RunFolder
+from unfog.runs.pulse import Pulse
+from unfog.runs.signals import StopSignals
+from unfog.training import checkpoint, snapshot
+from unfog.training.state import TrainState
+from unfog.training.writer import Writer
+
+
+class Saver:
+    """Takes snapshots, has them written while training goes on, and returns to them."""
+
+    def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Pulse, recorder: Recorder):
+        self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
+        self.writer = Writer(folder.checkpoints, config.checkpoint)
+        self.identity = identity(folder.path)
+        self.saved: tuple[int, list[str]] | None = None
+        """The step that was saved last, and what was due after it."""
+
+    def save(self, state: TrainState, for_best: bool = False) -> None:
+        """Copy the state to host memory, and have it written from there. Waits only for the one before.
+
+        Raises:
+            Interrupted, RunError: as `wait`.
+        """
+        step = state.seen // self.config.training.batch
+        if bad := state.non_finite():
+            self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
+            return
+        self.wait(leaving=self.stop())
+        if identity(self.folder.path) != self.identity:
+            raise RunError(
+                f"{self.folder.path} was moved or removed while it was trained; "
+                "go on from its newest checkpoint, where it is now, with `unfog resume`"
+            )
+        with self.stop.undivided():
+            self.writer.submit(snapshot.take(state, step, self._is_anchor(state, step), for_best))
+            self.saved = (step, list(state.due))
+            self.pulse.saved()
+
+    def _is_anchor(self, state: TrainState, step: int) -> bool:
+        """Whether a roll-back may come back to this: at a regular step, and after enough ordinary ones.
+
+        Not whenever somebody stopped or asked: a run that was interrupted must go back to where another would.
+        """
+        if step == 0:
+            return True
+        every, guard = self.config.checkpoint.every, state.guard
+        regular = every > 0 and step % every == 0
+        return regular and guard.strange == 0 and guard.ordinary >= self.config.training.patience
+
+    def roll_back(self, state: TrainState, reason: str) -> None:
+        """Return to the weights of the newest checkpoint that was taken at its regular time when all was well.
+
+        Raises:
+            RunError: there is none.
+            Interrupted: a stop was requested first.
+        """
+        self.wait()
+        step = state.seen // self.config.training.batch
+        good = checkpoint.anchor(self.folder.checkpoints, state.seen)
+        if good is None:
+            raise RunError(
+                f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"
+            )
+        with self.stop.undivided():
+            checkpoint.roll_back(good.folder, state)
+            lr = self.config.optimizer.lr * state.guard.lr_scale
+            skipped = [good.images, state.seen]
+            self.recorder.event("rolled_back", step, reason=reason, to=good.step, lr=lr, images_skipped=skipped)
+        warn(
+            f"step {step:,}: {reason}; back to the weights of step {good.step:,} with half the learning rate "
+            f"({lr:.3g}); the images since are skipped"
+        )
+
+    def wait(self, leaving: bool = False) -> None:
+        """Wait until no checkpoint is on its way, which a full disk may delay; when leaving, not for long.
+
+        Raises:
+            Interrupted: a stop was requested meanwhile.
+            RunError: it could not be written; when leaving, also if the disk stays full.
+        """
+        patience = self.config.training.grace
+        deadline = time.monotonic() + patience
+        with self.pulse.during("saving"):
+            while not self.writer.wait(0.05):
+                self.pass_on_news()
+                self.pulse.doing = "waiting for disk space" if self.writer.waiting else "saving"
+                if not self.stop():
+                    deadline = time.monotonic() + patience
+                elif not leaving:
+                    raise Interrupted
+                elif self.writer.waiting and time.monotonic() > deadline:
+                    self.writer.give_up()
+                    raise RunError(
+                        f"the disk is full, so what was learned since the newest checkpoint in "
+                        f"{self.folder.checkpoints} could not be saved; that one is whole. Make room, then "
+                        f"`unfog resume {self.folder.path}`"
+                    )
+        self.pass_on_news()
+
+    def leave(self, seconds: float) -> None:
+        """After a failure: let the checkpoint on its way arrive, unless that takes longer."""
+        self.writer.give_up()
+        with suppress(RunError):  # the failure is what is told
+            self.writer.wait(seconds)
+        self.pass_on_news()
+
+    def pass_on_news(self) -> None:
+        """Record and say what the writer has done since the last time."""
+        for kind, step, fields in self.writer.news():
+            self.recorder.event(kind, step, **fields)
+            if kind == "disk_full":
+                warn(
+                    f"the disk is full: checkpoint {step:,} needs {fields['needed'] / 1e6:,.0f} MB, and there are "
+                    f"{fields['free'] / 1e6:,.0f} MB; make room, and it will be written; nothing is lost"
+                )
+            elif kind == "disk_has_room":
+                say(f"there is room again: checkpoint {step:,} is written")
+
+
+def identity(folder: Path) -> tuple[int, int] | None:
+    """What stays the same when a folder is renamed, and differs if another takes its place; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,285 @@
+"""Why a training step was not finite: a replay of it that names the layer and the images to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unfog.diffusion.objective import Loss
+from unfog.training.state import TrainState
+
+MOST_IMAGES = 8  # that are named
+MOST_BACKWARDS = 64  # images of a pass whose gradients are taken one by one
+
+Forward = Callable[[int, int], Loss]
+"""(first position, count) -> loss of that micro-batch with its graph, as in training."""
+
+
+class Culprit(NamedTuple):
+    """Where a step first was not finite, and for which images."""
+
+    phase: str
+    """"weights", "forward", "loss", "backward", or "unknown" if a replay of the step is finite or not possible."""
+    where: str
+    """Dotted name of the parameter or buffer ("weights"), of the first layer in order of execution ("forward"; "input"
+    is what the network is given, "network" what it computes outside its layers), or of the parameter whose gradient is
+    the first not to be finite ("backward"); else empty."""
+    images: tuple[int, ...]
+    """Positions in the stream of the images that were hit, in order, at most 8; empty if all were, or if it is no
+    single image's doing."""
+    levels: tuple[float, ...]
+    """Noise quantile of each of `images`, in (0, 1), clean to noisy."""
+    every: bool
+    """Every image of the step was hit, so that the network rather than an image is to blame."""
+    more: int = 0
+    """How many further parameters and buffers, or gradients, are not finite ("weights", "backward")."""
+
+    def sentence(self, names: Sequence[str]) -> str:
+        """Say it in one line, with `names` for `images`."""
+        if self.phase == "unknown":
+            return "the cause was not found: a replay of the step does not show it"
+        if self.phase == "weights":
+            others = f", nor {'is' if self.more == 1 else 'are'} {self.more} more" if self.more else ""
+            return f"the weight {self.where} is not finite{others}"
+        shown = [f"{name} (noise level {level:.2f} of 1)" for name, level in zip(names[:3], self.levels)]
+        whom = ", ".join(shown) + (" and others" if len(self.images) > len(shown) else "")
+        if self.phase == "backward":
+            what = f"the gradient of {self.where} is not finite" + (f" for {whom}" if whom else "")
+        else:
+            what = f"the loss{f' of {whom}' if whom else ''} is not finite{_since(self.phase, self.where)}"
+        if not self.every:
+            return what
+        guilty = {"input": "the augmentation or the noise"}.get(self.where, "the network")
+        return f"{what}; every image is hit, so {guilty} rather than an image is to blame"
+
+
+def find_culprit(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> Culprit:
+    """Replay a refused step, and find what was not finite first. Changes nothing.
+
+    Takes a few times as long as the step; up to 64 backward passes more for each pass of which only gradients of
+    parameters are not finite. In fp16 the gradients are scaled as the scaler scales them now.
+
+    Args:
+        state: as the refused step left it; the network in the mode in which it was trained.
+        forward: computes the losses of one micro-batch again, with the randomness of its position and the autocast.
+        passes: (first position, count) of each micro-batch of the step.
+    """
+    try:
+        # Compiled code would not call the hooks.
+        with _buffers_kept(state.model), torch.compiler.set_stance("force_eager"):
+            return _search(state, forward, passes)
+    except RuntimeError:
+        # Out of memory, most likely, for the hooks keep a little more than training does. Not knowing why a step failed
+        # must not end a run that could go on without it.
+        return Culprit("unknown", "", (), (), False)
+
+
+class _Fault(NamedTuple):
+    """What is wrong in one pass: as in `Culprit`, with all images."""
+
+    phase: str
+    where: str
+    hit: list[bool]
+    u: list[float]
+    more: int = 0
+
+
+def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> Culprit:
+    parameters = _not_finite(state.model.named_parameters())
+    buffers = _not_finite(state.model.named_buffers())
+    if parameters:
+        return Culprit("weights", parameters[0], (), (), True, len(parameters + buffers) - 1)
+    batch = sum(count for _, count in passes)
+    faults = (_examine(state, forward, *each, batch) for each in passes)
+    culprit = Culprit("unknown", "", (), (), False)
+    for (first, _), fault in zip(passes, faults):
+        if fault is not None:
+            # In a pass of one image, all being hit says little. The passes before were well; those after are tried.
+            every = all(fault.hit) and first == passes[0][0] and all(other and all(other.hit) for other in faults)
+            blamed = [] if every else [i for i, hit in enumerate(fault.hit) if hit][:MOST_IMAGES]
+            images, levels = tuple(first + i for i in blamed), tuple(fault.u[i] for i in blamed)
+            culprit = Culprit(fault.phase, fault.where, images, levels, every, fault.more)
+            break
+    # Running statistics are not finite because an image went through them; other buffers hit every image.
+    if buffers and not culprit.images:
+        return Culprit("weights", buffers[0], (), (), True, len(buffers) - 1)
+    return culprit
+
+
+def _examine(state: TrainState, forward: Forward, first: int, count: int, batch: int) -> _Fault | None:
+    """Replay one pass of a step of `batch` images; None if its losses and gradients are finite."""
+    with ExitStack() as hooks:
+        trace = _Trace(count, state.precision.device, hooks)
+        with trace.attached(state.model):
+            per_image, u = forward(first, count)[:2]
+        levels = u.tolist()
+        layer, rows = _first(trace.outputs)
+        hit = (~per_image.isfinite()).tolist()
+        if any(hit):
+            # Where layers mix images (batch normalisation), all losses are lost but the input knows better.
+            return _Fault("forward" if layer else "loss", layer, rows if layer == "input" else hit, levels)
+        names = _bad_gradients(state, per_image, batch)
+        if not names:
+            return None
+    if trace.gradients and bool(torch.stack(trace.gradients).any()):
+        hit = torch.stack(trace.gradients).any(0).tolist()
+    else:  # only the sum over pixels is not finite, which each image adds to
+        hit = _hit_gradients(state, forward(first, count).per_image, batch)
+    return _Fault("forward", layer, hit, levels) if layer else _Fault("backward", names[0], hit, levels, len(names) - 1)
+
+
+class _Trace:
+    """Where one pass is not finite, and for which images: after each layer in order of execution, and on the way back.
+
+    Nothing is read from the device before all is done.
+    """
+
+    def __init__(self, count: int, device: torch.device, hooks: ExitStack):
+        self.count, self.device, self.hooks = count, device, hooks
+        self.outputs: list[tuple[str, Tensor]] = []
+        self.gradients: list[Tensor] = []
+        self._entered: list[Tensor] = []
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Watch every module of `model` inside the `with`, and the gradients of their outputs until `hooks` close."""
+        with ExitStack() as handles:
+            for name, module in model.named_modules():
+                name = _plain(name)
+                handles.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+                handles.enter_context(module.register_forward_hook(partial(self._leave, name)))
+            yield
+
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Looked at before the module runs, which may write into its inputs, or take some off a list.
+        self._entered.append(self._rows((args, kwargs)))
+        if not name:
+            self.outputs.append(("input", self._entered[-1]))
+
+    def _leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        name = name or "network"
+        self.outputs.append((name, self._rows(output) & ~self._entered.pop().any()))
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                hook = tensor.register_hook(self._flow)  # type: ignore[no-untyped-call]
+                self.hooks.enter_context(hook)
+
+    def _flow(self, gradient: Tensor) -> None:
+        self.gradients.append(self._rows(gradient))
+
+    @torch.no_grad()
+    def _rows(self, value: Any) -> Tensor:
+        """Images hit, bool [B]: those whose part of a tensor [B, …] is not finite; all, if a tensor is not by image."""
+        rows = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+        for tensor in _tensors(value):
+            bad = ~tensor.detach().isfinite()
+            rows |= bad.reshape(self.count, -1).any(1) if bad.dim() and len(bad) == self.count else bad.any()
+        return rows
+
+
+def _first(noted: list[tuple[str, Tensor]]) -> tuple[str, list[bool]]:
+    """Name and images of the first of `noted` that hits any; ("", []) if none does."""
+    if noted:
+        for (name, _), rows in zip(noted, torch.stack([rows for _, rows in noted]).tolist()):
+            if any(rows):
+                return name, rows
+    return "", []
+
+
+def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str]:
+    """The parameters whose gradient is not finite, in order of the backward pass.
+
+    Frees the graph of `per_image`, so that it takes no more memory than training.
+    """
+    scale = state.precision.scaler.get_scale()
+    noted: list[tuple[str, Tensor]] = []
+
+    def note(name: str, gradient: Tensor) -> None:
+        noted.append((name, _squares(gradient, scale)))
+
+    with ExitStack() as hooks:
+        for name, parameter in state.model.named_parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_hook(partial(note, name)))  # type: ignore[no-untyped-call]
+        torch.autograd.grad(per_image.sum() / batch * scale, _trained(state.model), allow_unused=True)
+    return _not_finite(noted)
+
+
+def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[bool]:
+    """Which images' own gradients are not finite; looks at the first 64.
+
+    None, if no image can be told from the others: where one has an infinite derivative, the zeros that come from the
+    losses of the others are multiplied by it, and that is NaN.
+    """
+    scale, parameters = state.precision.scaler.get_scale(), _trained(state.model)
+
+    def hits(loss: Tensor) -> bool:
+        gradients = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
+        squares = [_squares(gradient, scale) for gradient in gradients if gradient is not None]
+        return not bool(torch.stack(squares).isfinite().all())
+
+    images = per_image[:MOST_BACKWARDS] / batch
+    if hits(images.sum() * 0):
+        return [False] * len(images)
+    return [hits(loss) for loss in images]
+
+
+def _squares(gradient: Tensor, scale: float) -> Tensor:
+    """What the norm that the trainer judges by is made of; it can overflow where no single number does."""
+    return (gradient.detach() / scale).square().sum()
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the tensors that are not finite; the device is waited for once."""
+    tensors = [(_plain(name), tensor.detach().isfinite().all()[None]) for name, tensor in named]
+    flags = torch.cat([finite for _, finite in tensors]).tolist() if tensors else []
+    return [name for (name, _), finite in zip(tensors, flags) if not finite]
+
+
+def _plain(name: str) -> str:
+    """`name` without the wrapper that `torch.compile` puts around a module."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or gives: a tensor, or lists, tuples and dicts of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Give every buffer its values back at the end, and every name its buffer."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, values in kept:
+                setattr(module, name, buffer.copy_(values))
+
+
+def _since(phase: str, where: str) -> str:
+    if phase == "loss":
+        return " though the network's output is"
+    if where == "input":
+        return " because the network's input is not"
+    return " from the network's output on" if where == "network" else f" from layer {where} on"

@@ -1,0 +1,132 @@
+"""A copy of the training state in host memory, and its way to disk while training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unfog.training import checkpoint
+from unfog.training.state import TrainState
+
+
+class Snapshot(NamedTuple):
+    """Everything that a checkpoint holds, on the CPU and no longer changing."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    """By file (model, ema, optimizer), then by name."""
+    progress: dict[str, Any]
+    """`TrainState.progress`."""
+    anchor: bool
+    """Whether a roll-back may come back to it: taken at a regular interval, when all was well."""
+    for_best: bool
+    """Whether it is only for its held-out loss, and may go when there is a better one."""
+    made_on: str
+    """`Precision.machine`."""
+    seconds: float
+    """What the copy took; training stood still meanwhile."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
+
+
+def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = False) -> Snapshot:
+    """Copy a state to host memory. What is in it should be finite: see `TrainState.non_finite`."""
+    started = time.perf_counter()
+    tensors = {
+        file: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+        for file, tensors in state.tensors().items()
+    }
+    seconds = time.perf_counter() - started
+    return Snapshot(step, tensors, state.progress(), anchor, for_best, state.precision.machine(), seconds)
+
+
+def write(snapshot: Snapshot, checkpoints: Path) -> Path:
+    """Write a checkpoint: whole, read back and compared with the snapshot, or not at all (OSError).
+
+    It is made in a hidden folder, synced, verified and renamed, so a crash leaves the others as they were.
+    """
+    folder, partial = checkpoints / f"{snapshot.step:08d}", checkpoints / f".partial-{snapshot.step:08d}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for file, tensors in snapshot.tensors.items():
+            save_file(tensors, partial / f"{file}.safetensors")
+        (partial / checkpoint.STATE).write_text(json.dumps(snapshot.progress))
+        for path in partial.iterdir():
+            path.chmod((partial / checkpoint.STATE).stat().st_mode)  # safetensors lets the owner alone read its files
+            sync(path)
+        verify(snapshot, partial)
+        manifest: dict[str, Any] = {
+            "format": checkpoint.FORMAT,
+            "step": snapshot.step,
+            "images": snapshot.progress["seen"],
+            "anchor": snapshot.anchor,
+            "for_best": snapshot.for_best,
+            "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
+            "made_on": snapshot.made_on,
+            "files": {
+                path.name: {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+                for path in sorted(partial.iterdir())
+            },
+        }
+        manifest["sha256"] = checkpoint.digest(manifest)
+        (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        sync(partial / checkpoint.MANIFEST)
+        sync(partial)
+        if os.path.lexists(folder):  # the same step once more
+            checkpoint.remove(folder)
+        partial.rename(folder)
+        sync(checkpoints)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) or "os error" not in str(error).lower():
+            raise
+        # safetensors wraps what the system said in an exception of its own.
+        raise OSError(system_error(str(error)), str(error)) from error
+    return folder
+
+
+def verify(snapshot: Snapshot, folder: Path) -> None:
+    """Read the files back and compare them with what was to be written. OSError if they differ."""
+    for file, tensors in snapshot.tensors.items():
+        path = folder / f"{file}.safetensors"
+        found = load_file(path)
+        if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
+            raise OSError(f"{path.name} does not read back as it was written")
+    if (folder / checkpoint.STATE).read_text() != json.dumps(snapshot.progress):
+        raise OSError(f"{checkpoint.STATE} does not read back as it was written")
+
+
+def system_error(text: str) -> int:
+    """The errno in "No space left on device (os error 28)"; 0 if there is none."""
+    digits = text.lower().partition("os error ")[2].partition(")")[0]
+    return int(digits) if digits.isdigit() else 0
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder, where the file system can promise it.
+
+    Forgets a file's cached pages where that can be asked for, so that reading it asks the disk.
+    """
+    if path.is_file():
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    elif os.name != "nt":  # Windows keeps folders by itself, and cannot open them
+        descriptor = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some network file systems refuse
+            os.fsync(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,263 @@
+"""Checkpoints as files: what is written is what was, or is not there at all."""
+
+import errno
+import json
+import math
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from unfog.errors import RunError
+from unfog.training import checkpoint, snapshot
+from unfog.training.precision import Precision
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma
+from unfog.training.state import TrainState
+from unfog.training.writer import Writer
+
+
+def fresh(precision: str = "fp32", width: int = 4) -> TrainState:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    return TrainState(model, Optimizer(lr=1e-2), PowerEma(), Precision(precision, torch.device("cpu")))
+
+
+def step(state: TrainState) -> None:
+    torch.manual_seed(state.seen)
+    state.model(torch.randn(8, 3)).square().sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.advance(8, True, [])
+
+
+def trained(steps: int = 3) -> TrainState:
+    state = fresh()
+    for _ in range(steps):
+        step(state)
+    state.guard.judge(0.25)
+    state.guard.roll_backs = 2
+    state.window.loss += torch.rand(10)
+    state.due, state.last, state.best = ["preview"], {"lr": 0.1, "gradient_norm": math.inf}, 0.3  # after a refused step
+    return state
+
+
+def everything(state: TrainState) -> tuple:
+    tensors = {f"{file}/{name}": t.tolist() for file, part in state.tensors().items() for name, t in part.items()}
+    return tensors, state.progress()
+
+
+def write(state: TrainState, folder: Path, number: int = 3, **facts) -> Path:
+    return snapshot.write(snapshot.take(state, number, **facts), folder)
+
+
+def test_what_is_read_is_what_was_written_and_goes_on_alike(tmp_path):
+    state, other = trained(), fresh()
+    folder = write(state, tmp_path)
+    checkpoint.load(folder, other)
+    assert everything(other) == everything(state)
+    step(state), step(other)
+    assert everything(other) == everything(state)
+    saved, broken = checkpoint.newest(tmp_path)
+    assert (saved.step, saved.images, broken) == (3, 24, [])
+    assert "torch" in saved.made_on
+
+
+def test_the_norm_of_a_refused_step_may_be_nan(tmp_path):
+    state, other = trained(), fresh()
+    state.last["gradient_norm"] = math.nan
+    checkpoint.load(write(state, tmp_path), other)
+    assert math.isnan(other.last["gradient_norm"])
+
+
+def test_a_snapshot_stands_still_while_training_goes_on(tmp_path):
+    state = trained()
+    taken, before = snapshot.take(state, 3), everything(state)
+    step(state)
+    state.due.append("save")
+    state.guard.judge(0.5)
+    snapshot.write(taken, tmp_path)
+    other = fresh()
+    checkpoint.load(tmp_path / "00000003", other)
+    assert everything(other) == before
+
+
+def test_training_on_does_not_write_into_the_files_that_were_loaded(tmp_path):
+    folder, other = write(trained(), tmp_path), fresh()
+    checkpoint.load(folder, other)
+    for _ in range(3):
+        step(other)
+    saved, _ = checkpoint.newest(tmp_path)
+    assert checkpoint.damage(saved) is None
+
+
+def test_a_checkpoint_is_readable_by_whom_a_new_file_is(tmp_path):
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in write(trained(), tmp_path).iterdir()}
+    (tmp_path / "file").write_text("")
+    assert modes == {stat.S_IMODE((tmp_path / "file").stat().st_mode)}
+
+
+def lying(function, damage):
+    """A writer of files after which the disk holds something else."""
+
+    def write(tensors, path):
+        function(tensors, path)
+        damage(path)
+
+    return write
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_a_disk_that_holds_something_else_is_found_out_before_anything_is_rotated(tmp_path, monkeypatch, damage):
+    write(trained(1), tmp_path, 1)
+    monkeypatch.setattr(snapshot, "save_file", lying(snapshot.save_file, damage))
+    writer = Writer(tmp_path, Checkpoint(keep=1))
+    writer.submit(snapshot.take(trained(2), 2))
+    with pytest.raises(RunError, match=r"could not be written.*earlier ones are whole"):
+        assert writer.wait(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    assert checkpoint.newest(tmp_path)[0].step == 1
+
+
+def test_trouble_of_the_thread_is_raised_once_and_the_writer_goes_on(tmp_path):
+    place = tmp_path / "checkpoints"
+    place.write_text("a file where the folder should be")
+    writer = Writer(place, Checkpoint())
+    writer.submit(snapshot.take(trained(), 3))
+    with pytest.raises(RunError, match="Put that right"):
+        assert writer.wait(20)
+    place.unlink()
+    writer.submit(snapshot.take(trained(), 3))
+    assert writer.wait(20)
+    (news,) = writer.news()
+    assert news.kind == "checkpoint"
+    assert news.fields["write_seconds"] > 0
+    assert checkpoint.newest(place)[0].step == 3
+
+
+def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, monkeypatch):
+    full, write_really = True, snapshot.write
+
+    def write(taken, folder):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_really(taken, folder)
+
+    monkeypatch.setattr(snapshot, "write", write)
+    monkeypatch.setattr("unfog.training.writer.RETRY", 0.02)
+    writer = Writer(tmp_path, Checkpoint())
+    writer.submit(snapshot.take(trained(), 3))
+    assert not writer.wait(0.3)
+    assert writer.waiting
+    full = False
+    assert writer.wait(20)
+    assert not writer.waiting
+    assert [news.kind for news in writer.news()] == ["disk_full", "disk_has_room", "checkpoint"]
+    full = True
+    writer.submit(snapshot.take(trained(), 4))
+    assert not writer.wait(0.1)
+    writer.give_up()
+    assert writer.wait(20)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
+
+
+@pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "x (OS Error 28)"])
+def test_what_the_system_said_is_found_in_what_safetensors_says(text):
+    assert snapshot.system_error(text) == errno.ENOSPC
+    assert snapshot.system_error("nothing of the kind") == 0
+
+
+@pytest.mark.parametrize("file", ["model", "ema", "optimizer"])
+def test_a_tensor_that_is_not_finite_is_named(file):
+    state = trained()
+    assert state.non_finite() is None
+    with torch.no_grad():
+        if file == "model":
+            state.model[2].bias[1] = math.nan
+        elif file == "ema":
+            state.ema.parameters[-1][0] = math.inf
+        else:
+            next(iter(state.optimizer.state.values()))["exp_avg"][0, 0] = -math.inf
+    assert state.non_finite().startswith(f"{file}: ")
+
+
+def test_going_back_takes_the_weights_and_leaves_the_position(tmp_path):
+    state = trained()
+    good = everything(state)
+    write(state, tmp_path, anchor=True)
+    for _ in range(4):
+        step(state)
+    found = checkpoint.anchor(tmp_path, state.seen)
+    checkpoint.roll_back(found.folder, state)
+    assert everything(state)[0] == good[0]
+    assert (state.seen, state.updates) == (56, 3)
+    assert (state.guard.roll_backs, state.guard.recent) == (3, [0.25])
+
+
+def test_what_may_be_gone_back_to(tmp_path):
+    state = fresh()
+    for number in range(1, 5):
+        step(state)
+        write(state, tmp_path, number, anchor=number != 4)
+    assert checkpoint.anchor(tmp_path, state.seen).step == 3
+    assert checkpoint.anchor(tmp_path, 2 * 8).step == 2
+    flip(tmp_path / "00000003/ema.safetensors")
+    assert checkpoint.anchor(tmp_path, state.seen).step == 2
+    assert checkpoint.anchor(tmp_path, 0) is None
+
+
+def test_another_network_is_told_apart(tmp_path):
+    folder = write(trained(), tmp_path)
+    with pytest.raises(RunError, match="do not fit"):
+        checkpoint.load(folder, fresh(width=5))
+    os.replace(folder / "optimizer.safetensors", folder / "model.safetensors")
+    with pytest.raises(RunError, match="do not fit"):
+        checkpoint.load(folder, fresh())
+
+
+def test_best_only_ones_do_not_push_out_the_others(tmp_path):
+    state = fresh()
+    for number in range(1, 8):
+        step(state)
+        state.last = {"held_out_loss": 1 / number}
+        write(state, tmp_path, number, for_best=number % 3 != 0, anchor=number % 3 == 0)
+        checkpoint.rotate(tmp_path, Checkpoint(keep=2))
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
+    assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 7
+
+
+def test_manifests_of_other_makers_are_refused(tmp_path):
+    folder = write(trained(), tmp_path)
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    for change in (
+        {"format": 1},
+        {"step": 4},
+        {"files": {**manifest["files"], "../../evil": {"bytes": 1, "sha256": ""}}},
+        {"files": {}},
+    ):
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest | change))
+        assert len(checkpoint.described(tmp_path)[1]) == 1
+        if "files" in change:  # also when its digest is right
+            forged = {k: v for k, v in (manifest | change).items() if k != "sha256"}
+            (folder / checkpoint.MANIFEST).write_text(json.dumps(forged | {"sha256": checkpoint.digest(forged)}))
+            assert "it lists" in checkpoint.described(tmp_path)[1][0].reason
+    (folder / checkpoint.MANIFEST).write_bytes(b" " * (checkpoint.LARGEST_JSON + 1))
+    assert "over" in checkpoint.described(tmp_path)[1][0].reason
+
+
+def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
+    folder = write(trained(), tmp_path)
+    os.truncate(folder / "model.safetensors", 2**40)  # a sparse file: hashing it would take an hour
+    started = time.perf_counter()
+    saved, _ = checkpoint.described(tmp_path)
+    assert "bytes of" in checkpoint.damage(saved[0])
+    assert time.perf_counter() - started < 5
