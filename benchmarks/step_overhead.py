@@ -40,7 +40,9 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
 from unfog.runs.build import build_network
 from unfog.runs.folder import RunFolder
+from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
+from unfog.runs.signals import StopSignals
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
 
@@ -80,12 +82,12 @@ def bare(config: Config, device: torch.device) -> Steps:
 
 def unfog(config: Config, prepared: Prepared, device: torch.device, folder: Path) -> Steps:
     """The session that `unfog train` runs, stopped and continued between rounds."""
-    run = RunFolder(folder)
-    run.create(config)
     marks: list[float] = []
     wanted = 0
-    session = Session(run, config, prepared, device, lambda: len(marks) > wanted)
-    session.recorder = Recorder(folder, config.log, total=None)
+    stop = StopSignals()
+    session = Session(RunFolder(folder), config, prepared, device, stop, Pulse(folder, stop))
+    session.stop_requested = lambda: len(marks) > wanted  # type: ignore[method-assign]
+    session.attach(Recorder(folder, config.log, total=None))
     advance = session.recorder.advance
 
     def note(step: int) -> None:
@@ -98,7 +100,7 @@ def unfog(config: Config, prepared: Prepared, device: torch.device, folder: Path
         nonlocal wanted
         marks[:] = [time.perf_counter()]
         wanted = count
-        session._train()
+        session.train()
         return [b - a for a, b in pairwise(marks)]
 
     return steps
