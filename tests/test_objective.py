@@ -6,9 +6,9 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, LogNormal
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective, stratified
-from unfog.diffusion.target import EdmF, Eps, V
+from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Plain
 from unfog.errors import RequestError
 
@@ -50,6 +50,32 @@ def test_it_is_edms_loss() -> None:
     torch.testing.assert_close(
         Objective(diffusion)(network, x0, None, u, noise).per_image, expected, rtol=1e-3, atol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    "diffusion",
+    [
+        DDPM,
+        Diffusion(VP(), Cosine(), V(), MinSnr()),
+        Diffusion(VE(), LogNormal(), EdmF(), Edm(), 0.5, "logsnr", scale_input=True),
+        Diffusion(Flow(), LogitNormal(), FlowVelocity(), InverseSnr()),
+        Diffusion(Flow(), LogitNormal(), X0(), Plain()),
+    ],
+    ids=lambda d: f"{d.path.kind}-{d.target.kind}-{d.weighting.kind}",
+)
+def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion) -> None:
+    def nothing(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+        return torch.zeros_like(x)
+
+    n = 64
+    u = (torch.arange(n) + 0.5) / n
+    noise = torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    extreme = torch.randint(0, 2, noise.shape, generator=torch.Generator().manual_seed(2)) * 2.0 - 1
+    loss = Objective(diffusion)(nothing, extreme, None, u, noise)
+    torch.testing.assert_close(loss.per_image, loss.reference, rtol=0.1, atol=0)
+    flat = Objective(diffusion)(nothing, 0.3 * extreme, None, u, noise)
+    assert torch.equal(flat.reference, loss.reference)
+    assert (flat.per_image <= 1.1 * flat.reference).all()
 
 
 def test_stratified_u_covers_the_interval() -> None:

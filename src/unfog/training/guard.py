@@ -19,10 +19,10 @@ HOPELESS = 2.0
 class Guard:
     """Watches the relative loss of each step: its loss over the loss of answering 0 at the same noise levels.
 
-    The ratio takes out what the draw of noise levels and their weights do to a loss, and stays near 1 or below unless
-    the network is worse than none. A step is out of bounds beyond half as much again as the median of the recent ones
-    and beyond ten of their deviations (by the median absolute deviation, which outliers do not move). One such step
-    is chance; many in a row are a divergence.
+    The ratio means the same for every objective, and stays near 1 or below unless the network is worse than none. A
+    step is out of bounds beyond half as much again as the median of the recent ones and beyond ten of their deviations
+    (by the median absolute deviation, which outliers do not move). One such step is chance; many in a row are a
+    divergence.
     """
 
     recent: list[float] = field(default_factory=list)

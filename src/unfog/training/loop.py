@@ -242,7 +242,7 @@ def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int
 
 
 def relative_loss(losses: list[Loss]) -> Tensor:
-    """Loss of a step over the loss of answering 0, which takes out what the draw of noise levels does to it; 0-d."""
+    """Loss of a step over the loss of answering 0 at the same noise levels, a 0-d tensor."""
     cost = torch.stack([loss.per_image.sum() for loss in losses]).sum()
     return cost / torch.stack([loss.reference.sum() for loss in losses]).sum()
 
