@@ -3,10 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
+# As an environment variable too, because only that reaches what the package is built with.
+INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.txt
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test test-faults quick lint clean
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
@@ -15,6 +17,10 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+
+# Kills, full disks, damaged files, signals, divergence; ends with a table, also written to the file $(FAULTS_TABLE).
+test-faults: $(VENV)/.dev
+	UNFOG_FAULTS=full $(BIN)/python -m pytest -n 2 tests/faults
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not slow"
@@ -34,15 +40,15 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 		echo "installing torch $(TORCH) (a few minutes the first time)"; \
 		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null; } || $(PIP) -c constraints.txt torch; \
 	fi
-	@{ $(HAS_TORCH) && grep -v '^torch==' constraints.txt; } > $(VENV)/constraints.txt
+	@{ $(HAS_TORCH) && sed '/^torch==/,/^$$/d' constraints.txt; } > $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(PIP) -c $(VENV)/constraints.txt -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(PIP) -c $(VENV)/constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:

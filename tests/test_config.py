@@ -45,7 +45,7 @@ def test_any_text_survives_toml(text):
     assert from_toml(to_toml(config), Config()) == config
 
 
-@given(st.floats(allow_nan=False, min_value=1e-300, max_value=1e300))
+@given(st.floats(allow_nan=False, min_value=1e-300, max_value=1e30))
 def test_any_number_survives_toml(number):
     base = Config()
     config = replace(base, optimizer=replace(base.optimizer, lr=number))
@@ -58,15 +58,18 @@ def test_any_number_survives_toml(number):
         ("[optimiser]\nlr = 1", "unknown setting optimiser; did you mean 'optimizer'"),
         ("[optimizer]\nlearning_rate = 1", "unknown setting optimizer.learning_rate"),
         ("[optimizer]\nwarm_up = 1", "optimizer.warm_up; did you mean 'warmup'"),
-        ('[optimizer]\nlr = "1e-4"', "optimizer.lr = '1e-4' is not a valid float"),
-        ("[training]\nbatch = 1.5", "training.batch = 1.5 is not a valid int"),
-        ("[training]\nbatch = true", "training.batch = True is not a valid int"),
-        ('[training]\nprecision = "fp8"', "'fp16'"),
+        ('[optimizer]\nlr = "1e-4"', "optimizer.lr = '1e-4' is no number; leave the quotes away"),
+        ("[training]\nbatch = 1.5", "training.batch = 1.5 is no whole number"),
+        ("[training]\nbatch = true", "training.batch = True is no whole number"),
+        ('[training]\nprecision = "fp6"', "did you mean fp16?"),
         ("[optimizer]\nbetas = [0.9]", "must have 2 values"),
-        ("optimizer = 3", "optimizer must be a table"),
+        ("optimizer = 3", "optimizer = 3 must be a table"),
         ('[diffusion.schedule]\nkind = "cosin"', "diffusion.schedule.kind: 'cosin' is not known here; did you mean"),
         ('[diffusion.schedule]\nkind = "cosine"\nstep = 3', "diffusion.schedule.step; did you mean 'steps'"),
-        ("[diffusion.schedule]\nsteps = 3", "must be a table with a kind"),
+        (
+            "[diffusion.schedule]\nsteps = 3",
+            "must be one of cosine, flow, linear, logitnormal, lognormal, or a table",
+        ),
         ("[training", "not valid TOML"),
     ],
 )
@@ -112,7 +115,7 @@ def test_parts_by_word():
     [
         ("min-snr:gama=3", "min-snr has no setting 'gama'; did you mean 'gamma'"),
         ("min-snr:gamma", "needs a value"),
-        ("min-snr:gamma=x", "is not a valid float"),
+        ("min-snr:gamma=x", "min-snr:gamma = 'x' is no number"),
         ("minsnr", "did you mean 'min-snr'"),
         ("plain:gamma=1", "plain has no setting 'gamma'"),
     ],

@@ -55,10 +55,9 @@ def test_images_that_moved_are_looked_for_and_named(photos, tmp_path):
     unfog_command("train", photos, *FLAGS, "--out", tmp_path / "run")
     photos.rename(tmp_path / "elsewhere")
     said = unfog_command("resume", tmp_path / "run", "--steps", 6, status=2)
-    assert f"{tmp_path / 'run' / 'config.toml'} (source)" in said
-    config = tmp_path / "run/config.toml"
-    config.write_text(config.read_text().replace(str(photos), str(tmp_path / "elsewhere")))
-    unfog_command("resume", tmp_path / "run", "--steps", 6)
+    assert "--source FOLDER" in said
+    unfog_command("resume", tmp_path / "run", "--steps", 6, "--source", tmp_path / "elsewhere")
+    unfog_command("resume", tmp_path / "run", "--steps", 8)
 
 
 def test_lost_checkpoints_do_not_lose_the_log_too(photos, tmp_path):
@@ -113,9 +112,11 @@ def test_help_on_a_terminal_that_knows_only_ascii():
     ],
 )
 def test_silly_numbers_are_refused(photos, tmp_path, flag, value, said):
-    flags = [*FLAGS, "--steps", 0] if flag == "--budget" else FLAGS
+    at = FLAGS.index("--steps")
+    flags = FLAGS[:at] + FLAGS[at + 2 :] if flag == "--budget" else FLAGS
     output = unfog_command("train", photos, *flags, flag, value, "--out", tmp_path / "run", status=2)
-    assert said in " ".join(output.replace("│", " ").split())
+    assert said in output
+    assert output.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -244,6 +244,47 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     assert {unfog.load(tmp_path / name).checkpoint.step for name in ("eager", "compiled")} == {3}
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot be told which cores to use")
+def test_another_number_of_decoding_threads_changes_nothing(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name) > 24:
+            shutil.rmtree(path)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # which the child inherits
+    try:
+        finish(command("resume", folder))
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert_same(folder, whole)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 3])
+def test_resumed_in_any_epoch(tmp_path, epoch):
+    from PIL import Image
+
+    pictures, batch = 19, 8
+    for i in range(pictures):
+        folder = tmp_path / "photos"
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (i * 13, 100, 255 - i * 13)).save(folder / f"{i}.png")
+    settings = {"network": NETWORK, "precision": "fp32", "batch": batch, "microbatch": 3, "device": "cpu"}
+    settings |= {"preview": {"images": 1}, "sampler": {"steps": 2}, "checkpoint": {"every": 1, "keep": 99}}
+    whole = unfog.train(tmp_path / "photos", out=tmp_path / "whole", steps=12, **settings).path
+    shutil.copytree(whole, tmp_path / "run")
+    step = epoch * pictures // batch + 1
+    assert step * batch // pictures == epoch
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    unfog.resume(tmp_path / "run")
+    for name in checkpoint.FILES:
+        mine, theirs = (f / "checkpoints/00000012" / name for f in (tmp_path / "run", whole))
+        assert mine.read_bytes() == theirs.read_bytes(), name
+    assert without_clock(tmp_path / "run/metrics.jsonl") == without_clock(whole / "metrics.jsonl")
+
+
 def test_last_few_and_milestones_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 

@@ -42,6 +42,7 @@ def train(
         RunError: training could not go on.
         KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
     """
+    from unfog.config.places import path_text
     from unfog.config.presets import preset as recipe
     from unfog.config.toml import update
     from unfog.config.tree import nested, with_length_of, without_length
@@ -49,8 +50,8 @@ def train(
     from unfog.runs.train import start
 
     base = recipe(preset)
-    config = update(without_length(base), nested(settings) | {"source": str(source)}, "")
-    folder, done = start(with_length_of(base, config), None if out is None else Path(out))
+    config = update(without_length(base), nested(settings) | {"source": path_text(source, "source")}, "")
+    folder, done = start(with_length_of(base, config), None if out is None else Path(path_text(out, "out")))
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
@@ -67,13 +68,14 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     Raises:
         As `train`, and RequestError for a setting that cannot change.
     """
+    from unfog.config.places import path_text
     from unfog.config.toml import update
     from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.folder import RunFolder
     from unfog.runs.run import Run
     from unfog.runs.train import resume as go_on
 
-    folder = RunFolder(Path(path))
+    folder = RunFolder(Path(path_text(path, "path")))
     stored = folder.read_config()
     config = update(without_length(stored), nested(settings), "")
     _, done = go_on(folder, with_length_of(stored, config), force)
@@ -89,6 +91,7 @@ def load(path: str | PathLike[str]) -> Run:
         RequestError: `path` is not a run.
         RunError: it has no whole checkpoint.
     """
+    from unfog.config.places import path_text
     from unfog.runs.run import Run
 
-    return Run(Path(path))
+    return Run(path_text(path, "path"))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from unfog.cli.parsing import expand, parse
+from unfog.cli.parsing import Given, read_words, show_help
+from unfog.cli.places import check_run
+from unfog.config.places import check_out
 from unfog.config.presets import preset
-from unfog.config.toml import read_toml
+from unfog.config.request import check_device, check_request, check_sampler, check_source
+from unfog.config.toml import read_toml, update
 from unfog.config.tree import Config, with_length_of, without_length
 from unfog.errors import RequestError
-from unfog.runs.folder import RunFolder, free_name
+from unfog.runs.changes import check_changes
+from unfog.runs.folder import RunFolder, free_name, next_folder
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,18 @@ class Resume:
     """Go on with RUN from its newest whole checkpoint; it ends as if it had never stopped.
 
     Settings may be given to change them from here on (--steps to go on for longer, --lr, intervals); what a run cannot
-    change, such as its network or its images, is refused.
+    change, such as its network, is refused, and what would make it another run, such as its images, needs --force.
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
     settings: Annotated[Config, tyro.conf.arg(name="")]
+    source: str | None = None
+    """Where the images are now, if they were moved."""
+    force: bool = False
+    """Also change what makes it another run from here on: images, seed, weighting, EMA, background, held-out share."""
+    verify: bool = False
+    """Do not go on: train from the checkpoint before the newest one once more, and compare with that to the bit."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,11 @@ class Sample:
     strip: bool = False
     """Also strip.png: x_t and the predicted x0 of the first picture, from noise to picture."""
 
+    def __post_init__(self) -> None:
+        for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
+            if value < least:
+                raise RequestError(f"{name} = {value} must be at least {least}")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -100,28 +115,67 @@ class Report:
     """Folder of the run."""
 
 
+HELP_FLAGS = ("-h", "--help")
+KINDS: dict[str, type] = {"train": Train, "resume": Resume, "sample": Sample, "report": Report}
+
+
+def given_to(command: str, words: Sequence[str], default: Any) -> Given:
+    """What the words after `unfog COMMAND` give; with --help among them, print the help, and leave."""
+    if any(word in HELP_FLAGS for word in words):
+        show_help(KINDS[command], f"unfog {command}", default)
+    others = {f"unfog {name}": kind for name, kind in KINDS.items() if name != command}
+    return read_words(words, KINDS[command], f"unfog {command}", "SOURCE" if command == "train" else "RUN", others)
+
+
 def train(words: Sequence[str]) -> int:
     """`unfog train`."""
-    base = base_config(words)
-    default = Train(folder=tyro.MISSING, settings=without_length(base))
-    request = parse(Train, expand(words), "unfog train", default)
+    config, out = training_asked_for(words)
     from unfog.runs.train import start
 
-    config = with_length_of(base, request.settings)
-    folder, done = start(replace(config, source=request.folder), request.out)
+    folder, done = start(config, out)
     return ended(folder, done)
+
+
+def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
+    """The settings and the folder that `unfog train` is given. RequestError if they will not do."""
+    asked = [word for word in words if word not in HELP_FLAGS]
+    default = Train(folder=tyro.MISSING, settings=without_length(Config()))
+    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
+        if asked != list(words):
+            given = given_to("train", [*asked, "SOURCE"], default)
+            default = replace(default, settings=without_length(base_config(given)))
+    given = given_to("train", words, default)
+    base = base_config(given)
+    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
+    config = replace(config, source=given.positional, fingerprint="", classes=())
+    out = given.table.get("out")
+    check_request(config)
+    check_out(out or next_folder(config.source), config.source)
+    return config, out
 
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
-    # The stored settings are the defaults of the flags, so the folder has to be known first.
-    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
-    stored = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    default = Resume(run=tyro.MISSING, settings=without_length(stored))
-    request = parse(Resume, expand(words), "unfog resume", default)
+    default = Resume(run=tyro.MISSING, settings=without_length(Config()))
+    given = given_to("resume", words, default)
+    folder = check_run(Path(given.positional))
+    stored = folder.read_config()
+    config = with_length_of(stored, update(without_length(stored), given.table.get("settings", {}), ""))
+    if "source" in given.table:
+        config = replace(config, source=given.table["source"])
+        check_source(config.source)
+    check_request(config)
+    if given.table.get("verify"):
+        from unfog.reporting.progress import say
+        from unfog.runs.verify import verify
+
+        say(verify(folder))
+        return 0
+    force = given.table.get("force", False)
+    check_changes(stored, config, force)
     from unfog.runs.train import resume as go_on
 
-    folder, done = go_on(RunFolder(request.run), with_length_of(stored, request.settings))
+    folder, done = go_on(folder, config, force)
     return ended(folder, done)
 
 
@@ -137,13 +191,20 @@ def ended(folder: RunFolder, done: bool) -> int:
 
 def sample(words: Sequence[str]) -> int:
     """`unfog sample`."""
-    request = parse(Sample, words, "unfog sample", Sample(run=tyro.MISSING))
+    given = given_to("sample", words, Sample(run=tyro.MISSING))
+    request = update(Sample(run=Path(given.positional)), given.table, "")
+    stored = check_run(request.run).read_config()
+    changes = {k: v for k, v in {"kind": request.sampler, "steps": request.steps}.items() if v is not None}
+    check_sampler(update(stored.sampler, changes, "sampler"), stored.diffusion.schedule)
+    check_device(request.device)
+    if request.out is not None:
+        check_out(request.out, what="the folder of the pictures")
     from unfog.reporting.progress import Progress, result
     from unfog.runs.pictures import Strip, write_pictures
     from unfog.runs.run import Run
+    from unfog.runs.sampling import find_labels
 
-    if request.out is not None and request.out.exists() and any(request.out.iterdir()):
-        raise RequestError(f"{request.out} is not empty; give another --out, so that pictures do not mix")
+    find_labels(request.label, stored.classes)  # before the weights are read
     run = Run(request.run, request.weights, request.checkpoint, request.device)
     sampler = run.sampler(request.sampler, request.steps)
     strip = Strip(run.config.diffusion.schedule, sampler) if request.strip else None
@@ -167,22 +228,18 @@ def sample(words: Sequence[str]) -> int:
 
 def report(words: Sequence[str]) -> int:
     """`unfog report`."""
-    request = parse(Report, words, "unfog report", Report(run=tyro.MISSING))
+    given = given_to("report", words, Report(run=tyro.MISSING))
+    folder = check_run(Path(given.positional))  # and no more: the report of a run with a damaged config.toml is wanted
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
 
-    RunFolder(request.run).check_is_run()  # and no more: the report of a run with a damaged config.toml is wanted, too
-    result(str(write_report(request.run)))
+    result(str(write_report(folder.path)))
     return 0
 
 
-def base_config(words: Sequence[str]) -> Config:
+def base_config(given: Given) -> Config:
     """What the flags start from: the preset, changed by the file of --config."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--preset", default="default")
-    early.add_argument("--config", type=Path)
-    given, _ = early.parse_known_args([word for word in words if word not in ("-h", "--help")])
-    base = preset(given.preset)
-    if given.config is None:
+    base = preset(given.table.get("preset", "default"))
+    if "config" not in given.table:
         return base
-    return with_length_of(base, read_toml(given.config, without_length(base)))
+    return with_length_of(base, read_toml(given.table["config"], without_length(base)))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from unfog.errors import RequestError, UnfogError
+from unfog.errors import Interrupted, RequestError, UnfogError
 from unfog.version import __version__
 
 HELP = """\
@@ -30,6 +30,8 @@ exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a s
 try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
+LONGEST = 1000  # characters of a message
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
@@ -42,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UnfogError as error:
         if debug:
             raise
-        sys.stderr.write(f"unfog: {error}\n")
+        sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
         sys.exit(error.exit_status)
+    except Interrupted:
+        sys.exit(3)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of a help text has gone; work itself never ends here, see `progress.say`
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         if isinstance(error, OSError):
-            sys.stderr.write(f"unfog: {error}\n")
+            sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
             sys.exit(1)
         # CUDA, MPS, the CPU allocator, C++ and Python each say it in a way of their own.
         no_memory = ("out of memory", "allocate memory", "bad_alloc", "unable to allocate")
@@ -61,8 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:
             advice = "this is a defect of unfog; --debug shows where"
-        sys.stderr.write(f"unfog: {type(error).__name__}: {error}\n({advice})\n")
+        sys.stderr.write(f"unfog: {type(error).__name__}: {in_a_line(str(error))}\n({advice})\n")
         sys.exit(1)
+
+
+def in_a_line(message: str) -> str:
+    """A message without line breaks, and with what a terminal would obey (a name may hold anything) written out."""
+    message = message.replace("\n", " ")
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ... (--debug says all)"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 
 def use_what_streams_there_are() -> None:
@@ -85,7 +97,7 @@ def run(words: list[str]) -> int:
         return 0
     # Imported only now, so that the above answers at once.
     from unfog.cli import commands
-    from unfog.config.kinds import suggest
+    from unfog.config.text import shown, suggest
 
     table: dict[str, Callable[[list[str]], int]] = {
         "train": commands.train,
@@ -94,5 +106,9 @@ def run(words: list[str]) -> int:
         "report": commands.report,
     }
     if words[0] not in table:
-        raise RequestError(f"{words[0]!r} is not a command{suggest(words[0], table)} (see unfog --help)")
+        if words[0].startswith("-"):
+            raise RequestError(
+                f"{shown(words[0])} comes before the command; write unfog COMMAND first (see unfog --help)"
+            )
+        raise RequestError(f"{shown(words[0])} is not a command{suggest(words[0], table)} (see unfog --help)")
     return table[words[0]](words[1:])

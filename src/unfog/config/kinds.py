@@ -6,13 +6,13 @@ it is such a text or a table with a `kind`. Both change the fields given and lea
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from unfog.config.text import Unfit, from_words, shown, suggest
 from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS
@@ -46,17 +46,10 @@ def words_of(annotation: Any) -> dict[str, Any] | None:
     return next((words for classes, words in FAMILIES if members and members <= set(classes)), None)
 
 
-def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or the list of what there is."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(known)}"
-
-
-def named(words: Mapping[str, Any], word: str) -> Any:
+def named(words: Mapping[str, Any], word: object) -> Any:
     """The part that a word stands for. RequestError with a suggestion if none does."""
-    if word not in words:
-        raise RequestError(f"{word!r} is not known here{suggest(word, words)}")
+    if not isinstance(word, str) or word not in words:
+        raise RequestError(f"{shown(word)} is not known here{suggest(word, words)}")
     return words[word]
 
 
@@ -64,33 +57,24 @@ def parse(words: Mapping[str, Any], text: str) -> Any:
     """The part that a text such as `min-snr:gamma=3` stands for. RequestError if it stands for none."""
     kind, _, assignments = text.partition(":")
     part = named(words, kind)
-    changes = {}
+    known = [f.name for f in fields(part)] if part is not None else []
+    changes: dict[str, Any] = {}
     for assignment in filter(None, assignments.split(",")):
         name, equals, value = assignment.partition("=")
-        known = [f.name for f in fields(part)] if part is not None else []
         if name not in known:
-            raise RequestError(f"{kind} has no setting {name!r}{suggest(name, known) if known else ''}")
+            hint = suggest(name, known) if known else ", nor any other"
+            raise RequestError(f"{kind} has no setting {shown(name)}{hint}")
         if not equals:
-            raise RequestError(f"{assignment!r} in {text!r} needs a value, as in {name}=1")
-        changes[name] = _value(typing.get_type_hints(type(part))[name], value, f"{kind}:{name}")
+            raise RequestError(f"{shown(assignment)} in {shown(text)} needs a value, as in {name}=1")
+        if name in changes:
+            raise RequestError(f"{name} is given twice in {shown(text)}; give it once")
+        annotation = typing.get_type_hints(type(part))[name]
+        items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
+        try:
+            changes[name] = from_words(annotation, items)
+        except Unfit as error:
+            raise RequestError(f"{kind}:{name} = {shown(value)} is {error}") from None
     return replace(part, **changes) if changes else part
-
-
-def _value(annotation: Any, text: str, where: str) -> Any:
-    if typing.get_origin(annotation) is tuple:
-        return tuple(_value(typing.get_args(annotation)[0], item, where) for item in text.split("/"))
-    if annotation is bool:
-        choices = {"1": True, "true": True, "0": False, "false": False}
-    else:
-        choices = {str(choice): choice for choice in typing.get_args(annotation)}  # of a Literal
-    if text.lower() in choices:
-        return choices[text.lower()]
-    if choices:
-        raise RequestError(f"{where} = {text!r} is not one of {', '.join(choices)}")
-    try:
-        return annotation(text)
-    except ValueError:
-        raise RequestError(f"{where} = {text!r} is not a valid {annotation.__name__}") from None
 
 
 def spell(part: Any) -> str:

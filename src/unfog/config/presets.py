@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from unfog.config.kinds import named
+from unfog.config.text import shown, suggest
 from unfog.config.tree import Config
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -15,6 +15,7 @@ from unfog.diffusion.noise import VP, Cosine, Flow, LogitNormal
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.target import Eps, FlowVelocity
 from unfog.diffusion.weighting import Plain
+from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.training.settings import FixedEma, Optimizer, Preview
 
@@ -70,5 +71,6 @@ PRESETS: dict[str, Callable[[], Config]] = {"default": default, "ddpm": ddpm, "d
 
 def preset(name: str) -> Config:
     """The recipe of this name. RequestError with a suggestion if there is none."""
-    recipe: Callable[[], Config] = named(PRESETS, name)
-    return recipe()
+    if not isinstance(name, str) or name not in PRESETS:
+        raise RequestError(f"preset = {shown(name)} is unknown{suggest(name, PRESETS)}")
+    return PRESETS[name]()

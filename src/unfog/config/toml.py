@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unfog.config.kinds import named, parse, suggest, words_of
+from unfog.config.kinds import named, parse, words_of
+from unfog.config.text import LARGEST, Unfit, amiss, from_words, shown, suggest, without_none
 from unfog.errors import RequestError
 
 T = TypeVar("T")
+
+# Python's reader takes the square of its length over a key of many parts; ours have three.
+_DEEP_KEY = re.compile(r"(?:\.[^.,=\[\]{}\n]{1,99}){50}")
+_LARGEST_FLOAT = 1e30  # float32, which networks compute in, has little beyond it
+_LARGEST_FILE = 4_000_000  # bytes; the names of 20,000 classes, and far more than a person writes
 
 
 def to_toml(settings: Any) -> str:
@@ -46,72 +56,141 @@ def _literal(value: Any) -> str:
 def from_toml(text: str, base: T) -> T:
     """`base` with the fields that a TOML text gives. RequestError names a wrong key or value."""
     try:
+        if _DEEP_KEY.search(text):
+            raise RecursionError
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"not valid TOML: {error}") from None
+    except RecursionError:
+        raise RequestError("not valid settings: it is nested far too deep") from None
+    except ValueError as error:  # a TOMLDecodeError, or what Python says of a number of thousands of digits
+        raise RequestError(f"not valid TOML: {' '.join(str(error).split())[:200]}") from None
     return update(base, table, "")
 
 
 def read_toml(path: Path, base: T) -> T:
     """`from_toml` of a file, whose name is put before what is wrong."""
     try:
-        return from_toml(path.read_text(encoding="utf-8-sig"), base)  # some editors begin with a byte order mark
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
+        return from_toml(content.decode("utf-8-sig").replace("\r\n", "\n"), base)  # editors may begin with a BOM
     except UnicodeDecodeError:
         raise RequestError(f"{path} is not a text file in UTF-8") from None
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:  # a name that cannot be one, as it holds a NUL
+        raise RequestError(f"{shown(str(path))}: {error}") from None
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 
 
-def update(base: T, table: dict[str, Any], where: str) -> T:
+def update(base: T, table: Mapping[str, Any], where: str) -> T:
     """`base` with the changes of a nested dict; `where` is its dotted name."""
     hints = typing.get_type_hints(type(base))
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
     changes = {}
     for key, value in table.items():
-        name = f"{where}.{key}" if where else key
+        name = f"{where}.{key}" if where else str(key)
         if key not in known:
-            raise RequestError(f"unknown setting {name}{suggest(key, known)}")
+            raise RequestError(f"unknown setting {shown(name)[1:-1]}{suggest(key, known)}")
         changes[key] = _convert(hints[key], getattr(base, key), value, name)
-    return replace(base, **changes)  # type: ignore[type-var]
+    try:
+        return replace(base, **changes)  # type: ignore[type-var]
+    except RequestError as error:
+        raise RequestError(_in_full(str(error), where, known)) from None
+
+
+def _in_full(message: str, where: str, known: list[str]) -> str:
+    """What a section says of itself, under its full name."""
+    if not where or message.startswith(where):
+        return message
+    begins_with_a_name = message.partition(" = ")[0] in known
+    return f"{where}.{message}" if begins_with_a_name else f"{where}: {message}"
 
 
 def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
     words = words_of(annotation)
     if words is not None:
-        if type(value) in {type(part) for part in words.values()}:  # from Python, an instance will do
-            return value
-        if isinstance(value, str):
-            return parse(words, value)
-        if not isinstance(value, dict) or "kind" not in value:
-            raise RequestError(f"{name} must be a table with a kind, one of {', '.join(sorted(words))}")
-        try:
-            part = named(words, str(value["kind"]))
-        except RequestError as error:
-            raise RequestError(f"{name}.kind: {error}") from None
-        rest = {k: v for k, v in value.items() if k != "kind"}
-        return update(part, rest, name) if part is not None else None
+        return _part(words, value, name)
     if is_dataclass(old):
-        if not isinstance(value, dict):
-            raise RequestError(f"{name} must be a table, not {value!r}")
+        if type(value) is type(old):
+            return _checked(value, name)
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{name} = {shown(value)} must be a table of settings")
         return update(old, value, name)
-    return _plain(annotation, value, name)
+    return of_type(annotation, value, name)
 
 
-def _plain(annotation: Any, value: Any, name: str) -> Any:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is tuple and isinstance(value, list | tuple):
+def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
+    """A schedule, target, network, …: by word, as a table with a kind, or, from Python, an instance."""
+    if type(value) in {type(part) for part in words.values()}:
+        return value if value is None else _checked(value, name)
+    if isinstance(value, str):
+        try:
+            part = parse(words, value)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from None
+        return part if part is None else _checked(part, name)
+    if not isinstance(value, Mapping) or "kind" not in value:
+        known = ", ".join(sorted(words))
+        raise RequestError(f"{name} = {shown(value)} must be one of {known}, or a table with such a kind")
+    try:
+        part = named(words, value["kind"])
+    except RequestError as error:
+        raise RequestError(f"{name}.kind: {error}") from None
+    rest = {k: v for k, v in value.items() if k != "kind"}
+    if part is None and rest:
+        raise RequestError(f"{name} is {value['kind']}, which has no settings; leave {', '.join(map(str, rest))} away")
+    return update(part, rest, name) if part is not None else None
+
+
+def _checked(instance: Any, name: str) -> Any:
+    """An instance made in Python, whose fields nobody has looked at."""
+    return update(instance, {f.name: getattr(instance, f.name) for f in fields(instance)}, name)
+
+
+def of_type(annotation: Any, value: Any, name: str) -> Any:
+    """A value as the type that a setting has: a list becomes a tuple, numpy's number Python's. RequestError if not."""
+    if value is None and types.NoneType in typing.get_args(annotation):
+        return None
+    annotation = without_none(annotation)
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
-            raise RequestError(f"{name} = {value!r} must have {len(args)} values")
-        return tuple(_plain(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if origin is typing.Literal and value in args:
+            raise RequestError(f"{name} = {shown(value)} must have {len(args)} values")
+        return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if typing.get_origin(annotation) is typing.Literal:
+        for choice in args:
+            if type(value) is type(choice) and value == choice:
+                return choice
+    # numpy's numbers count as well, but become plain ones, which is what config.toml can hold.
+    elif annotation is int and type(value) is not bool and isinstance(value, Integral):
+        if abs(int(value)) > LARGEST:
+            raise RequestError(f"{name} = {shown(value)} is too large a number; give less")
+        return int(value)
+    elif annotation is float and type(value) is not bool and isinstance(value, Real):
+        return _finite(value, name)
+    elif type(value) is annotation or (annotation is Path and isinstance(value, Path)):
         return value
-    if origin in (typing.Union, types.UnionType):
-        return next(_plain(arg, value, name) for arg in args if arg is not types.NoneType)
-    if annotation is float and type(value) is int:
-        return float(value)
-    if origin is None and type(value) is annotation:
-        return value
-    wanted = " or ".join(map(repr, args)) if origin is typing.Literal else getattr(annotation, "__name__", annotation)
-    raise RequestError(f"{name} = {value!r} is not a valid {wanted}")
+    remedy = "; leave the quotes away" if annotation in (int, float) and _spells(annotation, value) else ""
+    raise RequestError(f"{name} = {shown(value)} is {amiss(annotation, value)}{remedy}")
+
+
+def _finite(value: Real, name: str) -> float:
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond all floating-point ones
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name} = {shown(value)} must be a finite number")
+    if abs(number) > _LARGEST_FLOAT:
+        raise RequestError(f"{name} = {shown(value)} is too large a number; give less")
+    return number
+
+
+def _spells(annotation: Any, value: object) -> bool:
+    """Whether a text says what should have been given without quotes."""
+    try:
+        return isinstance(value, str) and from_words(annotation, [value]) is not None
+    except Unfit:
+        return False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tyro.conf import Suppress
 
+from unfog.config.text import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
@@ -41,6 +42,7 @@ SHORT = {
     "batch": "training.batch",
     "microbatch": "training.microbatch",
     "precision": "training.precision",
+    "compile": "training.compile",
     "device": "training.device",
     "seed": "training.seed",
     "lr": "optimizer.lr",
@@ -76,11 +78,18 @@ class Config:
     fingerprint: Suppress[str] = ""
     """Digest of the images and their order, so that a resume notices other data."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_dropout <= 1:
+            raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
+
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by short name, or whole sections, as the nested table of a TOML file."""
     table: dict[str, Any] = {}
+    known = {f.name for f in fields(Config)}
     for name, value in settings.items():
+        if name not in known and name not in SHORT:
+            raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT])}")
         section, _, field = SHORT.get(name, name).partition(".")
         if field:
             if not isinstance(table.setdefault(section, {}), dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+MOST_STEPS = 100_000
 LAST = 0.999
 """The quantile at which continuous schedules are first sampled; u = 1 may be infinitely noisy."""
 
@@ -24,6 +25,7 @@ LAST = 0.999
 class _DDPM:
     """What `Linear` and `Cosine` share: a table of T levels, or its continuous limit when steps = 0."""
 
+    kind: ClassVar[str]
     steps: int
     zero_terminal: bool
 
@@ -91,11 +93,20 @@ class _DDPM:
             )
         return self.table()[[round(self.steps * (steps - i) / steps) - 1 for i in range(steps)]]
 
-    def _check(self) -> None:
-        if self.steps < 0 or self.steps == 1:
-            raise RequestError(f"steps = {self.steps}: a schedule has at least 2 steps, or 0 for continuous")
+    def _check_steps(self) -> None:
+        if self.steps != 0 and not 2 <= self.steps <= MOST_STEPS:
+            raise RequestError(f"steps = {self.steps}: a schedule has 2 to {MOST_STEPS} steps, or 0 for continuous")
         if self.zero_terminal and not self.steps:
             raise RequestError("zero_terminal rescales a table of levels: set steps, for example 1000")
+
+    def _check_table(self) -> None:
+        """RequestError unless every step adds noise, and none but a last one of zero_terminal leaves nothing else."""
+        alpha_bar = _alpha_bar(self) if self.steps else ()
+        if any(not 1 > before > after > 0 for before, after in pairwise(alpha_bar)):
+            raise RequestError(
+                f"the {self.kind} schedule of {self.steps} steps has steps that add no noise, or ends in nothing but "
+                "noise too early; keep closer to its defaults"
+            )
 
 
 @dataclass(frozen=True)
@@ -117,13 +128,14 @@ class Linear(_DDPM):
     """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check_steps()
         largest = min(1.0, self.steps / 1000) if self.steps else 1.0
-        if not 0 < self.beta_start <= self.beta_end < largest:
+        if not 1e-9 <= self.beta_start <= self.beta_end < largest:
             raise RequestError(
-                f"beta_start = {self.beta_start}, beta_end = {self.beta_end}: need 0 < start <= end < {largest} "
+                f"beta_start = {self.beta_start}, beta_end = {self.beta_end}: need 1e-9 <= start <= end < {largest} "
                 f"(1, or steps / 1000); DDPM has 0.0001 and 0.02"
             )
+        self._check_table()
 
     def betas(self) -> list[float]:
         """Evenly spaced from beta_start to beta_end, scaled by 1000 / T."""
@@ -157,12 +169,13 @@ class Cosine(_DDPM):
     """Rescale so that the last level is pure noise (Lin et al. 2023, Algorithm 1)."""
 
     def __post_init__(self) -> None:
-        self._check()
-        if not (self.offset >= 0 and 0 < self.max_beta < 1):
+        self._check_steps()
+        if not (0 <= self.offset <= 1 and 0 < self.max_beta < 1):
             raise RequestError(
-                f"offset = {self.offset}, max_beta = {self.max_beta}: need offset >= 0 and 0 < max_beta < 1; "
+                f"offset = {self.offset}, max_beta = {self.max_beta}: need offset from 0 to 1 and 0 < max_beta < 1; "
                 "the usual ones are 0.008 and 0.999"
             )
+        self._check_table()
 
     @property
     def _angle(self) -> float:
@@ -188,10 +201,15 @@ class Cosine(_DDPM):
         return sine.atan2(cosine) / self._angle - self.offset
 
 
+def _alpha_bar(schedule: _DDPM) -> list[float]:
+    """Share of the variance that is signal after each timestep, before zero_terminal."""
+    return list(accumulate((1 - beta for beta in schedule.betas()), mul))
+
+
 @cache
 def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
     """Logsnr of each timestep, in double precision; without torch, so that settings can do without it."""
-    alpha_bar = list(accumulate((1 - beta for beta in schedule.betas()), mul))
+    alpha_bar = _alpha_bar(schedule)
     if schedule.zero_terminal:
         first, last = math.sqrt(alpha_bar[0]), math.sqrt(alpha_bar[-1])
         alpha_bar = [((math.sqrt(a) - last) * first / (first - last)) ** 2 for a in alpha_bar]

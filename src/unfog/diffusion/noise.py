@@ -86,8 +86,11 @@ class _Normal:
         return ((normal / math.sqrt(2)).erf() + 1) / 2
 
     def __post_init__(self) -> None:
-        if not self.std > 0:
-            raise RequestError(f"std = {self.std}: must be above 0, for example 1")
+        # Beyond these, float32 holds neither the image nor the noise.
+        if not 0 < self.std <= 10:
+            raise RequestError(f"std = {self.std}: must be above 0 and at most 10, for example 1")
+        if not -20 <= self.mean <= 20:
+            raise RequestError(f"mean = {self.mean}: must be from -20 to 20; EDM has -1.2")
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,8 @@ class FlowUniform:
     """1 is uniform; larger images want more, about sqrt(pixels / (64 * 64))."""
 
     def __post_init__(self) -> None:
-        if not self.shift > 0:
-            raise RequestError(f"shift = {self.shift}: must be above 0; 1 leaves t uniform")
+        if not 1e-3 <= self.shift <= 1e3:
+            raise RequestError(f"shift = {self.shift}: must be from 0.001 to 1000; 1 leaves t uniform")
 
     def __call__(self, u: Tensor) -> Tensor:
         """Quantile u in (0, 1) -> logsnr = 2 ln((1 - t) / t)."""

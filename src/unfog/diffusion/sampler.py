@@ -61,8 +61,10 @@ class Sampler:
         for value, known in ((self.kind, get_args(Kind)), (self.grid, get_args(Grid))):
             if value not in known:
                 raise RequestError(f"{value!r} is unknown to the sampler; choose from {', '.join(known)}")
-        if self.steps < 1:
-            raise RequestError(f"{self.steps} sampling steps: at least one is needed; 20 is usual")
+        if not 1 <= self.steps <= 100_000:
+            raise RequestError(
+                f"steps = {self.steps} of the sampler: at least one is needed, and 100000 at most; 20 is usual"
+            )
 
     def __call__(
         self,

@@ -61,8 +61,8 @@ class MinSnr:
     """SNR above which cleaner levels count no more; the paper's 5 is good for all targets."""
 
     def __post_init__(self) -> None:
-        if not self.gamma > 0:
-            raise RequestError(f"gamma = {self.gamma}: must be above 0; the paper has 5")
+        if not 0 < self.gamma <= 1e9:
+            raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; the paper has 5")
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
         """Weight on the squared x0 error: min(SNR, gamma)."""

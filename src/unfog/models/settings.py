@@ -44,14 +44,13 @@ class UNet:
     """1 pads a downsampling convolution on all sides; 0 only right and below, as the original DDPM does."""
 
     def __post_init__(self) -> None:
-        """Refuse values that contradict each other."""
+        """Refuse values that contradict each other, or that no network has."""
+        self._check_ranges()
         if min(self.channels, default=0) < 4 or self.blocks < 1:
             raise RequestError(
                 f"channels = {list(self.channels)} and blocks = {self.blocks} make no network; "
                 "give at least one level of 4 channels, and one block"
             )
-        if not 0 <= self.dropout < 1:
-            raise RequestError(f"dropout = {self.dropout} is no probability below 1; try 0.1")
         if len(self.attention) != len(self.channels):
             raise RequestError(
                 f"attention has {len(self.attention)} entries for {len(self.channels)} levels of channels; "
@@ -69,6 +68,25 @@ class UNet:
                     f"channels = {channels} with attention is not a multiple of head_channels = "
                     f"{self.head_channels}; try {_common_divisor(self.attending(), 32)}, or 0 for one head"
                 )
+
+    def _check_ranges(self) -> None:
+        if len(self.channels) > 12 or max(self.channels, default=0) > 16384 or self.blocks > 100:
+            raise RequestError(
+                f"channels = {list(self.channels)[:16]} and blocks = {self.blocks} are beyond any network; "
+                "there are at most 12 levels, 16384 channels and 100 blocks"
+            )
+        if not 0 <= self.dropout < 1:
+            raise RequestError(f"dropout = {self.dropout} is no probability below 1; try 0.1")
+        if not 0 < self.norm_eps <= 1:
+            raise RequestError(f"norm_eps = {self.norm_eps} must be above 0 and at most 1; 1e-5 is usual")
+        if not 1e-6 <= self.time_scale <= 1e6:
+            raise RequestError(
+                f"time_scale = {self.time_scale} must be from 1e-6 to 1e6; 1 leaves timesteps as they are"
+            )
+        if self.freq_shift not in (0, 1):
+            raise RequestError(f"freq_shift = {self.freq_shift} must be 0, or 1 as in the original DDPM")
+        if self.head_channels < 0:
+            raise RequestError(f"head_channels = {self.head_channels} must not be negative; 0 is one head, 32 is usual")
 
     def attending(self) -> tuple[int, ...]:
         """Channels of the places that have attention: the levels', then the middle's."""

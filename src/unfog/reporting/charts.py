@@ -15,6 +15,7 @@ Floats = npt.NDArray[np.float64]
 Series = Mapping[str, tuple[Sequence[float] | Floats, Sequence[float] | Floats]]
 
 POINTS = 1000  # a line is thinned to about so many
+_TINY = 1e-100  # what is smaller is zero, and what is larger than its inverse is a gap: axes have to be computed
 _DOTTED = 24  # a line of so few points shows them
 _WIDTH, _HEIGHT = 520, 290  # on a phone the text is still readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46
@@ -87,8 +88,9 @@ def line_chart(
 def _points(x: Sequence[float] | Floats, y: Sequence[float] | Floats, log: bool) -> Floats:
     """[2, n]: x and y, a gap wherever a value cannot be shown, thinned."""
     points = np.array([np.asarray(x, np.float64), np.asarray(y, np.float64)])
-    points = points[:, np.isfinite(points[0])]
-    visible = np.isfinite(points[1]) & ((points[1] > 0) | (not log))
+    points[np.abs(points) < _TINY] = 0.0
+    points = points[:, np.abs(points[0]) < 1 / _TINY]
+    visible = (np.abs(points[1]) < 1 / _TINY) & ((points[1] > 0) | (not log))
     points[1, ~visible] = np.nan
     return _thinned(points)
 

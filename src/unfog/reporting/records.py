@@ -102,7 +102,11 @@ class Events(JsonLines):
 
 def read_metrics(path: Path) -> list[Row]:
     """The whole lines of a metrics.jsonl in order, null as nan; [] where there is no file."""
-    return [_nan_for_null(row) for row in _read(path)]
+    rows = []
+    for row in _read(path):
+        with suppress(RecursionError):  # lists in lists in lists
+            rows.append(_nan_for_null(row))
+    return rows
 
 
 def read_events(path: Path) -> list[Row]:
@@ -124,7 +128,7 @@ def _read(path: Path) -> Iterator[Row]:
 def _parse(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:  # also what undecodable bytes raise
+    except (ValueError, RecursionError):  # the first is also what undecodable bytes raise
         return None
     return row if isinstance(row, dict) else None
 

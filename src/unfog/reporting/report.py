@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import tomllib
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,12 +15,13 @@ from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
+from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.reporting.figures import data_uri
 from unfog.reporting.progress import amount, duration
 from unfog.reporting.records import Row, read_events, read_metrics, write_atomic
-from unfog.reporting.report_charts import charts, column, smooth
+from unfog.reporting.report_charts import LARGEST, charts, column, number, smooth
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
@@ -25,6 +29,7 @@ _EVENTS = 300  # latest events shown, at most
 _ENDINGS = ("finished", "failed", "stopped")
 _TROUBLES = ("warning", "step_refused", "sink_failed", "failed")
 _SHOWN_TROUBLES = 20
+_DEEPEST = 8  # lists in lists that are written out
 _T = TypeVar("_T")
 
 
@@ -75,7 +80,7 @@ def read_run(run_dir: Path) -> RunRecord:
         samples=_numbered(run_dir / "samples", "*.png"),
         denoising=_numbered(run_dir / "denoising", "*.png"),
         checkpoints=[
-            (step, sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+            (step, _size(path))
             for step, path in _numbered(run_dir / "checkpoints", "*")
             if (path / "manifest.json").exists()
         ],
@@ -133,9 +138,8 @@ def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
     facts = []
     if run.metrics:
         last = run.metrics[-1]
-        step, images = last.get("step", 0), last.get("images", 0)
-        facts.append(("images seen", f"{images:,}", f"{step:,} steps"))
-        facts.append(("time", duration(last.get("seconds", 0.0)), ""))
+        facts.append(("images seen", _text(last.get("images", 0)), f"{_text(last.get('step', 0))} steps"))
+        facts.append(("time", duration(number(last.get("seconds", 0.0))), ""))
     _, rates = column(run.metrics, "images_per_second")
     if len(rates):
         facts.append(("images a second", amount(float(np.median(rates))), "median"))
@@ -162,12 +166,11 @@ def _settings(path: Path) -> dict[str, dict[str, str]]:
     if not path.exists():
         return {}
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        sections: dict[str, dict[str, str]] = {}
+        _flatten(tomllib.loads(path.read_text(encoding="utf-8-sig")), "", sections)
+        return sections
+    except (OSError, ValueError, RecursionError) as error:
         return {"": {"config.toml": f"cannot be read: {error}"}}
-    sections: dict[str, dict[str, str]] = {}
-    _flatten(tree, "", sections)
-    return sections
 
 
 def _flatten(tree: Mapping[str, Any], section: str, sections: dict[str, dict[str, str]]) -> None:
@@ -198,23 +201,34 @@ def _of_kind(run: RunRecord, *kinds: str) -> list[Row]:
     return [event for event in run.events if event.get("kind") in kinds]
 
 
-def _text(value: object) -> str:
+def _text(value: object, depth: int = 0) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int):
-        return f"{value:,}"
+        return f"{value:,}" if abs(value) < LARGEST else "a number of over a hundred digits"
+    if depth > _DEEPEST:
+        return "..."
     if isinstance(value, list):
-        return ", ".join(map(_text, value))
+        return ", ".join(_text(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {_text(item, depth + 1)}" for key, item in value.items())
     return str(value)
 
 
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """The files or folders named by a step, in order of steps."""
     return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder, which a run that goes on may remove meanwhile."""
+    size = 0
+    for file in folder.glob("*"):
+        with suppress(OSError):
+            size += file.lstat().st_size
+    return size
 
 
 def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
@@ -228,7 +242,11 @@ def _pictures(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, 
     """The pictures that can be read: step, data URI, pixels across, and across how many they are shown."""
     pictures: list[dict[str, object]] = []
     for step, path in files:
-        if (picture := data_uri(path, widest)) is not None:
+        picture = None
+        # Beyond what data_uri knows: a file that claims to be enormous, or one that Pillow's readers stumble over.
+        with suppress(ValueError, IndexError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError):
+            picture = data_uri(path, widest)
+        if picture is not None:
             uri, width = picture
             # A small one is enlarged by an integer, so that its pixels stay square.
             pictures.append({"step": f"{step:,}", "uri": uri, "width": width, "shown": width * max(1, 480 // width)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from markupsafe import Markup
 from unfog.reporting.charts import Floats, Series, line_chart
 from unfog.reporting.records import Row
 
+LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 _SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
 
@@ -51,10 +53,17 @@ def charts(metrics: Sequence[Row]) -> list[Chart]:
 
 def column(metrics: Sequence[Row], name: str) -> tuple[Floats, Floats]:
     """(steps, values) of the lines that hold a finite number of this name."""
-    rows = [(row.get("step", 0), row[name]) for row in metrics if isinstance(row.get(name), int | float)]
+    rows = [(number(row.get("step", 0)), number(row.get(name))) for row in metrics]
     points = np.array(rows, np.float64).reshape(-1, 2)
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
+
+
+def number(value: object) -> float:
+    """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        return math.nan
+    return float(value)
 
 
 def smooth(values: Floats) -> Floats:
@@ -82,8 +91,9 @@ def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: 
     """The latest lists of these names over the middles of their bins."""
     series = {}
     for label, name in names.items():
-        latest: list[float] = next((row[name] for row in reversed(metrics) if isinstance(row.get(name), list)), [])
-        series[label] = ((np.arange(len(latest)) + 0.5) / max(1, len(latest)), np.array(latest, np.float64))
+        latest: list[object] = next((row[name] for row in reversed(metrics) if isinstance(row.get(name), list)), [])
+        values = np.array([number(value) for value in latest], np.float64)
+        series[label] = ((np.arange(len(values)) + 0.5) / max(1, len(values)), values)
     return Chart(title, _drawn(series, _LEVELS, y_label), caption)
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.request import check_device, seconds, unwise
-from unfog.config.request import check_request as check_request
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet
 from unfog.errors import RequestError

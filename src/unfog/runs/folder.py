@@ -59,19 +59,21 @@ class RunFolder:
         Raises:
             RequestError: it cannot be made, or something is in it.
         """
-        self.check_free()
+        made: list[Path] = []
         try:
+            self.check_free()
+            made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             str(self.path.resolve()).encode()
-        except (OSError, UnicodeEncodeError) as error:
+        except (OSError, ValueError) as error:
+            remove_empty(made)
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
         try:
             yield
         finally:
-            with suppress(OSError):
-                self.path.rmdir()  # which only takes an empty one
+            remove_empty([self.path, *made])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -122,6 +124,14 @@ class RunFolder:
         """RequestError if this is no run."""
         if not self.config_file.is_file():
             raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove these, innermost first, as far as they are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            if folder.exists():
+                folder.rmdir()
 
 
 def next_folder(source: str) -> Path:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from operator import index
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
+from unfog.config.places import path_text
+from unfog.config.toml import of_type, update
 from unfog.config.tree import Config
 from unfog.diffusion.sampler import Observe, Sampler
 from unfog.errors import RequestError
@@ -42,12 +42,12 @@ class Run:
         step: int | None = None,
         device: str = "auto",
     ):
-        self.folder = RunFolder(Path(path))
+        self.folder = RunFolder(Path(path_text(path, "path")))
         self.config: Config = self.folder.read_config()
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
         self.device = choose_device(device)
-        self.checkpoint = checkpoint.find(self.folder.checkpoints, step)
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, of_type(int | None, step, "step"))
         network = build_network(self.config)
         # At once, because a run that goes on may remove this checkpoint later.
         checkpoint.load_weights(self.checkpoint.folder, "ema" if weights == "ema" else "model", network)
@@ -66,7 +66,7 @@ class Run:
     def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
         """The run's own sampler, with another kind or number of steps where given."""
         changes = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
-        return replace(self.config.sampler, **changes)  # type: ignore[arg-type]
+        return update(self.config.sampler, changes, "sampler")
 
     def sample(
         self,
@@ -95,8 +95,9 @@ class Run:
             progress: called with the number of pictures done.
             observe: called before each sampling step of the first batch.
         """
-        words = [label] if isinstance(label, str | int) else list(label)
+        words = list(label) if isinstance(label, list | tuple) else [label]
         labels = find_labels([str(word) for word in words], self.classes)
-        strength = usual_guidance(self.config) if guidance is None else guidance
-        drawing = Drawing(index(n), self.sampler(sampler, steps), labels, index(seed), strength, index(batch))
+        strength = usual_guidance(self.config) if guidance is None else of_type(float, guidance, "guidance")
+        n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
+        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, strength, batch)
         return draw(self.network, self.config, drawing, progress, observe)

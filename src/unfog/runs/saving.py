@@ -27,6 +27,8 @@ class Saver:
         self.identity = identity(folder.path)
         self.saved: tuple[int, list[str]] | None = None
         """The step that was saved last, and what was due after it."""
+        self.held_up = 0.0
+        """Seconds that training stood still for checkpoints."""
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Copy the state to host memory, and have it written from there. Waits only for the one before.
@@ -34,7 +36,7 @@ class Saver:
         Raises:
             Interrupted, RunError: as `wait`.
         """
-        step = state.seen // self.config.training.batch
+        started, step = time.perf_counter(), state.seen // self.config.training.batch
         if bad := state.non_finite():
             self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
             return
@@ -48,6 +50,7 @@ class Saver:
             self.writer.submit(snapshot.take(state, step, self._is_anchor(state, step), for_best))
             self.saved = (step, list(state.due))
             self.pulse.saved()
+        self.held_up += time.perf_counter() - started
 
     def _is_anchor(self, state: TrainState, step: int) -> bool:
         """Whether a roll-back may come back to this: at a regular step, and after enough ordinary ones.

@@ -103,7 +103,10 @@ class Session:
                 self.pulse.end(f"failed: {error}")
                 raise
             self.pulse.end("finished" if done else "stopped")
-        say(f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}")
+        say(
+            f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}, "
+            f"of which checkpoints took {self.saver.held_up:.1f} s"
+        )
         try:
             write_report(self.folder.path)
         except OSError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from unfog.config.places import check_out
+from unfog.config.request import check_request
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
@@ -12,8 +14,9 @@ from unfog.data.sources import SPLITS, FolderSource, open_source
 from unfog.errors import RequestError, RunError
 from unfog.reporting.progress import Progress, say, warn
 from unfog.reporting.records import read_metrics
+from unfog.reporting.report_charts import number
 from unfog.runs.changes import check_changes
-from unfog.runs.choices import Settling, check_request, choose_device
+from unfog.runs.choices import Settling, choose_device
 from unfog.runs.data_record import write_data_record
 from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder, next_folder, printable
@@ -32,6 +35,7 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     """
     check_request(config)
     folder = RunFolder(out or next_folder(config.source))
+    check_out(folder.path, config.source)
     device = choose_device(config.training.device)
     with StopSignals() as stop, folder.reserved(), folder.locked():
         prepared, config = load_images(config, stop)
@@ -77,7 +81,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = checkpoint.newest(folder.checkpoints)
-        if saved is None and any(row["step"] > 0 for row in read_metrics(folder.metrics)):
+        if saved is None and any(number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
             raise RunError(
                 f"{folder.metrics} tells of steps, but there is nothing in {folder.checkpoints} to go on from; "
                 "bring the checkpoints back, or train anew with another --out"

@@ -14,6 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.reporting.progress import Progress
 from unfog.reporting.records import read_events
+from unfog.reporting.report_charts import number
 from unfog.runs.build import build_state
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
@@ -129,10 +130,10 @@ def two_newest(folder: RunFolder) -> tuple[checkpoint.Saved, checkpoint.Saved]:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
     first, last = whole[-2:]
     events = read_events(folder.path / "events.jsonl")
-    between = [e for e in events if e["kind"] == "changed" and first.step <= e["step"] < last.step]
+    between = [e for e in events if e.get("kind") == "changed" and first.step <= number(e.get("step")) < last.step]
     if between:
         raise RequestError(
-            f"{between[0].get('setting')} was changed at step {between[0]['step']:,}, so that steps {first.step:,} to "
+            f"{between[0].get('setting')} was changed at step {between[0]['step']:,}, so steps {first.step:,} to "
             f"{last.step:,} cannot be repeated; go on training until there are two newer checkpoints"
         )
     return first, last

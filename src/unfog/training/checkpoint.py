@@ -108,7 +108,7 @@ def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
             continue  # somebody's notes, say
         try:
             found.append(read_manifest(folder))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
             broken.append(Broken(folder, f"{MANIFEST}: {error}"))
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
@@ -145,6 +145,8 @@ def digest(manifest: dict[str, Any]) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A small JSON object from a file. ValueError if it is not, OSError if it cannot be read."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
+        raise ValueError("not a plain file")
     with path.open("rb") as file:
         data = file.read(LARGEST_JSON + 1)
     if len(data) > LARGEST_JSON:

@@ -1,0 +1,102 @@
+"""What can be said of a request before any work is done, and without torch, so that it is said at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from unfog.config.places import why
+from unfog.config.text import shown
+from unfog.config.tree import LENGTH, Config
+from unfog.data.decode import colour
+from unfog.data.sources import open_source
+from unfog.diffusion.noise import Schedule
+from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
+from unfog.reporting.sinks import require
+
+_TEN_YEARS = 10 * 365 * 86400
+
+
+def check_request(config: Config) -> None:
+    """Whatever can be known to be wrong before the images are read.
+
+    Raises:
+        RequestError: more than one length; a size that the network cannot have; a device, colour, tracker or budget
+            that is none; more sampling steps than the schedule has levels; for a new run, a source that is not there.
+    """
+    training = config.training
+    given = {k: v for k in LENGTH if (v := getattr(training, k))}
+    if len(given) > 1:
+        raise RequestError(f"the length is given {len(given)} times ({given}); give one of --steps, --images, --budget")
+    if training.budget:
+        seconds(training.budget)
+    check_device(training.device)
+    colour(config.data.background)
+    check_sampler(config.sampler, config.diffusion.schedule)
+    require(config.log.sinks)
+    if config.network is not None and config.data.size:
+        config.network.check(config.data.size)
+    if not config.fingerprint:
+        check_source(config.source)
+
+
+def unwise(config: Config) -> list[str]:
+    """A line on each combination that works but is hardly meant, of settings whose length is settled."""
+    training, lines = config.training, []
+    steps = max(1, -(-training.images // training.batch))
+    if config.optimizer.warmup >= steps:
+        lines.append(
+            f"optimizer.warmup = {config.optimizer.warmup:,} is no shorter than the run of {steps:,} steps, so the "
+            "learning rate never reaches its peak"
+        )
+    if config.guidance != 1 and config.label_dropout == 0:
+        lines.append(f"guidance = {config.guidance:g} has no effect without label_dropout, such as 0.1")
+    if config.label_dropout == 1:
+        lines.append("label_dropout = 1 hides every label, so classes are not learned")
+    return lines
+
+
+def check_device(name: str) -> None:
+    """RequestError unless a device could be called so, and be there as far as can be told without asking torch."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
+        raise RequestError(f"device = {shown(name)} is not one of auto, cpu, cuda, cuda:1, mps")
+    torch = version("torch")
+    if (name.startswith("cuda") and torch.endswith("+cpu")) or (name == "mps" and sys.platform != "darwin"):
+        raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
+
+
+def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
+    """RequestError if a schedule of T levels is asked for more than T of them."""
+    if sampler.grid == "schedule" and 0 < schedule.steps < sampler.steps:
+        raise RequestError(
+            f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
+            f"schedule; use at most {schedule.steps}, or sampler.grid = karras"
+        )
+
+
+def check_source(source: str) -> None:
+    """RequestError if there is no such source, or nothing in it. A folder is not searched: that may take a while."""
+    if source == "fashion":
+        return
+    try:
+        folder = Path(source).expanduser()
+        if not source or not folder.is_dir() or not any(folder.iterdir()):
+            open_source(source)  # which says what is wrong
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"{shown(source)} cannot be read: {why(error)}; give a folder of images, or fashion"
+        ) from None
+
+
+def seconds(text: str) -> float:
+    """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise RequestError(f"budget = {shown(text)} is no time span; write 90s, 10m, 2h or 1d")
+    span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if span > _TEN_YEARS:
+        raise RequestError(f"budget = {shown(text)} is over ten years; give less")
+    return span
