@@ -102,6 +102,11 @@ def test_weights_are_ema_unless_raw(run):
     assert early.checkpoint.step == 55
     with pytest.raises(RequestError, match="no checkpoint of step 7"):
         unfog.runs.run.Run(run.path, step=7)
+    measured = {
+        row["step"]: row["held_out_loss"] for row in read_metrics(run.path / "metrics.jsonl") if "held_out_loss" in row
+    }
+    best = unfog.runs.run.Run(run.path, best=True)
+    assert best.checkpoint.step == min(measured, key=measured.__getitem__)
 
 
 def test_labels_by_name_and_number_choose_the_class(run):
@@ -191,7 +196,7 @@ def test_a_run_is_never_overwritten(run, tmp_path):
     said = unfog_command("train", "fashion", "--steps", 1, "--out", run.path, status=2).stderr
     assert f"unfog resume {run.path}" in said
     (tmp_path / "mine.txt").write_text("mine")
-    assert "not an empty folder" in unfog_command("train", "fashion", "--out", tmp_path, status=2).stderr
+    assert "it is not empty" in unfog_command("train", "fashion", "--out", tmp_path, status=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class Sample:
     """The average of the weights, or the last ones as they are."""
     checkpoint: int | None = None
     """Step of the checkpoint. Left open: the newest whole one."""
+    best: bool = False
+    """The checkpoint with the lowest held-out loss instead, of those that were kept."""
     batch: int = 64
     """Pictures drawn at once; lower it when memory is short."""
     device: str = "auto"
@@ -102,6 +104,8 @@ class Sample:
     """Also strip.png: x_t and the predicted x0 of the first picture, from noise to picture."""
 
     def __post_init__(self) -> None:
+        if self.best and self.checkpoint is not None:
+            raise RequestError(f"--best and --checkpoint {self.checkpoint} both name a checkpoint; give one of them")
         for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
             if value < least:
                 raise RequestError(f"{name} = {value} must be at least {least}")
@@ -205,7 +209,7 @@ def sample(words: Sequence[str]) -> int:
     from unfog.runs.sampling import find_labels
 
     find_labels(request.label, stored.classes)  # before the weights are read
-    run = Run(request.run, request.weights, request.checkpoint, request.device)
+    run = Run(request.run, request.weights, request.checkpoint, request.device, request.best)
     sampler = run.sampler(request.sampler, request.steps)
     strip = Strip(run.config.diffusion.schedule, sampler) if request.strip else None
     with Progress("drawing", request.n) as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from os import PathLike
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def _in_the_way(out: Path, source: str) -> str:
     if source and whole == Path(source).expanduser().resolve():
         return "the images are there, and a run has a folder of its own"
     if above == whole and (out / "config.toml").exists():
-        return "it is a run already (unfog resume goes on with it)"
+        return f"it is a run already; go on with `unfog resume {shlex.quote(str(out))}` instead"
     if above == whole and any(out.iterdir()):
         return "it is not empty"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"

@@ -29,6 +29,7 @@ class Run:
         weights: "ema", the average that pictures are best drawn from, or "raw", the weights as trained.
         step: which checkpoint; None is the newest whole one.
         device: auto, cpu, cuda, cuda:1 or mps.
+        best: the checkpoint with the lowest held-out loss, of those that were kept, rather than that of a step.
 
     Raises:
         RequestError: `path` is not a run, or has no such checkpoint.
@@ -41,13 +42,15 @@ class Run:
         weights: Literal["ema", "raw"] = "ema",
         step: int | None = None,
         device: str = "auto",
+        best: bool = False,
     ):
         self.folder = RunFolder(Path(path_text(path, "path")))
         self.config: Config = self.folder.read_config()
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
         self.device = choose_device(device)
-        self.checkpoint = checkpoint.find(self.folder.checkpoints, of_type(int | None, step, "step"))
+        step = of_type(int | None, step, "step")
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, "best" if best else step)
         network = build_network(self.config)
         # At once, because a run that goes on may remove this checkpoint later.
         checkpoint.load_weights(self.checkpoint.folder, "ema" if weights == "ema" else "model", network)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -192,23 +192,24 @@ def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
     return None, []
 
 
-def find(checkpoints: Path, step: int | None) -> Saved:
-    """The whole checkpoint of a step; the newest for None.
+def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:
+    """The whole checkpoint of a step; the one with the lowest held-out loss for "best", the newest for None.
 
     Raises:
-        RequestError: there is none of that step.
+        RequestError: there is no such checkpoint.
         RunError: it is broken, or nothing has been saved.
     """
-    if step is None:
+    if which is None:
         saved, _ = newest(checkpoints)
         if saved is None:
             raise RunError(f"nothing has been saved in {checkpoints} yet; go on with unfog resume")
         return saved
     found, _ = described(checkpoints)
-    wanted = next((saved for saved in found if saved.step == step), None)
+    wanted = best_of(found) if which == "best" else next((saved for saved in found if saved.step == which), None)
     if wanted is None:
         steps = ", ".join(str(saved.step) for saved in found) or "none"
-        raise RequestError(f"there is no checkpoint of step {step}; there is {steps}")
+        what = "with a held-out loss" if which == "best" else f"of step {which}"
+        raise RequestError(f"there is no checkpoint {what}; there is {steps}")
     if wrong := damage(wanted):
         raise RunError(str(Broken(wanted.folder, wrong)))
     return wanted
