@@ -298,13 +298,15 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    for step, changes in {12: {"held_out_loss": 0.0}, 30: {"anchor": False}, 36: {"anchor": False}}.items():
+    changed = {12: {"held_out_loss": 0.0}} | {step: {"anchor": step in (0, 24)} for step in (0, 6, 18, 24, 30, 36)}
+    for step, changes in changed.items():
         file = tmp_path / f"checkpoints/{step:08d}/manifest.json"
         manifest = json.loads(file.read_text()) | changes
         del manifest["sha256"]
         file.write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
     checkpoint.rotate(tmp_path / "checkpoints", Checkpoint(keep=1))
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["00000012", "00000024", "00000036"]
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["00000000", "00000012", "00000024", "00000036"]
 
 
 CRASH = """

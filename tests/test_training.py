@@ -48,7 +48,7 @@ class Diary:
     def roll_back(self, state, reason):
         self.roll_backs.append(reason)
         state.model.load_state_dict(self.good)
-        state.go_back({"updates": 0, "guard": Guard().to_dict(), "scaler": {}})
+        state.go_back({"seen": 0, "updates": 0, "guard": Guard().to_dict(), "scaler": {}})
 
     def advance(self, step):
         self.step = step

@@ -21,7 +21,7 @@ def forecast(checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int)
     tensors = [*state.model.parameters(), *state.model.buffers()]
     one = 4 * sum(t.numel() * t.element_size() for t in tensors)  # weights, their average, two moments
     milestones = steps // keep.milestones if keep.milestones else 0
-    most = keep.keep + milestones + 3  # the best, the one to roll back to, and one that is being written
+    most = keep.keep + milestones + 4  # the best, two to roll back to, and one that is being written
     free = free_bytes(checkpoints)
     if free < 2 * one + MARGIN:
         raise RequestError(

@@ -31,13 +31,14 @@ class Pulse:
     """Keeps `folder`'s heartbeat going inside the `with`, every `interval` seconds; nothing that it meets stops a run.
 
     `step`, `steps` and `doing` ("training", "saving", …) are for the session to set; a change of `doing` is told within
-    a second. `save_requested`: somebody asks for a checkpoint, until `saved` is called. A request to stop goes to
-    `stop`.
+    a second. `silent`: nothing is written, as the folder is no run yet. `save_requested`: somebody asks for a
+    checkpoint, until `saved` is called. A request to stop goes to `stop`.
     """
 
-    def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0):
+    def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
         self.doing, self.save_requested = "starting", False
+        self.silent = silent
         self._folder, self._stop, self._interval = folder, stop, interval
         self._told = ""  # what was being done at the last heartbeat
         self._over = threading.Event()
@@ -119,6 +120,8 @@ class Pulse:
         return True
 
     def _beat(self) -> None:
+        if self.silent:
+            return
         self._told = self.doing
         heartbeat = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -37,7 +37,12 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     folder = RunFolder(out or next_folder(config.source))
     check_out(folder.path, config.source)
     device = choose_device(config.training.device)
-    with StopSignals() as stop, folder.reserved(), folder.locked():
+    with (
+        StopSignals() as stop,
+        folder.reserved(),
+        folder.locked(),
+        Pulse(folder.path, stop, silent=True) as pulse,
+    ):
         prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
         settling.network()
@@ -46,15 +51,14 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         settling.length()
         settling.intervals()
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
-        pulse = Pulse(folder.path, stop)
         session = Session(folder, settling.config, prepared, device, stop, pulse)
         room = forecast(folder.checkpoints, session.state, session.config.checkpoint, session.steps)
         say(f"  {room}")
         folder.write_config(settling.config)
         folder.checkpoints.mkdir()
+        pulse.silent = False
         record_data(session)
-        with pulse:
-            return folder, session.run(settling.choices)
+        return folder, session.run(settling.choices)
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:

@@ -67,14 +67,14 @@ class Broken(NamedTuple):
 
 
 def rotate(checkpoints: Path, keep: Checkpoint) -> None:
-    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and the one to roll back to.
+    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two to roll back to.
 
     A broken one in a place of honour would cost a whole one its life, but those are set aside when a run is resumed.
     """
     saved, _ = described(checkpoints)
     wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
     wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
-    wanted |= {old.step for old in saved if old.anchor and not any(s.anchor and s.images > old.images for s in saved)}
+    wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
     if (best := best_of(saved)) is not None:
         wanted.add(best.step)
     for old in saved:

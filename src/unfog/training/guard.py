@@ -33,6 +33,8 @@ class Guard:
     """Steps in a row, up to now, that were refused."""
     ordinary: int = 0
     """Ordinary steps since the last roll-back, or since the start."""
+    anchor: int = 0
+    """Images that the state of the last roll-back had seen."""
     roll_backs: int = 0
     """How often this run has gone back to its last good weights."""
 
@@ -60,9 +62,10 @@ class Guard:
         self.recent = [*self.recent[1 - HISTORY :], relative]
         return True
 
-    def went_back(self, saved: dict[str, Any]) -> None:
-        """Note a roll-back to a state that was saved when all was well."""
+    def went_back(self, saved: dict[str, Any], images: int) -> None:
+        """Note a roll-back to a state that was saved when all was well, after so many images."""
         self.recent, self.strange, self.refused, self.ordinary = list(saved["recent"]), 0, 0, 0
+        self.anchor = images
         self.roll_backs += 1
 
     def to_dict(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class TrainState:
         sums for the log.
         """
         self.updates = saved["updates"]
-        self.guard.went_back(saved["guard"])
+        self.guard.went_back(saved["guard"], saved["seen"])
         self._load_scaler(saved)
 
     def _load_scaler(self, saved: dict[str, Any]) -> None:
