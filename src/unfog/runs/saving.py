@@ -99,7 +99,7 @@ class Saver:
             Interrupted: a stop was requested meanwhile.
             RunError: it could not be written; when leaving, also if the disk stays full.
         """
-        patience = self.config.training.grace
+        patience = 0.8 * self.config.training.grace  # the rest is for the way out
         deadline = time.monotonic() + patience
         with self.pulse.during("saving"):
             while not self.writer.wait(0.05):

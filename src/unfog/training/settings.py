@@ -39,7 +39,7 @@ class Training:
     rollbacks: int = 8
     """Times that a run may go back to its last good weights, with half the learning rate, before it stops."""
     grace: float = 30.0
-    """Seconds that a stop by a signal may wait for a full disk."""
+    """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
     compile: bool = False
     """Compile the network with torch.compile: slow to start, faster after that on GPUs. Short: --compile."""
 

@@ -1,0 +1,59 @@
+"""kill -9 at any moment, many times in the life of one run: it ends as if nothing had happened."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from faults.harness import (
+    FULL,
+    USUAL,
+    Job,
+    Recipe,
+    assert_same,
+    events,
+    lost_steps,
+    saving,
+    sleep_up_to,
+    steps_saved,
+    train_or_resume,
+)
+
+LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else USUAL
+# The life of a process, its start of about two seconds included, over which the moments are spread: short enough for
+# the run to need many.
+WALL = 3.0 if FULL else 2.5
+LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 8)]
+
+
+@pytest.mark.parametrize(("seed", "kills"), LIVES)
+def test_a_run_that_is_killed_all_its_life_ends_as_if_nothing_had_happened(undisturbed, tmp_path, faults, seed, kills):
+    reference, run, chance = undisturbed(LIFE), tmp_path / "run", random.Random(seed)
+    with (
+        faults.tried("kill -9 at a random moment") as anywhere,
+        faults.tried("kill -9 while a checkpoint is written") as in_a_save,
+    ):
+        for kill in range(kills):
+            job = train_or_resume(LIFE, run)
+            attempt = in_a_save if kill % 5 in (1, 3) else anywhere
+            if attempt is in_a_save:
+                wait_for_a_save(job, run, chance)
+            else:
+                job.outlives(chance.uniform(0, WALL))
+            if not job.running:  # a fast machine came to the end of the run
+                break
+            job.kill()
+            attempt.lost.append(lost_steps(run))
+        saved = max(steps_saved(run))
+        train_or_resume(LIFE, run).ends()
+        assert [event["step"] for event in events(run, "resumed")][-1] == saved, "it went on from the newest checkpoint"
+        assert_same(run, reference)
+        assert max(anywhere.lost + in_a_save.lost) <= 2 * LIFE.every, "a kill costs two intervals at the most"
+
+
+def wait_for_a_save(job: Job, run: Path, chance: random.Random) -> None:
+    """Until a checkpoint is being written, and a little longer."""
+    for _ in range(chance.randint(1, 3)):
+        job.until(lambda: not saving(run))
+        job.until(lambda: saving(run))
+    sleep_up_to(chance, 0.02)
