@@ -41,7 +41,7 @@ def trained(steps: int = 3) -> TrainState:
     state.guard.judge(0.25)
     state.guard.roll_backs = 2
     state.window.loss += torch.rand(10)
-    state.due, state.last, state.best = ["preview"], {"lr": 0.1, "gradient_norm": math.inf}, 0.3  # after a refused step
+    state.due, state.last, state.best = ["preview"], {"lr": 0.1, "gradient_norm": 0.5}, 0.3
     return state
 
 
@@ -68,9 +68,11 @@ def test_what_is_read_is_what_was_written_and_goes_on_alike(tmp_path):
 
 def test_the_norm_of_a_refused_step_may_be_nan(tmp_path):
     state, other = trained(), fresh()
-    state.last["gradient_norm"] = math.nan
-    checkpoint.load(write(state, tmp_path), other)
+    state.last["gradient_norm"] = math.inf
+    folder = write(state, tmp_path)
+    checkpoint.load(folder, other)
     assert math.isnan(other.last["gradient_norm"])
+    assert "Infinity" not in (folder / "state.json").read_text()  # which other readers of JSON refuse
 
 
 def test_a_snapshot_stands_still_while_training_goes_on(tmp_path):
@@ -224,6 +226,54 @@ def test_another_network_is_told_apart(tmp_path):
         checkpoint.load(folder, fresh())
 
 
+def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
+    state = trained()
+    write(state, tmp_path)
+    rename = Path.rename
+
+    def cut_short(path, target):
+        if path.name.startswith(".partial-"):
+            raise KeyboardInterrupt  # as good as a kill between the two renames
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        write(state, tmp_path)
+    monkeypatch.undo()
+    assert checkpoint.newest(tmp_path) == (None, [])
+    checkpoint.put_back(tmp_path)
+    assert checkpoint.newest(tmp_path)[0].step == 3
+    write(state, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
+
+
+def test_old_ones_that_cannot_be_removed_stop_nothing(tmp_path, monkeypatch):
+    def refuse(checkpoints, keep):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoint, "rotate", refuse)
+    writer = Writer(tmp_path, Checkpoint())
+    writer.submit(snapshot.take(trained(), 3))
+    assert writer.wait(20)
+    assert [news.kind for news in writer.news()] == ["checkpoint", "not_removed"]
+
+
+def test_other_settings_forget_what_was_true_of_the_old_ones(tmp_path):
+    state = trained()
+    state.adopt({"training": "a", "repeat": "a", "measure": "a"})
+    assert (state.guard.recent, state.guard.roll_backs, state.best) == ([], 0, None)
+    state.guard.recent, state.guard.roll_backs, state.best = [0.5], 3, 0.1
+    folder = write(state, tmp_path, anchor=True)
+    state.adopt({"training": "a", "repeat": "b", "measure": "b"})
+    assert (state.guard.recent, state.guard.roll_backs, state.best) == ([0.5], 3, None)
+    checkpoint.roll_back(folder, state)
+    assert state.guard.recent == [0.5]
+    state.adopt({"training": "b", "repeat": "b", "measure": "b"})
+    assert (state.guard.recent, state.guard.roll_backs) == ([], 0)
+    checkpoint.roll_back(folder, state)
+    assert state.guard.recent == [], "what was usual before the change"
+
+
 def test_best_only_ones_do_not_push_out_the_others(tmp_path):
     state = fresh()
     for number in range(1, 8):
@@ -231,6 +281,11 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
         state.last = {"held_out_loss": 1 / number}
         write(state, tmp_path, number, for_best=number % 3 != 0, anchor=number % 3 == 0)
         checkpoint.rotate(tmp_path, Checkpoint(keep=2))
+    state.keys = {"measure": "another"}
+    state.last = {"held_out_loss": 0.9}
+    write(state, tmp_path, 8, for_best=True)
+    assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 8, "only what was measured alike compares"
+    checkpoint.remove(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
     assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 7
 

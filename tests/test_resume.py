@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 import unfog
 from conftest import NETWORK, without_clock
@@ -191,11 +192,20 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     assert "steps 30 to 36" in said
     assert "equal to the bit" in said
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    # A seed that is not that of the run is what any hidden difference looks like.
+    # Weights that are not what training makes of the ones before, but all checksums right.
+    newest = folder / "checkpoints/00000036"
+    tensors = checkpoint.read_tensors(newest / "model.safetensors")
+    tensors["conv_in.weight"][0, 0, 0, 0] += 1e-6
+    save_file(tensors, newest / "model.safetensors")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["sha256"]
+    manifest["files"]["model.safetensors"]["sha256"] = checkpoint.sha256(newest / "model.safetensors")
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
+    said = finish(command("resume", folder, "--verify"), status=1)
+    assert "came out differently: model: conv_in.weight and 0 other" in said
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
-    said = finish(command("resume", folder, "--verify"), status=1)
-    assert "came out differently" in said
+    assert "settings were changed" in finish(command("resume", folder, "--verify"), status=2)
     for path in (folder / "checkpoints").iterdir():
         if path.name != "00000036":
             shutil.rmtree(path)

@@ -1,7 +1,7 @@
 """The loop and what it is made of: exact means, refused steps, averages, precision, schedules."""
 
 import math
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from unfog.training.ema import Ema
 from unfog.training.guard import Guard
 from unfog.training.loop import Every, micro_batches, seed_at, to_model_range, train
 from unfog.training.precision import Precision
+from unfog.training.protocols import Silent
 from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training, learning_rate
 from unfog.training.state import TrainState
 
@@ -32,7 +33,7 @@ class Images:
         return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
 
 
-class Diary:
+class Diary(Silent):
     """A run that keeps what the loop says."""
 
     def __init__(self, stop_at=None):
@@ -48,24 +49,14 @@ class Diary:
     def roll_back(self, state, reason):
         self.roll_backs.append(reason)
         state.model.load_state_dict(self.good)
-        state.go_back({"seen": 0, "updates": 0, "guard": Guard().to_dict(), "scaler": {}})
+        state.ema = Ema(state.model, state.ema.profile)
+        state.go_back({"seen": 0, "updates": 0, "guard": Guard().to_dict(), "keys": {}, "scaler": {}})
 
     def advance(self, step):
         self.step = step
 
     def stop_requested(self):
         return self.step == self.stop_at
-
-    def save_requested(self):
-        return False
-
-    def undivided(self):
-        return nullcontext()
-
-    def preview(self, state): ...
-
-    def evaluate(self, state):
-        return {}
 
     def save(self, state, for_best=False):
         self.saved.append(state.seen // 8)
@@ -242,6 +233,37 @@ def test_weights_that_are_not_finite_get_no_patience():
     assert "weight" in diary.roll_backs[0]
     assert weights(into).isfinite().all()
     assert into.seen == 16
+
+
+def test_weights_that_an_update_spoils_are_never_saved():
+    into = linear_state()
+    diary = with_good_weights(into)
+    finite = []
+    diary.save = lambda state, for_best=False: finite.append(state.non_finite())
+
+    class Exploding(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if into.updates == 4:
+                into.model.weight.data.fill_(math.inf)
+
+    into.optimizer = Exploding(into.model.parameters(), lr=1e-3)
+    run(into, diary=diary, images=40, every=NEVER._replace(checkpoint=5))
+    assert finite == [None]
+    assert len(diary.roll_backs) == 1
+    assert "model: weight was not finite" in diary.roll_backs[0]
+
+
+def test_a_batch_that_weighs_nothing_is_no_trouble():
+    into = linear_state()
+
+    def weightless(model, x0, label):
+        loss = reconstruction(model, x0, label)
+        return loss._replace(per_image=loss.per_image * 0, reference=loss.reference * 0)
+
+    diary = run(into, weightless)
+    assert not diary.refusals
+    assert into.updates == 10
 
 
 def test_a_spike_that_passes_is_chance_and_one_that_stays_is_rolled_back():

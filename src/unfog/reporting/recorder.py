@@ -105,8 +105,12 @@ class Recorder:
     def event(self, kind: str, step: int, **fields: object) -> None:
         """A line of events; everything written so far is made to survive a power cut."""
         self._write(lambda: self._events.write(kind, step, fields))
-        self._write(self._metrics.sync)
+        self.sync()
         self._write(self._write_pictures)
+
+    def sync(self) -> None:
+        """Make the lines of metrics so far survive a power cut."""
+        self._write(self._metrics.sync)
 
     def warn(self, step: int, message: str) -> None:
         """Say a warning and record it as an event."""

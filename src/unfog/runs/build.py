@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from unfog.config.tree import Config
@@ -34,6 +36,9 @@ def build_state(config: Config, device: torch.device) -> TrainState:
         # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
+        # For what cuDNN does not do, such as the backward pass of attention; read when cuBLAS starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     network = build_network(config).to(device)
     if config.training.compile:
         network.compile()  # in place, so that the names of the weights stay what they are

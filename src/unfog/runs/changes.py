@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -44,6 +45,56 @@ WITH_FORCE = (
     "data.held_out",
     "fingerprint",
 )
+
+
+# What neither the weights nor the losses depend on.
+INDIFFERENT = (
+    "source",
+    "data.cache",
+    "training.device",
+    "training.grace",
+    "training.compile",
+    "sampler.",
+    "guidance",
+    "log.",
+    "preview.",
+    "checkpoint.",
+)
+# What the steps depend on, and what is usual does not.
+EXACTLY = (
+    "training.steps",
+    "training.images",
+    "training.budget",
+    "training.microbatch",
+    "training.patience",
+    "training.rollbacks",
+)
+MEASURE = ("diffusion.", "fingerprint", "data.background", "data.held_out", "evaluate.images", "evaluate.levels")
+
+
+def keys_of(config: Config) -> dict[str, str]:
+    """Digests of the settings that something is true under, by purpose.
+
+    "training": what the loss depends on, so that what is usual, and learning rates that were too high, are of these.
+    "repeat": also the length, say, which the learning rate follows; only under the same do steps come out the same.
+    "measure": what the held-out loss is a measure of; only equals compare.
+    """
+    settings = flat(config)
+    repeat = [pair for pair in settings if not among((*INDIFFERENT, "evaluate."), pair[0])]
+    training = [pair for pair in repeat if not among(EXACTLY, pair[0])]
+    measure = [pair for pair in settings if among(MEASURE, pair[0])]
+    purposes = {"training": training, "repeat": repeat, "measure": measure}
+    return {name: hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] for name, pairs in purposes.items()}
+
+
+def flat(settings: Any, where: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, value) of each setting in a tree, and the kind of each part."""
+    if not is_dataclass(settings):
+        return [(where, settings)]
+    found: list[tuple[str, Any]] = [(f"{where}.kind", getattr(type(settings), "kind", ""))] if where else []
+    for f in fields(settings):
+        found += flat(getattr(settings, f.name), f"{where}.{f.name}" if where else f.name)
+    return found
 
 
 def changes(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:

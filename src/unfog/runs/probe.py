@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -19,13 +17,12 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress
 from unfog.runs.build import build_state
-from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, train
-from unfog.training.state import TrainState
+from unfog.training.protocols import Silent
 
 
-class Clock:
-    """A run that writes nothing and notes the time after each step."""
+class Clock(Silent):
+    """A run that notes the time after each step, and nothing else."""
 
     def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
         self.seconds = seconds
@@ -46,33 +43,6 @@ class Clock:
     def seconds_per_step(self) -> float:
         """Median, without the first step, which also allocates."""
         return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
-
-    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Nothing is recorded."""
-
-    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
-        """A refused step takes as long as another."""
-
-    def roll_back(self, state: TrainState, reason: str) -> None:
-        """There is nothing to go back to, and nothing to lose."""
-
-    def undivided(self) -> AbstractContextManager[None]:
-        """Nothing here has to stay together."""
-        return nullcontext()
-
-    def save_requested(self) -> bool:
-        """Nothing is worth it."""
-        return False
-
-    def preview(self, state: TrainState) -> None:
-        """Never asked for."""
-
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Never asked for."""
-        return {}
-
-    def save(self, state: TrainState, for_best: bool = False) -> None:
-        """Never asked for."""
 
 
 def seconds_per_step(

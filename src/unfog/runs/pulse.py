@@ -55,11 +55,18 @@ class Pulse:
         finally:
             self.doing = before
 
-    def saved(self) -> None:
-        """The checkpoint that was asked for is there: take the request away."""
+    def taken(self) -> None:
+        """The one that was asked for is on its way: the request counts no more, and stays until it is `saved`."""
         with self._lock:
-            self._take(SAVE)
+            if self.save_requested and (written := self._asked(SAVE)) is not None:
+                self._unmoved[SAVE] = written
             self.save_requested = False
+
+    def saved(self) -> None:
+        """A checkpoint is there: take the request away that it meets."""
+        with self._lock, suppress(OSError):
+            if self._unmoved.get(SAVE) == os.lstat(self._folder / SAVE).st_mtime_ns:
+                os.unlink(self._folder / SAVE)
 
     def end(self, how: str) -> None:
         """Tell how it ended: "finished", "stopped", "failed: …"; no heartbeat follows this one."""

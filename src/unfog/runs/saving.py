@@ -17,6 +17,8 @@ from unfog.training import checkpoint, snapshot
 from unfog.training.state import TrainState
 from unfog.training.writer import Writer
 
+A_MOMENT = 3.0  # seconds
+
 
 class Saver:
     """Takes snapshots, has them written while training goes on, and returns to them."""
@@ -37,7 +39,9 @@ class Saver:
             Interrupted, RunError: as `wait`.
         """
         started, step = time.perf_counter(), state.seen // self.config.training.batch
-        if bad := state.non_finite():
+        with self.stop.undivided():  # it exchanges weights and average for a moment
+            bad = state.non_finite()
+        if bad:
             self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
             return
         self.wait(leaving=self.stop())
@@ -46,10 +50,11 @@ class Saver:
                 f"{self.folder.path} was moved or removed while it was trained; "
                 "go on from its newest checkpoint, where it is now, with `unfog resume`"
             )
+        self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
         with self.stop.undivided():
             self.writer.submit(snapshot.take(state, step, self._is_anchor(state, step), for_best))
             self.saved = (step, list(state.due))
-            self.pulse.saved()
+            self.pulse.taken()
         self.held_up += time.perf_counter() - started
 
     def _is_anchor(self, state: TrainState, step: int) -> bool:
@@ -118,18 +123,25 @@ class Saver:
                     )
         self.pass_on_news()
 
-    def leave(self, seconds: float) -> None:
-        """After a failure: let the checkpoint on its way arrive, unless that takes longer."""
-        self.writer.give_up()
+    def leave(self, at_once: bool) -> None:
+        """After a failure: let the checkpoint on its way arrive; `at_once`, only if that is a matter of a moment."""
         with suppress(RunError):  # the failure is what is told
-            self.writer.wait(seconds)
+            if at_once:
+                self.writer.give_up()
+                self.writer.wait(A_MOMENT)
+            else:
+                self.wait(leaving=True)
         self.pass_on_news()
 
     def pass_on_news(self) -> None:
         """Record and say what the writer has done since the last time."""
         for kind, step, fields in self.writer.news():
             self.recorder.event(kind, step, **fields)
-            if kind == "disk_full":
+            if kind == "checkpoint":
+                self.pulse.saved()
+            elif kind == "not_removed":
+                warn(f"old checkpoints could not be removed ({fields['reason']}); they take room, and nothing else")
+            elif kind == "disk_full":
                 warn(
                     f"the disk is full: checkpoint {step:,} needs {fields['needed'] / 1e6:,.0f} MB, and there are "
                     f"{fields['free'] / 1e6:,.0f} MB; make room, and it will be written; nothing is lost"

@@ -24,6 +24,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
 from unfog.runs.build import build_state, held_out_set
+from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder
 from unfog.runs.pictures import Strip
@@ -35,8 +36,6 @@ from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, Stopwatch, settle, train
 from unfog.training.state import TrainState
-
-LEAVE_AT_ONCE = 3.0  # seconds
 
 
 class Session:
@@ -82,10 +81,10 @@ class Session:
         if saved is None:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
         else:
-            self._load(saved, changes)
+            self._load(saved)
+        self.state.adopt(keys_of(self.config))
         with self._recorder() as recorder:
             self.attach(recorder)
-            config = self.config
             if saved is not None:
                 self.saver.saved = (self.step, list(self.state.due))
             try:
@@ -98,7 +97,7 @@ class Session:
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 # Whoever asked twice to leave gets what is on its way saved if that is a matter of a moment.
-                self.saver.leave(LEAVE_AT_ONCE if isinstance(error, KeyboardInterrupt) else config.training.grace)
+                self.saver.leave(at_once=isinstance(error, KeyboardInterrupt))
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 self.pulse.end(f"failed: {error}")
                 raise
@@ -132,13 +131,11 @@ class Session:
             self.stop.undivided,
         )
 
-    def _load(self, saved: checkpoint.Saved, changes: Sequence[str]) -> None:
-        """Take over a checkpoint; `changes` are lines on settings that have changed since."""
+    def _load(self, saved: checkpoint.Saved) -> None:
+        """Take over a checkpoint."""
         checkpoint.load(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.machine()):
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
-        if any(line.startswith("optimizer.lr:") for line in changes):
-            self.state.guard.roll_backs = 0  # what they did to the old learning rate is settled
 
     def train(self) -> None:
         """Train to the end, or until a stop is requested."""
@@ -184,6 +181,7 @@ class Session:
         self.state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
         with suppress(Interrupted):  # what is still due then, is done after a resume
             settle(self.state, self, Stopwatch(), self.config.training.batch)
+            self.saver.wait()  # steps without anything to go back to would be steps that can be lost
 
     def _conclude(self) -> bool:
         """Wait for the last checkpoint, or save where a stop was asked for; True at the end of the run."""
@@ -191,6 +189,9 @@ class Session:
         if done:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
                 self.recorder.images(self.step, "denoising", self._denoising())
+            if self.state.guard.strange:
+                strange = self.state.guard.strange
+                self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
         self.stop.settle()
         if not done and self.saver.saved != (self.step, self.state.due):
             self.save(self.state)

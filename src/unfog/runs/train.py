@@ -84,6 +84,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         )
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
+        checkpoint.put_back(folder.checkpoints)
         saved, broken = checkpoint.newest(folder.checkpoints)
         if saved is None and any(number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
             raise RunError(

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from unfog.config.tree import Config
 from unfog.data.augment import Augment
+from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.reporting.progress import Progress
-from unfog.reporting.records import read_events
-from unfog.reporting.report_charts import number
 from unfog.runs.build import build_state
+from unfog.runs.changes import keys_of
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.training import checkpoint
-from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, train
+from unfog.training.protocols import Silent
 from unfog.training.state import TrainState
 
 
-class Replay:
-    """A run that keeps nothing, and ends at a given image."""
+class Replay(Silent):
+    """A run that keeps nothing, goes back where the run did, and ends at a given image."""
 
-    def __init__(self, folder: RunFolder, until: int, stop: StopSignals, progress: Progress):
-        self.folder, self.until, self.stop, self.progress = folder, until, stop, progress
-        self.state: TrainState
+    def __init__(self, folder: RunFolder, state: TrainState, until: int, stop: StopSignals, progress: Progress):
+        self.folder, self.state, self.until, self.stop, self.progress = folder, state, until, stop, progress
 
     def stop_requested(self) -> bool:
         """At the end, or when a person wants to stop."""
@@ -41,9 +41,7 @@ class Replay:
         """As the run itself did, if its last good checkpoint is still there."""
         good = checkpoint.anchor(self.folder.checkpoints, state.seen)
         if good is None:
-            raise RunError(
-                f"the run went back at image {state.seen:,}, to a checkpoint that is gone; nothing to compare"
-            )
+            raise RequestError(f"the run went back at image {state.seen:,} to a checkpoint that is gone: no comparison")
         checkpoint.roll_back(good.folder, state)
 
     def advance(self, step: int) -> None:
@@ -54,26 +52,6 @@ class Replay:
         """A stretch that a stop waits for."""
         return self.stop.undivided()
 
-    def save_requested(self) -> bool:
-        """Never."""
-        return False
-
-    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Nothing is recorded."""
-
-    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
-        """Nothing is recorded."""
-
-    def preview(self, state: TrainState) -> None:
-        """Nothing is drawn."""
-
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Nothing is measured."""
-        return {}
-
-    def save(self, state: TrainState, for_best: bool = False) -> None:
-        """Nothing is saved."""
-
 
 def verify(folder: RunFolder) -> str:
     """Replay from the checkpoint before the newest one, and compare with the newest one to the bit. Changes nothing.
@@ -82,37 +60,18 @@ def verify(folder: RunFolder) -> str:
         A line on what was compared.
 
     Raises:
-        RequestError: there is nothing to replay, or settings changed on the way.
+        RequestError: there is nothing to replay, settings changed on the way, or another process is training.
         RunError: it came out differently.
         Interrupted: a signal came.
     """
     config = folder.read_config()
-    device = choose_device(config.training.device)
-    with StopSignals() as stop:
-        first, last = two_newest(folder)
+    with StopSignals() as stop, folder.locked():
+        first, last = two_newest(folder, config)
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
             raise RequestError(f"the images in {config.source} are not those of this run, so it cannot be repeated")
-        state = build_state(config, device)
-        checkpoint.load(first.folder, state)
-        state.due = []
-        with Progress("replaying, step", last.step, start=first.step) as progress:
-            replay = Replay(folder, last.images, stop, progress)
-            replay.state = state
-            train(
-                config.training,
-                config.optimizer,
-                Every(log=0, preview=0, evaluate=0, checkpoint=0),
-                state,
-                ImageStream(prepared.train, config.training.seed),
-                Augment(config.data.flip, config.data.jitter),
-                Objective(config.diffusion, len(config.classes), config.label_dropout),
-                replay,
-            )
-        if stop():
-            raise Interrupted
-        replayed = {file: {n: t.cpu() for n, t in tensors.items()} for file, tensors in state.tensors().items()}
-        different = compare(replayed, last)
+        state = replay(folder, config, prepared, first, last, stop)
+        different = compare({f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}, last)
     what = f"steps {first.step:,} to {last.step:,} of {folder.path}"
     if different:
         raise RunError(
@@ -122,19 +81,52 @@ def verify(folder: RunFolder) -> str:
     return f"{what}, trained once more, came out equal to the bit: weights, average and optimiser"
 
 
-def two_newest(folder: RunFolder) -> tuple[checkpoint.Saved, checkpoint.Saved]:
+def replay(
+    folder: RunFolder,
+    config: Config,
+    prepared: Prepared,
+    first: checkpoint.Saved,
+    last: checkpoint.Saved,
+    stop: StopSignals,
+) -> TrainState:
+    """Train from one checkpoint to the position of a later one. Interrupted if a signal came."""
+    state = build_state(config, choose_device(config.training.device))
+    checkpoint.load(first.folder, state)
+    state.due = []
+    with Progress("replaying, step", last.step, start=first.step) as progress:
+        run = Replay(folder, state, last.images, stop, progress)
+        train(
+            replace(config.training, rollbacks=10**9),  # whether there were too many is not asked here
+            config.optimizer,
+            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            state,
+            ImageStream(prepared.train, config.training.seed),
+            Augment(config.data.flip, config.data.jitter),
+            Objective(config.diffusion, len(config.classes), config.label_dropout),
+            run,
+        )
+    if stop():
+        raise Interrupted
+    if checkpoint.read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
+        run.roll_back(state, "")  # the last thing that was done before it was saved
+    return state
+
+
+def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, checkpoint.Saved]:
     """The newest whole checkpoint and the one before. RequestError if what lies between cannot be repeated."""
     found, _ = checkpoint.described(folder.checkpoints)
-    whole = [saved for saved in found if checkpoint.damage(saved) is None]
+    whole: list[checkpoint.Saved] = []
+    for saved in reversed(found):
+        if len(whole) < 2 and checkpoint.damage(saved) is None:
+            whole.insert(0, saved)
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
-    first, last = whole[-2:]
-    events = read_events(folder.path / "events.jsonl")
-    between = [e for e in events if e.get("kind") == "changed" and first.step <= number(e.get("step")) < last.step]
-    if between:
+    first, last = whole
+    keys = {checkpoint.read_state(saved.folder)["keys"].get("repeat") for saved in whole}
+    if keys != {keys_of(config)["repeat"]}:
         raise RequestError(
-            f"{between[0].get('setting')} was changed at step {between[0]['step']:,}, so steps {first.step:,} to "
-            f"{last.step:,} cannot be repeated; go on training until there are two newer checkpoints"
+            f"settings were changed between steps {first.step:,} and {last.step:,}, so these cannot be repeated; go on "
+            "training until there are two newer checkpoints"
         )
     return first, last
 

@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole or absent, named by step, verified by content.
 
-    checkpoints/00001000/manifest.json           step, images, versions, size and sha256 of every other file
+    checkpoints/00001000/manifest.json           step, images, what made it, size and sha256 of every other file
     checkpoints/00001000/model.safetensors       weights under the network's own names
     checkpoints/00001000/ema.safetensors         the average, same names
     checkpoints/00001000/optimizer.safetensors   its moments, as "exp_avg/" and the name of the weight
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -51,6 +52,8 @@ class Saved(NamedTuple):
     """Whether it was saved only for its held-out loss."""
     held_out_loss: float | None
     """Where it was measured at this step."""
+    measure: str
+    """Digest of how it was measured: only equals can be compared."""
     made_on: str
     """What computed it, in words; the same again repeats it to the bit."""
     files: dict[str, File]
@@ -83,8 +86,9 @@ def rotate(checkpoints: Path, keep: Checkpoint) -> None:
 
 
 def best_of(saved: list[Saved]) -> Saved | None:
-    """The one with the lowest held-out loss; None if none was measured."""
+    """The one with the lowest held-out loss, measured as it was last; None if none was."""
     measured = [(one.held_out_loss, one) for one in saved if one.held_out_loss is not None]
+    measured = [(loss, one) for loss, one in measured if one.measure == measured[-1][1].measure]
     return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
@@ -97,6 +101,26 @@ def remove(folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:  # what somebody put in its place
         aside.unlink()
+
+
+def replace(partial: Path, folder: Path) -> None:
+    """Put a checkpoint in its place. One that is there, of the same step, goes when this one has come."""
+    if not os.path.lexists(folder):
+        partial.rename(folder)
+        return
+    aside = folder.with_name(f".replaced-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    partial.rename(folder)
+    remove(aside)
+
+
+def put_back(checkpoints: Path) -> None:
+    """Undo a `replace` that was cut short before the new one had come."""
+    for aside in checkpoints.glob(".replaced-*"):
+        folder = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if not os.path.lexists(folder):
+            aside.rename(folder)
 
 
 def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
@@ -133,6 +157,7 @@ def read_manifest(folder: Path) -> Saved:
         bool(manifest["anchor"]),
         bool(manifest["for_best"]),
         None if loss is None else float(loss),
+        str(manifest["measure"]),
         str(manifest["made_on"]),
         files,
     )
@@ -217,8 +242,8 @@ def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:
 
 def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
     """Remove what a crash left half done, and hide what is broken, so that it is not counted among those to keep."""
-    for folder in checkpoints.glob(".[po]*"):
-        if folder.name.startswith((".partial-", ".old-")):
+    for folder in checkpoints.glob(".[por]*"):
+        if folder.name.startswith((".partial-", ".old-", ".replaced-")):
             shutil.rmtree(folder, ignore_errors=True)
     for folder, _ in broken:
         aside = folder.with_name(f".broken-{folder.name}")

@@ -144,7 +144,12 @@ def refuse(
 
     Weights that are not finite get no patience: no image will make them so again.
     """
-    culprit = find_culprit(state, forward, passes) if state.guard.refused == 1 else None
+    culprit = None
+    try:
+        culprit = find_culprit(state, forward, passes) if state.guard.refused == 1 else None
+    except Interrupted:
+        run.refused(state, norm, None)  # the step is behind us, so nobody would say it later
+        raise
     run.refused(state, norm, culprit)
     if culprit is not None and culprit.phase == "weights":
         state.guard.strange = settings.patience
@@ -153,17 +158,20 @@ def refuse(
 
 
 def heal(settings: Training, state: TrainState, run: Run, why: str) -> None:
-    """Go back to the last good weights once patience is at its end.
+    """Go back to the last good weights once patience is at its end, or where what is to be saved is not finite.
 
     Raises:
         RunError: that was done too often.
     """
-    if state.guard.strange < settings.patience:
-        return
-    run.roll_back(state, why)
-    if state.guard.roll_backs > settings.rollbacks:
-        run.save(state)
-        raise RunError(gave_up(state.guard.roll_backs, state.seen // settings.batch, why, state.last.get("lr", 0.0)))
+    with run.undivided():
+        bad = state.non_finite() if "save" in state.due else None
+        if bad is None and state.guard.strange < settings.patience:
+            return
+        why = why if bad is None else f"{bad} was not finite"
+        run.roll_back(state, why)
+        if state.guard.roll_backs > settings.rollbacks:
+            run.save(state)
+            raise RunError(gave_up(state.guard.roll_backs, state.seen // settings.batch, why, state.last["lr"]))
 
 
 def settle(state: TrainState, run: Run, stopwatch: Stopwatch, batch_size: int) -> None:
@@ -178,8 +186,10 @@ def settle(state: TrainState, run: Run, stopwatch: Stopwatch, batch_size: int) -
                 run.log(step, state.seen, record)
             state.due = [name for name in state.due if name not in ("log", "evaluate")]
             held_out = record.get("held_out_loss", math.inf)
+            if "held_out_loss" in record:
+                state.last["held_out_loss"] = held_out
             if held_out < (math.inf if state.best is None else state.best):
-                state.best = state.last["held_out_loss"] = held_out
+                state.best = held_out
                 state.due += [] if "save" in state.due else ["keep the best"]
     if "preview" in state.due:
         run.preview(state)
@@ -244,7 +254,8 @@ def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int
 def relative_loss(losses: list[Loss]) -> Tensor:
     """Loss of a step over the loss of answering 0 at the same noise levels, a 0-d tensor."""
     cost = torch.stack([loss.per_image.sum() for loss in losses]).sum()
-    return cost / torch.stack([loss.reference.sum() for loss in losses]).sum()
+    reference = torch.stack([loss.reference.sum() for loss in losses]).sum()
+    return cost / reference.clamp_min(1e-30)  # 0 over 0 where all weights of a small batch are
 
 
 def gave_up(times: int, step: int, why: str, lr: float) -> str:

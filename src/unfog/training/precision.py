@@ -56,8 +56,10 @@ class Precision:
     def machine(self) -> str:
         """What computes, in words: where they are the same, results are the same to the bit."""
         if self.device.type == "cuda":
-            return f"torch {torch.__version__} on {torch.cuda.get_device_name(self.device)}"
-        return f"torch {torch.__version__} on {self.device.type} with {torch.get_num_threads()} threads"
+            name, cudnn = torch.cuda.get_device_name(self.device), torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+            return f"torch {torch.__version__} with cuDNN {cudnn} on {name}"
+        kind = torch.backends.cpu.get_cpu_capability()
+        return f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads"
 
 
 def native_precision(device: torch.device) -> PrecisionName:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -67,3 +67,41 @@ class Run(Protocol):
 
     def undivided(self) -> AbstractContextManager[None]:
         """A stretch in which Interrupted must not be raised, as what it changes belongs together."""
+
+
+class Silent:
+    """A run that keeps and tells nothing; what it goes back to, there is not."""
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Nothing is recorded."""
+
+    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+        """Nothing is recorded."""
+
+    def roll_back(self, state: TrainState, reason: str) -> None:
+        """There is nothing to go back to."""
+
+    def advance(self, step: int) -> None:
+        """Nothing is shown."""
+
+    def preview(self, state: TrainState) -> None:
+        """Nothing is drawn."""
+
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Nothing is measured."""
+        return {}
+
+    def save(self, state: TrainState, for_best: bool = False) -> None:
+        """Nothing is saved."""
+
+    def save_requested(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def stop_requested(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """Nothing here has to stay together."""
+        return nullcontext()

@@ -61,33 +61,12 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for file, tensors in snapshot.tensors.items():
-            save_file(tensors, partial / f"{file}.safetensors")
-        (partial / checkpoint.STATE).write_text(json.dumps(snapshot.progress))
-        for path in partial.iterdir():
-            path.chmod((partial / checkpoint.STATE).stat().st_mode)  # safetensors lets the owner alone read its files
-            sync(path)
+        write_files(snapshot, partial)
         verify(snapshot, partial)
-        manifest: dict[str, Any] = {
-            "format": checkpoint.FORMAT,
-            "step": snapshot.step,
-            "images": snapshot.progress["seen"],
-            "anchor": snapshot.anchor,
-            "for_best": snapshot.for_best,
-            "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
-            "made_on": snapshot.made_on,
-            "files": {
-                path.name: {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
-                for path in sorted(partial.iterdir())
-            },
-        }
-        manifest["sha256"] = checkpoint.digest(manifest)
-        (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest_of(snapshot, partial), indent=2) + "\n")
         sync(partial / checkpoint.MANIFEST)
         sync(partial)
-        if os.path.lexists(folder):  # the same step once more
-            checkpoint.remove(folder)
-        partial.rename(folder)
+        checkpoint.replace(partial, folder)
         sync(checkpoints)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -96,6 +75,35 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
         # safetensors wraps what the system said in an exception of its own.
         raise OSError(system_error(str(error)), str(error)) from error
     return folder
+
+
+def write_files(snapshot: Snapshot, folder: Path) -> None:
+    """Write all but the manifest."""
+    (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
+    for file, tensors in snapshot.tensors.items():
+        save_file(tensors, folder / f"{file}.safetensors")
+    for path in folder.iterdir():
+        path.chmod((folder / checkpoint.STATE).stat().st_mode)  # safetensors lets the owner alone read its files
+        sync(path)
+
+
+def manifest_of(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+    """What the manifest of these files says."""
+    manifest: dict[str, Any] = {
+        "format": checkpoint.FORMAT,
+        "step": snapshot.step,
+        "images": snapshot.progress["seen"],
+        "anchor": snapshot.anchor,
+        "for_best": snapshot.for_best,
+        "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
+        "measure": snapshot.progress["keys"].get("measure", ""),
+        "made_on": snapshot.made_on,
+        "files": {
+            path.name: {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
+            for path in sorted(folder.iterdir())
+        },
+    }
+    return manifest | {"sha256": checkpoint.digest(manifest)}
 
 
 def verify(snapshot: Snapshot, folder: Path) -> None:

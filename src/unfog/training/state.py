@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -90,9 +91,11 @@ class TrainState:
         self.due: list[str] = []
         """What the last step has still to be followed by: evaluate, log, preview, save, keep the best."""
         self.last: dict[str, float] = {}
-        """Numbers of the last step that was logged or is due to be."""
+        """Numbers of the last step: gradient_norm, lr, and held_out_loss if it was measured."""
         self.best: float | None = None
-        """Lowest held-out loss so far."""
+        """Lowest held-out loss so far, since it is measured as it is now."""
+        self.keys: dict[str, str] = {}
+        """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`."""
 
     def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
         """Count one step of `images` images, with its losses by micro-batch.
@@ -127,14 +130,23 @@ class TrainState:
         finite = torch.stack([tensor.isfinite().all() for _, tensor in named]).tolist()
         return next((name for (name, _), good in zip(named, finite) if not good), None)
 
+    def adopt(self, keys: dict[str, str]) -> None:
+        """Go on under these settings: what was learned about others of its kind is forgotten."""
+        if keys["training"] != self.keys.get("training"):
+            self.guard.recent, self.guard.roll_backs = [], 0
+        if keys["measure"] != self.keys.get("measure"):
+            self.best = None
+        self.keys = keys
+
     def progress(self) -> dict[str, Any]:
         """All but the tensors, in what JSON holds."""
         return {
             "seen": self.seen,
             "updates": self.updates,
             "due": list(self.due),
-            "last": dict(self.last),
+            "last": {name: value if math.isfinite(value) else None for name, value in self.last.items()},
             "best": self.best,
+            "keys": dict(self.keys),
             "scaler": self.precision.scaler.state_dict(),
             "guard": self.guard.to_dict(),
             "window": self.window.to_dict(),
@@ -143,7 +155,8 @@ class TrainState:
     def load_progress(self, saved: dict[str, Any]) -> None:
         """Restore what `progress` gave."""
         self.seen, self.updates = saved["seen"], saved["updates"]
-        self.due, self.last, self.best = list(saved["due"]), dict(saved["last"]), saved["best"]
+        self.due, self.best, self.keys = list(saved["due"]), saved["best"], dict(saved["keys"])
+        self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
         self.guard = Guard.from_dict(saved["guard"])
         self.window.restore(saved["window"])
         self._load_scaler(saved)
@@ -156,6 +169,8 @@ class TrainState:
         """
         self.updates = saved["updates"]
         self.guard.went_back(saved["guard"], saved["seen"])
+        if saved["keys"].get("training") != self.keys.get("training"):
+            self.guard.recent = []  # what was usual before settings changed
         self._load_scaler(saved)
 
     def _load_scaler(self, saved: dict[str, Any]) -> None:

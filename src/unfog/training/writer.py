@@ -87,7 +87,10 @@ class Writer:
             seconds = round(time.perf_counter() - started - waited, 3)
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": taken.bytes}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
-            checkpoint.rotate(self.checkpoints, self.keep)
+            try:
+                checkpoint.rotate(self.checkpoints, self.keep)
+            except OSError as error:  # no reason to stop training
+                self._tell("not_removed", taken, reason=str(error))
         except Exception as error:  # raised again by `wait`, in the thread that can act on it
             self._error = error
 
