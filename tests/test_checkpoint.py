@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unfog.errors import RunError
-from unfog.training import checkpoint, snapshot
+from unfog.training import checkpoint, rotation, snapshot
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
@@ -241,7 +241,7 @@ def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
         write(state, tmp_path)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) == (None, [])
-    checkpoint.put_back(tmp_path)
+    rotation.put_back(tmp_path)
     assert checkpoint.newest(tmp_path)[0].step == 3
     write(state, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
@@ -251,7 +251,7 @@ def test_old_ones_that_cannot_be_removed_stop_nothing(tmp_path, monkeypatch):
     def refuse(checkpoints, keep):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    monkeypatch.setattr(checkpoint, "rotate", refuse)
+    monkeypatch.setattr(rotation, "rotate", refuse)
     writer = Writer(tmp_path, Checkpoint())
     writer.submit(snapshot.take(trained(), 3))
     assert writer.wait(20)
@@ -280,12 +280,12 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
         step(state)
         state.last = {"held_out_loss": 1 / number}
         write(state, tmp_path, number, for_best=number % 3 != 0, anchor=number % 3 == 0)
-        checkpoint.rotate(tmp_path, Checkpoint(keep=2))
+        rotation.rotate(tmp_path, Checkpoint(keep=2))
     state.keys = {"measure": "another"}
     state.last = {"held_out_loss": 0.9}
     write(state, tmp_path, 8, for_best=True)
     assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 8, "only what was measured alike compares"
-    checkpoint.remove(tmp_path / "00000008")
+    rotation.remove(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
     assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 7
 

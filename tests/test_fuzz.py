@@ -41,7 +41,7 @@ from unfog.training import checkpoint, snapshot
 
 
 def fuzz(examples: int):
-    """So many examples, each within two seconds; the tests' folders may be used again by each."""
+    """So many examples, each within twenty seconds; the tests' folders may be used again by each."""
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=examples, deadline=20_000, suppress_health_check=quiet)
 

@@ -16,7 +16,7 @@ import unfog
 from conftest import NETWORK, without_clock
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
-from unfog.training import checkpoint
+from unfog.training import checkpoint, rotation
 
 FLAGS = [
     *("--network", NETWORK, "--precision", "fp32", "--device", "cpu", "--batch", "8", "--microbatch", "3"),
@@ -299,7 +299,7 @@ def test_last_few_and_milestones_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    checkpoint.rotate(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
+    rotation.rotate(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000030", "00000036"]
 
@@ -314,7 +314,7 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
         manifest = json.loads(file.read_text()) | changes
         del manifest["sha256"]
         file.write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
-    checkpoint.rotate(tmp_path / "checkpoints", Checkpoint(keep=1))
+    rotation.rotate(tmp_path / "checkpoints", Checkpoint(keep=1))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000036"]
 

@@ -20,6 +20,8 @@ import numpy as np
 
 Row = dict[str, Any]
 
+LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
+
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Put `data` at `path`, whole or not at all (OSError): written beside it, synchronised, then renamed."""
@@ -112,6 +114,13 @@ def read_metrics(path: Path) -> list[Row]:
 def read_events(path: Path) -> list[Row]:
     """The whole lines of an events.jsonl in order; [] where there is no file."""
     return list(_read(path))
+
+
+def number(value: object) -> float:
+    """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        return math.nan
+    return float(value)
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -20,8 +20,8 @@ from PIL import Image
 from unfog.errors import RequestError
 from unfog.reporting.figures import data_uri
 from unfog.reporting.progress import amount, duration
-from unfog.reporting.records import Row, read_events, read_metrics, write_atomic
-from unfog.reporting.report_charts import LARGEST, charts, column, number, smooth
+from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
+from unfog.reporting.report_charts import charts, column, smooth
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with

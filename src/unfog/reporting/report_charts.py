@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -10,9 +9,8 @@ import numpy as np
 from markupsafe import Markup
 
 from unfog.reporting.charts import Floats, Series, line_chart
-from unfog.reporting.records import Row
+from unfog.reporting.records import Row, number
 
-LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 _SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
 
@@ -57,13 +55,6 @@ def column(metrics: Sequence[Row], name: str) -> tuple[Floats, Floats]:
     points = np.array(rows, np.float64).reshape(-1, 2)
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
-
-
-def number(value: object) -> float:
-    """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
-        return math.nan
-    return float(value)
 
 
 def smooth(values: Floats) -> Floats:

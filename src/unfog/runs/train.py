@@ -13,8 +13,7 @@ from unfog.data.prepare import prepare
 from unfog.data.sources import SPLITS, FolderSource, open_source
 from unfog.errors import RequestError, RunError
 from unfog.reporting.progress import Progress, say, warn
-from unfog.reporting.records import read_metrics
-from unfog.reporting.report_charts import number
+from unfog.reporting.records import number, read_metrics
 from unfog.runs.changes import check_changes
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.data_record import write_data_record
@@ -23,7 +22,7 @@ from unfog.runs.folder import RunFolder, next_folder, printable
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
-from unfog.training import checkpoint
+from unfog.training import checkpoint, rotation
 
 
 def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
@@ -84,14 +83,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         )
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
-        checkpoint.put_back(folder.checkpoints)
-        saved, broken = checkpoint.newest(folder.checkpoints)
-        if saved is None and any(number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
-            raise RunError(
-                f"{folder.metrics} tells of steps, but there is nothing in {folder.checkpoints} to go on from; "
-                "bring the checkpoints back, or train anew with another --out"
-            )
-        folder.checkpoints.mkdir(exist_ok=True)
+        saved, broken = where_to_go_on(folder)
         prepared, config = load_images(config, stop)
         check_changes(stored, config, force)  # again, as only now it is known what the images are
         settling = Settling(config, prepared.train, device, stop)
@@ -102,12 +94,29 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         stop.leave_if_requested()
         session = Session(folder, settling.config, prepared, device, stop, pulse)
         folder.write_config(settling.config)
-        checkpoint.clear_away(folder.checkpoints, broken)
+        rotation.clear_away(folder.checkpoints, broken)
         for folder_and_reason in broken:
             say(str(folder_and_reason))
         if config.fingerprint != stored.fingerprint:
             record_data(session)
         return folder, session.run(settling.choices, saved, check_changes(stored, settling.config, force))
+
+
+def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
+    """The newest whole checkpoint, None before the first, and the broken ones that are passed over.
+
+    Raises:
+        RunError: there were steps, and there is nothing left of them.
+    """
+    folder.checkpoints.mkdir(exist_ok=True)
+    rotation.put_back(folder.checkpoints)
+    saved, broken = checkpoint.newest(folder.checkpoints)
+    if saved is None and any(number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
+        raise RunError(
+            f"{folder.metrics} tells of steps, but there is nothing in {folder.checkpoints} to go on from; "
+            "bring the checkpoints back, or train anew with another --out"
+        )
+    return saved, broken
 
 
 def record_data(session: Session) -> None:

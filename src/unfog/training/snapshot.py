@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unfog.training import checkpoint
+from unfog.training import checkpoint, rotation
 from unfog.training.state import TrainState
 
 
@@ -66,7 +66,7 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
         (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest_of(snapshot, partial), indent=2) + "\n")
         sync(partial / checkpoint.MANIFEST)
         sync(partial)
-        checkpoint.replace(partial, folder)
+        rotation.replace(partial, folder)
         sync(checkpoints)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)

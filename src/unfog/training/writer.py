@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfog.errors import RunError
-from unfog.training import checkpoint, snapshot
+from unfog.training import rotation, snapshot
 from unfog.training.settings import Checkpoint
 from unfog.training.snapshot import Snapshot
 
@@ -88,7 +88,7 @@ class Writer:
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": taken.bytes}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
             try:
-                checkpoint.rotate(self.checkpoints, self.keep)
+                rotation.rotate(self.checkpoints, self.keep)
             except OSError as error:  # no reason to stop training
                 self._tell("not_removed", taken, reason=str(error))
         except Exception as error:  # raised again by `wait`, in the thread that can act on it
