@@ -212,6 +212,74 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     assert "two are needed" in finish(command("resume", folder, "--verify"), status=2)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("batch = 8", "batch = 16", "training.batch is 8 in this run and cannot become 16"),
+        ("seed = 0", "seed = 7", "--force"),
+        ('kind = "flow"', 'kind = "v"', "diffusion.target"),
+        ("images = 288", "images = 80", "are behind it"),
+    ],
+)
+def test_settings_that_were_edited_are_those_of_the_run_no_more(whole, tmp_path, old, new, said):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints/00000036")
+    config = (folder / "config.toml").read_text()
+    at = config.index("[diffusion.target]") if "kind" in old else 0
+    (folder / "config.toml").write_text(config[:at] + config[at:].replace(old, new, 1))
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert said in finish(command("resume", folder), status=2)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_change_that_a_kill_kept_from_being_said_is_said_later(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints/00000036")
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("every = 5", "every = 4"))
+    assert "changed: log.every: 5 -> 4" in finish(command("resume", folder))
+    assert read_events(folder / "events.jsonl")[-1]["kind"] == "finished"
+
+
+def test_asked_again_for_the_length_it_has(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    config = (folder / "config.toml").read_text()
+    for more in ([], ["--steps", 36], ["--lr", 0.1]):
+        assert "is at its end" in finish(command("resume", folder, *more))
+    assert (folder / "config.toml").read_text() == config
+    assert "equal to the bit" in finish(command("resume", folder, "--verify"))
+
+
+def test_two_that_begin_at_once_in_one_place(tmp_path):
+    folder = tmp_path / "run"
+    first = command("train", "fashion", "--out", folder, *FLAGS)
+    while not folder.exists() and first.poll() is None:
+        time.sleep(0.002)
+    second = command("train", "fashion", "--out", folder, *FLAGS)
+    assert finish(second, status=2).count("\n") <= 2
+    finish(first)
+    assert checkpoint.newest(folder / "checkpoints")[0].step == 36
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="the system does not tell where an open folder is")
+def test_a_run_that_is_moved_is_saved_where_it_is(whole, tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    process = command("train", "fashion", "--out", folder, *FLAGS, "--checkpoint.milestones", 0)
+    while steps_logged(folder) < 5 and process.poll() is None:
+        time.sleep(0.005)
+    folder.rename(moved)
+    said = finish(process, status=1)
+    assert f"unfog resume {moved}" in said
+    finish(command("resume", moved))
+    assert not folder.exists()
+    for name in checkpoint.FILES - {"config.toml"}:
+        mine, theirs = (f / "checkpoints/00000036" / name for f in (moved, whole))
+        assert mine.read_bytes() == theirs.read_bytes(), name
+
+
 def test_resume_of_a_finished_run_changes_nothing(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

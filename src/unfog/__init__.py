@@ -19,7 +19,7 @@ from unfog.version import __version__
 if TYPE_CHECKING:
     from unfog.runs.run import Run
 
-__all__ = ["RequestError", "RunError", "UnfogError", "__version__", "load", "resume", "train"]
+__all__ = ["RequestError", "RunError", "UnfogError", "__version__", "load", "resume", "train", "verify"]
 
 
 def train(
@@ -76,12 +76,31 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     from unfog.runs.train import resume as go_on
 
     folder = RunFolder(Path(path_text(path, "path")))
+    if "source" in settings:
+        settings["source"] = path_text(settings["source"], "source")
     stored = folder.read_config()
     config = update(without_length(stored), nested(settings), "")
     _, done = go_on(folder, with_length_of(stored, config), force)
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
+
+
+def verify(path: str | PathLike[str]) -> str:
+    """Train from the checkpoint before the newest one once more, and compare with that, as `unfog resume --verify`.
+
+    Returns:
+        A line on what was compared.
+
+    Raises:
+        RequestError: there is nothing to compare.
+        RunError: it came out differently.
+    """
+    from unfog.config.places import path_text
+    from unfog.runs.folder import RunFolder
+    from unfog.runs.verify import verify as repeat
+
+    return repeat(RunFolder(Path(path_text(path, "path"))))
 
 
 def load(path: str | PathLike[str]) -> Run:

@@ -11,7 +11,7 @@ import pytest
 from faults.harness import assert_same, events, long_form, lost_steps, resume, snapshot, steps_saved
 from unfog.training import checkpoint
 
-FILES = ["manifest.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json"]
+FILES = ["manifest.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "config.toml"]
 
 Damage = Callable[[Path, random.Random], object]
 

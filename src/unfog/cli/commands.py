@@ -160,7 +160,12 @@ def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
-    default = Resume(run=tyro.MISSING, settings=without_length(Config()))
+    # The help text shows what RUN has, if it is named already.
+    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
+    shown = Config()
+    with suppress(RequestError, OSError, ValueError):
+        shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
+    default = Resume(run=tyro.MISSING, settings=without_length(shown))
     given = given_to("resume", words, default)
     folder = check_run(Path(given.positional))
     stored = folder.read_config()

@@ -94,10 +94,15 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         if field:
             if not isinstance(table.setdefault(section, {}), dict):
                 raise RequestError(f"{section} and {name} cannot both be given, unless {section} is a dict")
+            if field in table[section]:
+                raise RequestError(f"{section}.{field} is given twice, once as {name}; give one of them")
             table[section][field] = value
         else:
             if name in table and not isinstance(value, Mapping):
                 raise RequestError(f"{name} must be a dict where its settings are given by short name too")
+            twice = set(table.get(name, {})) & set(value) if isinstance(value, Mapping) else set()
+            if twice:
+                raise RequestError(f"{name}.{min(twice)} is given twice, once by its short name; give one of them")
             table[name] = {**table.get(name, {}), **value} if isinstance(value, Mapping) else value
     return table
 

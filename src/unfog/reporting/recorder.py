@@ -173,8 +173,8 @@ class Recorder:
                 self._disk_refused = True
                 self.warn(
                     self._step,
-                    f"{self.run_dir} cannot be written to ({error.strerror}): pictures and lines wait in memory; "
-                    "make room, and they will be written",
+                    f"{error.filename or self.run_dir} cannot be written ({error.strerror}): pictures and lines wait "
+                    "in memory; put that right, and they will be written",
                 )
 
 

@@ -100,7 +100,7 @@ class Settling:
         millions = sum(p.numel() for p in build_network(self.config).parameters()) / 1e6
         lr = float(f"{3e-3 * math.sqrt(batch / 64 / max(millions, 1)):.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
-        self._note("optimizer.lr", lr, f"for {millions:.1f}M parameters and batches of {batch}")
+        self._note("optimizer.lr", lr, f"for {millions:.2f}M parameters and batches of {batch}")
 
     def length(self, seen: int = 0) -> None:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
@@ -114,7 +114,7 @@ class Settling:
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
         steps = max(1, -(-images // training.batch))
-        if steps * training.batch <= seen and steps * training.batch != self.config.training.images:
+        if steps * training.batch < seen:
             raise RequestError(
                 f"the run is at step {seen // training.batch:,} already, so {steps:,} steps in all are behind it; "
                 "--steps and --images count from the beginning of the run, --budget from now on"

@@ -18,6 +18,7 @@ from unfog.reporting.figures import Pixels, grid, png
 from unfog.reporting.records import write_atomic
 from unfog.runs.folder import RunFolder
 
+DATA_FILE = "data.json"
 LISTED = 100_000
 """Up to so many files data.json lists all; of more, only those quarantined, or converted in a way worth a look."""
 
@@ -44,7 +45,7 @@ def write_data_record(folder: RunFolder, prepared: Prepared, augment: Augment, s
     Raises:
         OSError: the disk refuses.
     """
-    write_atomic(folder.path / "data.json", data_json(prepared))
+    write_atomic(folder.path / DATA_FILE, data_json(prepared))
     write_atomic(folder.path / "contact-sheet.png", png(contact_sheet(prepared, augment, seed)))
 
 

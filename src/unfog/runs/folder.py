@@ -54,10 +54,12 @@ class RunFolder:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Make the folder at once, so that nobody else takes it and a bad place is noticed; gone again if left empty.
+        """Make the folder at once and lock it, so that nobody else takes it and a bad place is noticed.
+
+        What was made is gone again if it is left empty.
 
         Raises:
-            RequestError: it cannot be made, or something is in it.
+            RequestError: it cannot be made, something is in it, or another process is at it.
         """
         made: list[Path] = []
         try:
@@ -70,10 +72,11 @@ class RunFolder:
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
-        try:
-            yield
-        finally:
-            remove_empty([self.path, *made])
+        with self.locked():  # whoever does not get it leaves the folder to the one who has
+            try:
+                yield
+            finally:
+                remove_empty(made)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -38,7 +38,8 @@ class Pulse:
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
         self.doing, self.save_requested = "starting", False
-        self.silent = silent
+        self.silent, self.moved = silent, False
+        self._identity = identity(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
         self._told = ""  # what was being done at the last heartbeat
         self._over = threading.Event()
@@ -99,6 +100,7 @@ class Pulse:
         while not self._over.wait(min(LOOK, self._interval)):
             with self._lock:
                 self.save_requested |= self._asked(SAVE) is not None
+            self.moved = identity(self._folder) != self._identity
             if self._take(STOP):
                 self._stop.request("STOP file")
             if self.doing != self._told or time.monotonic() - beaten >= self._interval:
@@ -168,3 +170,12 @@ def last_beat(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return {**beat, "age": max(0.0, age), "alive": alive}
+
+
+def identity(folder: Path) -> tuple[int, int] | None:
+    """What stays the same when a folder is renamed, and differs if another takes its place; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

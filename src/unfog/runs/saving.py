@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from unfog.config.toml import to_toml
 from unfog.config.tree import Config
 from unfog.errors import Interrupted, RunError
 from unfog.reporting.progress import say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.runs.folder import RunFolder
-from unfog.runs.pulse import Pulse
+from unfog.runs.pulse import Pulse, identity
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint, snapshot
 from unfog.training.state import TrainState
@@ -27,6 +29,7 @@ class Saver:
         self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
         self.writer = Writer(folder.checkpoints, config.checkpoint)
         self.identity = identity(folder.path)
+        self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
         """The step that was saved last, and what was due after it."""
         self.held_up = 0.0
@@ -45,17 +48,52 @@ class Saver:
             self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
             return
         self.wait(leaving=self.stop())
-        if identity(self.folder.path) != self.identity:
-            raise RunError(
-                f"{self.folder.path} was moved or removed while it was trained; "
-                "go on from its newest checkpoint, where it is now, with `unfog resume`"
-            )
+        if self.moved():
+            self._follow(state, step)
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
         with self.stop.undivided():
-            self.writer.submit(snapshot.take(state, step, self._is_anchor(state, step), for_best))
+            anchor = self._is_anchor(state, step)
+            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(self.config)))
             self.saved = (step, list(state.due))
             self.pulse.taken()
         self.held_up += time.perf_counter() - started
+
+    def moved(self) -> bool:
+        """Whether the folder is no longer where it was."""
+        return identity(self.folder.path) != self.identity
+
+    def _follow(self, state: TrainState, step: int) -> None:
+        """Save where the folder is now, if the system can tell, and end: whoever moved it wants it there.
+
+        Raises:
+            RunError: always.
+        """
+        before = self.folder.path
+        try:
+            place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+        except OSError:
+            place = before
+        if identity(place) != self.identity:
+            raise RunError(f"{before} was removed while it was trained, or moved; what is not in a checkpoint is lost")
+        self.folder = RunFolder(place)
+        self.writer = Writer(self.folder.checkpoints, self.config.checkpoint)
+        self.writer.submit(snapshot.take(state, step, config=to_toml(self.config)))
+        self.wait(leaving=True)
+        raise RunError(
+            f"{before} was moved to {place} while it was trained; step {step:,} is saved there: unfog resume {place}"
+        )
+
+    def check(self) -> None:
+        """Record what the writer has done; RunError at once if it has failed."""
+        if not self.writer.busy:
+            self.writer.wait(0)
+        self.pass_on_news()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _is_anchor(self, state: TrainState, step: int) -> bool:
         """Whether a roll-back may come back to this: at a regular step, and after enough ordinary ones.
@@ -148,12 +186,3 @@ class Saver:
                 )
             elif kind == "disk_has_room":
                 say(f"there is room again: checkpoint {step:,} is written")
-
-
-def identity(folder: Path) -> tuple[int, int] | None:
-    """What stays the same when a folder is renamed, and differs if another takes its place; None if there is none."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino

@@ -101,6 +101,8 @@ class Session:
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 self.pulse.end(f"failed: {error}")
                 raise
+            finally:
+                self.saver.close()
             self.pulse.end("finished" if done else "stopped")
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}, "
@@ -225,11 +227,11 @@ class Session:
         """Move the progress line, and record what the writer has done meanwhile."""
         self.recorder.advance(step)
         self.pulse.step = step
-        self.saver.pass_on_news()
+        self.saver.check()
 
     def save_requested(self) -> bool:
-        """Whether somebody made RUN/SAVE."""
-        return self.pulse.save_requested
+        """Whether somebody made RUN/SAVE, or moved the folder, which is then to be saved where it is."""
+        return self.pulse.save_requested or self.pulse.moved
 
     def stop_requested(self) -> bool:
         """Whether somebody wants the run to stop."""

@@ -7,16 +7,18 @@ from pathlib import Path
 
 from unfog.config.places import check_out
 from unfog.config.request import check_request
+from unfog.config.toml import read_toml
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
+from unfog.data.settings import Data
 from unfog.data.sources import SPLITS, FolderSource, open_source
 from unfog.errors import RequestError, RunError
 from unfog.reporting.progress import Progress, say, warn
 from unfog.reporting.records import number, read_metrics
 from unfog.runs.changes import check_changes
 from unfog.runs.choices import Settling, choose_device
-from unfog.runs.data_record import write_data_record
+from unfog.runs.data_record import DATA_FILE, write_data_record
 from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder, next_folder, printable
 from unfog.runs.pulse import Pulse
@@ -39,7 +41,6 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     with (
         StopSignals() as stop,
         folder.reserved(),
-        folder.locked(),
         Pulse(folder.path, stop, silent=True) as pulse,
     ):
         prepared, config = load_images(config, stop)
@@ -75,7 +76,6 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     stored = folder.read_config()
     config = config or stored
     check_request(config)
-    check_changes(stored, config, force)
     if Path(config.source).is_absolute() and not Path(config.source).is_dir():
         raise RequestError(
             f"the images of this run were in {config.source}, which is not there; bring them back, or say where they "
@@ -84,22 +84,29 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = where_to_go_on(folder)
+        # What trained it so far, whatever has been written into RUN/config.toml since.
+        trained = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
+        pulse.step = saved.step if saved else 0
+        check_changes(trained, config, force)
         prepared, config = load_images(config, stop)
-        check_changes(stored, config, force)  # again, as only now it is known what the images are
+        check_changes(trained, config, force)  # again, as only now it is known what the images are
         settling = Settling(config, prepared.train, device, stop)
         settling.learning_rate()
         settling.precision()
         settling.length(seen=saved.images if saved else 0)
         settling.intervals()
         stop.leave_if_requested()
+        if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
+            say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
+            return folder, True
         session = Session(folder, settling.config, prepared, device, stop, pulse)
         folder.write_config(settling.config)
         rotation.clear_away(folder.checkpoints, broken)
         for folder_and_reason in broken:
             say(str(folder_and_reason))
-        if config.fingerprint != stored.fingerprint:
+        if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        return folder, session.run(settling.choices, saved, check_changes(stored, settling.config, force))
+        return folder, session.run(settling.choices, saved, check_changes(trained, settling.config, force))
 
 
 def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
@@ -142,6 +149,8 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
 
         prepared = prepare(source, config.data, update)
     say(prepared.ledger.line())
+    if config.data.held_out not in (0, Data().held_out) and not len(prepared.held_out):
+        warn(f"data.held_out = {config.data.held_out} holds nothing out: of fewer than 100 pictures each is trained on")
     tops = {name.split("/")[0] for name in source.names}
     if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
         say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give that folder as SOURCE")

@@ -5,6 +5,7 @@
     checkpoints/00001000/ema.safetensors         the average, same names
     checkpoints/00001000/optimizer.safetensors   its moments, as "exp_avg/" and the name of the weight
     checkpoints/00001000/state.json              position, guard, loss scaler, sums for the log
+    checkpoints/00001000/config.toml             the settings that it was trained with
 
 Names that begin with a dot are work in progress, or what was broken and set aside; they are never read. Nothing is a
 pickle, so nothing in a checkpoint can run code. `snapshot` writes them, `rotation` removes them.
@@ -25,8 +26,8 @@ from unfog.errors import RequestError, RunError
 from unfog.training.state import TrainState
 
 FORMAT = 2
-MANIFEST, STATE = "manifest.json", "state.json"
-FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE])
+MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
+FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
 LARGEST_JSON = 2**20  # bytes; ours have a few thousand
 
 
@@ -83,7 +84,8 @@ def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
         try:
             found.append(read_manifest(folder))
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
-            broken.append(Broken(folder, f"{MANIFEST}: {error}"))
+            reason = (isinstance(error, OSError) and error.strerror) or str(error)
+            broken.append(Broken(folder, f"{MANIFEST}: {reason}"))
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
@@ -247,7 +249,8 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
         network.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
         raise RunError(
-            f"the weights in {folder} do not fit the network that config.toml describes; was it edited? ({error})"
+            f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
+            f"that they were trained with are in {folder / CONFIG} ({' '.join(str(error).split())[:120]} ...)"
         ) from None
 
 

@@ -30,6 +30,8 @@ class Snapshot(NamedTuple):
     """Whether a roll-back may come back to it: taken at a regular interval, when all was well."""
     for_best: bool
     """Whether it is only for its held-out loss, and may go when there is a better one."""
+    config: str
+    """The settings, as TOML."""
     made_on: str
     """`Precision.machine`."""
     seconds: float
@@ -41,7 +43,7 @@ class Snapshot(NamedTuple):
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
 
-def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = False) -> Snapshot:
+def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = "") -> Snapshot:
     """Copy a state to host memory. What is in it should be finite: see `TrainState.non_finite`."""
     started = time.perf_counter()
     tensors = {
@@ -49,7 +51,7 @@ def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = Fa
         for file, tensors in state.tensors().items()
     }
     seconds = time.perf_counter() - started
-    return Snapshot(step, tensors, state.progress(), anchor, for_best, state.precision.machine(), seconds)
+    return Snapshot(step, tensors, state.progress(), anchor, for_best, config, state.precision.machine(), seconds)
 
 
 def write(snapshot: Snapshot, checkpoints: Path) -> Path:
@@ -80,6 +82,7 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
 def write_files(snapshot: Snapshot, folder: Path) -> None:
     """Write all but the manifest."""
     (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
+    (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
     for file, tensors in snapshot.tensors.items():
         save_file(tensors, folder / f"{file}.safetensors")
     for path in folder.iterdir():
@@ -115,6 +118,8 @@ def verify(snapshot: Snapshot, folder: Path) -> None:
             raise OSError(f"{path.name} does not read back as it was written")
     if (folder / checkpoint.STATE).read_text() != json.dumps(snapshot.progress):
         raise OSError(f"{checkpoint.STATE} does not read back as it was written")
+    if (folder / checkpoint.CONFIG).read_bytes() != snapshot.config.encode():
+        raise OSError(f"{checkpoint.CONFIG} does not read back as it was written")
 
 
 def system_error(text: str) -> int:

@@ -17,6 +17,7 @@ from unfog.training.snapshot import Snapshot
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RETRY = 1.0  # seconds
+TRIES = 3  # of a disk, or a network that it is behind, that refuses for other reasons than room
 RETRY_BLINDLY = 30.0  # seconds; where the free space that is told does not count, as under a quota
 
 
@@ -96,14 +97,18 @@ class Writer:
 
     def _write(self, taken: Snapshot) -> float | None:
         """Write as soon as there is room. Returns the seconds waited for it; None if that was given up."""
-        first = tried = time.perf_counter()
+        failures, first = 0, time.perf_counter()
+        tried = first
         try:
             while True:
                 try:
                     snapshot.write(taken, self.checkpoints)
                 except OSError as error:
                     if error.errno not in NO_ROOM:
-                        raise
+                        failures += 1
+                        if failures == TRIES or self._give_up.wait(RETRY):
+                            raise
+                        continue
                 else:
                     if self.waiting:
                         self._tell("disk_has_room", taken, waited=round(tried - first, 1))
