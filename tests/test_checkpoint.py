@@ -217,6 +217,24 @@ def test_what_may_be_gone_back_to(tmp_path):
     assert checkpoint.anchor(tmp_path, 0) is None
 
 
+def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
+    state = fresh()
+    for number in range(1, 4):
+        step(state)
+        write(state, tmp_path, number, anchor=True)
+
+    def goes_to(ordinary: int) -> int:
+        state.guard.ordinary = ordinary
+        return checkpoint.to_go_back_to(tmp_path, state, patience=20).step
+
+    assert goes_to(0) == 3, "the first"
+    state.guard.roll_backs, state.guard.anchor = 1, 3 * 8
+    assert goes_to(30) == 3
+    assert goes_to(19) == 2
+    state.guard.anchor = 1 * 8
+    assert goes_to(0) == 1, "where nothing is older"
+
+
 def test_another_network_is_told_apart(tmp_path):
     folder = write(trained(), tmp_path)
     with pytest.raises(RunError, match="do not fit"):

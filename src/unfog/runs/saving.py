@@ -115,12 +115,7 @@ class Saver:
         """
         self.wait()
         step = state.seen // self.config.training.batch
-        good = checkpoint.anchor(self.folder.checkpoints, state.seen)
-        guard = state.guard
-        if guard.roll_backs and guard.ordinary < self.config.training.patience:
-            # The last one did not help, so its weights may be past help: the one before, if there is any.
-            before = checkpoint.anchor(self.folder.checkpoints, guard.anchor - 1)
-            good = before or checkpoint.anchor(self.folder.checkpoints, guard.anchor) or good
+        good = checkpoint.to_go_back_to(self.folder.checkpoints, state, self.config.training.patience)
         if good is None:
             raise RunError(
                 f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"

@@ -30,8 +30,9 @@ from unfog.training.state import TrainState
 class Replay(Silent):
     """A run that keeps nothing, goes back where the run did, and ends at a given image."""
 
-    def __init__(self, folder: RunFolder, state: TrainState, until: int, stop: StopSignals, progress: Progress):
-        self.folder, self.state, self.until, self.stop, self.progress = folder, state, until, stop, progress
+    def __init__(self, folder: RunFolder, state: TrainState, until: int, patience: int, stop: StopSignals):
+        self.folder, self.state, self.until, self.patience, self.stop = folder, state, until, patience, stop
+        self.progress: Progress
 
     def stop_requested(self) -> bool:
         """At the end, or when a person wants to stop."""
@@ -39,7 +40,7 @@ class Replay(Silent):
 
     def roll_back(self, state: TrainState, reason: str) -> None:
         """As the run itself did, if its last good checkpoint is still there."""
-        good = checkpoint.anchor(self.folder.checkpoints, state.seen)
+        good = checkpoint.to_go_back_to(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(f"the run went back at image {state.seen:,} to a checkpoint that is gone: no comparison")
         checkpoint.roll_back(good.folder, state)
@@ -93,8 +94,9 @@ def replay(
     state = build_state(config, choose_device(config.training.device))
     checkpoint.load(first.folder, state)
     state.due = []
+    run = Replay(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:
-        run = Replay(folder, state, last.images, stop, progress)
+        run.progress = progress
         train(
             replace(config.training, rollbacks=10**9),  # whether there were too many is not asked here
             config.optimizer,

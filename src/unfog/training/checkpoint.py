@@ -199,6 +199,19 @@ def anchor(checkpoints: Path, images: int) -> Saved | None:
     return next((saved for saved in good if damage(saved) is None), None)
 
 
+def to_go_back_to(checkpoints: Path, state: TrainState, patience: int) -> Saved | None:
+    """The checkpoint that a roll-back of this state returns to; None if there is none.
+
+    The newest anchor; but if fewer than `patience` ordinary steps have followed the last roll-back, that did not help,
+    so those weights may be past help, and it is the anchor before, if there is one.
+    """
+    guard = state.guard
+    if guard.roll_backs and guard.ordinary < patience:
+        before = anchor(checkpoints, guard.anchor - 1)
+        return before or anchor(checkpoints, guard.anchor) or anchor(checkpoints, state.seen)
+    return anchor(checkpoints, state.seen)
+
+
 def load(folder: Path, state: TrainState) -> None:
     """Restore `state` from a whole checkpoint, on whatever device it lives. RunError if it is of another network."""
     load_tensors(folder, state)
