@@ -38,9 +38,12 @@ $(BIN)/python:
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@if ! $(HAS_TORCH) >/dev/null; then \
 		echo "installing torch $(TORCH) (a few minutes the first time)"; \
-		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null; } || $(PIP) -c constraints.txt torch; \
+		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) -c constraints.txt 'torch==$(TORCH)+cpu' 2>/dev/null; } \
+			|| $(PIP) -c constraints.txt torch; \
 	fi
-	@{ $(HAS_TORCH) && sed '/^torch==/,/^$$/d' constraints.txt; } > $(VENV)/constraints.txt
+	@has=$$($(HAS_TORCH)) && { echo "$$has"; case $$has in \
+		torch==$(TORCH)*) grep -v '^torch==' constraints.txt;; \
+		*) sed '/^torch==/,/^$$/d' constraints.txt;; esac; } > $(VENV)/constraints.txt  # a lent one has its own needs
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch

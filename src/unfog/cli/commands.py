@@ -40,11 +40,11 @@ class Train:
     folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Folder of images, or a built-in set."""
     settings: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder of the run; must be new. Left open: runs/ and the name of SOURCE."""
     preset: str = "default"
     """Recipe to start from: default, ddpm or demo."""
-    config: Path | None = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """TOML file of settings, such as the config.toml of another run."""
 
 
@@ -59,7 +59,7 @@ class Resume:
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
     settings: Annotated[Config, tyro.conf.arg(name="")]
-    source: str | None = None
+    source: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Where the images are now, if they were moved."""
     force: bool = False
     """Also change what makes it another run from here on: images, seed, weighting, EMA, background, held-out share."""

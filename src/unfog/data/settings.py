@@ -10,7 +10,7 @@ from unfog.errors import RequestError
 
 @dataclass(frozen=True)
 class Data:
-    """How images are decoded, labelled, augmented and split. A 0 or "auto" is settled by `prepare.prepare`."""
+    """How images are decoded, labelled, augmented and split. A 0 or "auto" is chosen to suit them."""
 
     size: int = 0
     """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64. Short: --size."""

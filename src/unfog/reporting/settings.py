@@ -11,10 +11,7 @@ SINKS = ("tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class Log:
-    """What is recorded, how often, and where to besides the run folder.
-
-    Raises RequestError for a negative interval and for a sink of another name.
-    """
+    """What is recorded, how often, and where to besides the run folder."""
 
     every: int = 0
     """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""
@@ -23,6 +20,7 @@ class Log:
     """Trackers to copy to: tensorboard, wandb (offline unless WANDB_MODE says otherwise)."""
 
     def __post_init__(self) -> None:
+        """RequestError for a negative interval and for a sink of another name."""
         if self.every < 0:
             raise RequestError(f"log.every = {self.every} must be at least 1 step, or 0 to choose it; try 50")
         for name in self.sinks:
