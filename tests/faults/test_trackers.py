@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from faults.harness import USUAL, assert_same, events, long_form, resume, train
+from faults.harness import USUAL, assert_same, events, long_form, newest, resume, train
 from faults.mounts import SmallDisk, allowed
 
 RAISES = """
@@ -30,8 +30,9 @@ OFFLINE = [words for words in (["unshare", "-n"], ["unshare", "-rn"]) if allowed
 
 
 def same_but_for_the_settings(run, whole, tmp_path) -> None:
-    """The trackers are in config.toml; all else is that of the usual run."""
+    """The trackers are in config.toml, also in that of the checkpoint; all else is that of the usual run."""
     shutil.copy(whole / "config.toml", run / "config.toml")
+    shutil.copy(newest(whole) / "config.toml", newest(run) / "config.toml")
     assert_same(run, whole)
 
 
