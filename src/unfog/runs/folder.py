@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from unfog.config.places import check_out
 from unfog.config.toml import read_toml, to_toml
 from unfog.config.tree import Config
 from unfog.errors import RequestError
@@ -43,27 +44,18 @@ class RunFolder:
         """The last sample grid; the folder of sample grids if there is none yet."""
         return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
 
-    def check_free(self) -> None:
-        """RequestError if there is something in the folder already: nothing is ever overwritten."""
-        if self.config_file.exists():
-            raise RequestError(
-                f"{self.path} is a run already; go on with `unfog resume {self.path}`, or give another --out"
-            )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise RequestError(f"{self.path} exists and is not an empty folder; give another --out")
-
     @contextmanager
-    def reserved(self) -> Iterator[None]:
+    def reserved(self, source: str) -> Iterator[None]:
         """Make the folder at once and lock it, so that nobody else takes it and a bad place is noticed.
 
-        What was made is gone again if it is left empty.
+        What was made is gone again if it is left empty. `source` is where the images are, which it must not be.
 
         Raises:
             RequestError: it cannot be made, something is in it, or another process is at it.
         """
+        check_out(self.path, source)
         made: list[Path] = []
         try:
-            self.check_free()
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             str(self.path.resolve()).encode()

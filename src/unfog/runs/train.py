@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from unfog.config.places import check_out
 from unfog.config.request import check_request
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
@@ -36,11 +35,10 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     """
     check_request(config)
     folder = RunFolder(out or next_folder(config.source))
-    check_out(folder.path, config.source)
     device = choose_device(config.training.device)
     with (
         StopSignals() as stop,
-        folder.reserved(),
+        folder.reserved(config.source),
         Pulse(folder.path, stop, silent=True) as pulse,
     ):
         prepared, config = load_images(config, stop)

@@ -194,9 +194,10 @@ def settle(state: TrainState, run: Run, stopwatch: Stopwatch, batch_size: int) -
     if "preview" in state.due:
         run.preview(state)
         state.due.remove("preview")
-    for name in {"save", "keep the best"}.intersection(state.due):
-        state.due.remove(name)  # before, so that the checkpoint does not ask for itself
-        run.save(state, for_best=name != "save")
+    if state.due:  # one of "save" and "keep the best" is all that can be left
+        for_best = "save" not in state.due
+        state.due = []  # before, so that the checkpoint does not ask for itself
+        run.save(state, for_best)
 
 
 class Stopwatch:
