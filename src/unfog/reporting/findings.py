@@ -1,0 +1,127 @@
+"""What an examination found: for the terminal a line or two each, and a page with the pictures that prove it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from markupsafe import Markup
+
+from unfog.reporting.figures import Pixels, png
+from unfog.reporting.progress import say
+from unfog.reporting.records import write_atomic
+
+Severity = Literal["fatal", "warning", "hint", "fine"]
+
+SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": "dim"}
+"""From "training makes no sense" over "this will cost you" and "you may want to" to "looked at, and well"; and the
+style that a terminal shows each in."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exhibit:
+    """A picture, a chart or a table that shows what a finding says."""
+
+    title: str
+    picture: Pixels | None = None
+    """uint8 [H, W] or [H, W, 3]."""
+
+    svg: str = ""
+    """A chart of `reporting.charts`."""
+
+    table: Sequence[Sequence[str]] = ()
+    """Rows of cells, the first of which is the heading."""
+
+    caption: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """One thing that was looked at."""
+
+    code: str
+    """What it is called for ever, "area.thing": "data.duplicates", "settings.lr"; for scripts and tests."""
+
+    severity: Severity
+    evidence: str
+    """What was seen, with its numbers and names, in a sentence without a full stop."""
+
+    remedy: str = ""
+    """What to do about it, with the command or setting; "" where nothing is to be done."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers behind it, as plain values for JSON."""
+
+    exhibits: tuple[Exhibit, ...] = ()
+
+    def __str__(self) -> str:
+        mark = "" if self.severity == "fine" else f"{self.severity}: "
+        return f"{mark}{self.evidence}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """The gravest first; those of one severity in the order in which they were found."""
+    return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))
+
+
+def say_findings(findings: Sequence[Finding]) -> None:
+    """Tell a person, the gravest first, and how many there are of each severity."""
+    for finding in ranked(findings):
+        say(f"  {finding}", style=SEVERITIES[finding.severity])
+    say(f"  {summary(findings)}")
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many there are of each severity: "1 warning, 2 hints, 14 fine"."""
+    counts = Counter(finding.severity for finding in findings)
+    plural = {"fatal": "fatal", "warning": "warnings", "hint": "hints", "fine": "fine"}
+    named = [f"{counts[s]} {s if counts[s] == 1 else plural[s]}" for s in SEVERITIES if counts[s]]
+    return ", ".join(named) or "nothing was looked at"
+
+
+def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
+    """Write findings.json and report.html, which needs no other file, into a folder; returns the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = [
+        {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, "facts": dict(f.facts)}
+        for f in ranked(findings)
+    ]
+    text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False)
+    write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
+    page = folder / "report.html"
+    write_atomic(page, render(title, findings).encode("utf-8", "replace"))
+    return page
+
+
+def render(title: str, findings: Sequence[Finding]) -> str:
+    """The HTML page of the findings; it makes no request."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("unfog.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    shown = [
+        {"finding": finding, "exhibits": [_shown(one) for one in finding.exhibits]} for finding in ranked(findings)
+    ]
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template("findings.html").render(
+        title=title, summary=summary(findings), shown=shown, written=now
+    )
+
+
+def _shown(exhibit: Exhibit) -> dict[str, object]:
+    uri = ""
+    if exhibit.picture is not None:
+        uri = f"data:image/png;base64,{base64.b64encode(png(exhibit.picture)).decode()}"
+    # Our own charts escape every text that they are given.
+    drawn = {"uri": uri, "svg": Markup(exhibit.svg), "table": exhibit.table}
+    return {"title": exhibit.title, "caption": exhibit.caption, **drawn}
