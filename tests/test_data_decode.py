@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import Facts, decode, header
-from unfog.data.files import Unusable
+from unfog.data.formats.files import Unusable
 
 WHITE = (255, 255, 255)
 

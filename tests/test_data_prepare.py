@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data import cache
+from unfog.data import cache, survey
 from unfog.data import prepare as preparing
 from unfog.data.images import Prepared
 from unfog.data.ledger import Ledger
+from unfog.data.packs import writing as packing
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import FolderSource, open_source
@@ -135,7 +135,7 @@ def test_held_out_stays_when_images_are_added(tmp_path: Path) -> None:
 
 
 def test_held_out_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "MAX_HELD_OUT", 10)
+    monkeypatch.setattr(survey, "MAX_HELD_OUT", 10)
     folder = fill(tmp_path / "many", 200)
     prepared = run(folder, Data(size=4, held_out=0.5, cache="memory"))
     assert (len(prepared.train), len(prepared.held_out)) == (190, 10)
@@ -165,7 +165,7 @@ def test_the_ledger_tells_of_each_image_in_the_order_of_the_sets(tmp_path: Path)
         (folder / f"{i:04}.png").write_bytes(b"")
     for where in ("memory", "disk", "disk"):
         prepared = run(folder, Data(size=16, held_out=0.3, cache=where))
-        names = prepared.train.names + prepared.held_out.names
+        names = [*prepared.train.names, *prepared.held_out.names]
         assert len(prepared.held_out) > 30
         assert len(names) == len(prepared.ledger.treatment) == 190
         for name, which in zip(names, prepared.ledger.treatment, strict=True):
@@ -185,7 +185,7 @@ def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
     assert not list(cache_folder.glob("*.partial"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparing, "decode_all", None)
+        patched.setattr(packing, "decode_all", None)
         for settings in (asked, first.settings, Data(cache="disk", flip=True), Data(cache="auto")):
             again = run(folder, settings)  # as asked, as settled, and when only what comes after decoding differs
             assert again.settings.flip is settings.flip
@@ -213,9 +213,10 @@ def test_what_changes_while_it_is_decoded_is_not_found_again(tmp_path: Path) -> 
     before, status = path.read_bytes(), path.stat()
 
     class Changed(FolderSource):
-        def stamps(self) -> Iterator[tuple[str, int, int]]:
-            yield from list(super().stamps())
+        def stamp(self) -> tuple[str, int]:
+            stamp = super().stamp()
             Image.new("RGB", (20, 20), "red").save(path)
+            return stamp
 
     red = prepare(Changed(folder, "set"), asked)
     assert (red.train.pixels[0] == np.array([255, 0, 0])[:, None, None]).all()
@@ -228,12 +229,38 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path: Path, cache_folder: Path)
     folder = fill(tmp_path / "set", 20)
     asked = Data(cache="disk", size=16)
     good = run(folder, asked).train.pixels.copy()
-    for path in cache_folder.glob("*.pixels"):
+    for path in cache_folder.glob("*/pixels.u8"):
         os.truncate(path, 100)
     assert np.array_equal(run(folder, asked).train.pixels, good)
-    for path in cache_folder.glob("*.json"):
+    for path in [*cache_folder.glob("*/pack.json"), *cache_folder.glob("*.json")]:
         path.write_text("{")
     assert np.array_equal(run(folder, asked).train.pixels, good)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"see": "bad"}',
+        '{"see": "../cache/good"}',
+        '{"see": 5}',
+        '{"see": "\\u0000"}',
+        "[" * 99999,
+        "",
+        "null",
+        '{"a": 1}',
+    ],
+)
+def test_a_cache_entry_that_leads_nowhere_is_none(cache_folder: Path, tmp_path: Path, text: str) -> None:
+    run(fill(tmp_path / "set", 20), Data(cache="disk", size=16))
+    (made,) = cache_folder.glob("*/")
+    made.rename(cache_folder / "good")
+    (cache_folder / "asked.json").write_text('{"see": "good"}')
+    (cache_folder / "bad.json").write_text(text)
+    (cache_folder / "loop.json").write_text('{"see": "bad"}')
+    assert cache.load("good") is not None
+    assert cache.load("asked") is not None
+    assert cache.load("bad") is None
+    assert cache.load("loop") is None
 
 
 def test_a_cache_that_cannot_be_written_is_explained_or_done_without(
@@ -249,23 +276,45 @@ def test_a_cache_that_cannot_be_written_is_explained_or_done_without(
 
 
 def test_no_room_for_the_cache_is_found_before_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
+    monkeypatch.setattr("unfog.data.packs.writing.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
     with pytest.raises(RequestError, match=r"has no room for 0\.0 GB"):
         run(fill(tmp_path / "set", 20), Data(cache="disk"))
 
 
-def test_an_interrupted_preparation_leaves_nothing_and_old_leftovers_are_removed(
+def test_what_is_interrupted_before_anything_is_done_leaves_nothing_and_old_leftovers_are_removed(
     tmp_path: Path, cache_folder: Path
 ) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    leftover = cache_folder / "1-1.partial"
-    leftover.write_bytes(b"x")
+    leftover, recent = cache_folder / "old/journal.jsonl", cache_folder / "recent/journal.jsonl"
+    for journal in (leftover, recent):
+        journal.parent.mkdir()
+        journal.write_text("{}\n")
     os.utime(leftover, (0, 0))
     with pytest.raises(KeyboardInterrupt):
         prepare(open_source(fill(tmp_path / "set", 50)), Data(cache="disk"), interrupt)
-    assert not list(cache_folder.iterdir())
+    assert list(cache_folder.iterdir()) == [recent.parent]
+
+
+def test_an_interrupted_preparation_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    folder, calls = fill(tmp_path / "set", 120), []
+    asked = Data(size=16, cache="disk")
+
+    def interrupt(done: int, total: int) -> None:
+        calls.append(done)
+        if done >= 80 and len(calls) < 1000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(open_source(folder), asked, interrupt)
+    calls = [0] * 1000
+    found = prepare(open_source(folder), asked, interrupt)
+    assert 64 < calls[1000] <= 80
+    in_memory = run(folder, replace(asked, cache="memory"))
+    assert np.array_equal(found.train.pixels, in_memory.train.pixels)
+    assert found.ledger == in_memory.ledger
 
 
 def test_large_sets_go_to_disk_by_themselves(
@@ -276,7 +325,7 @@ def test_large_sets_go_to_disk_by_themselves(
     assert not list(cache_folder.iterdir())
     monkeypatch.setattr(preparing, "MEMORY_PIXEL_BYTES", 1000)
     run(folder, Data())
-    assert list(cache_folder.glob("*.pixels"))
+    assert list(cache_folder.glob("*/pack.json"))
 
 
 def test_ledger_survives_json_and_odd_file_names(tmp_path: Path) -> None:

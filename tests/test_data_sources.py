@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data.files import Unusable
+from unfog.data.formats.files import Unusable
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import FASHION, FashionSource, labels_of, open_source

@@ -1,4 +1,4 @@
-"""The shuffled stream and its permutation, and augmentation."""
+"""The shuffled stream and its permutation."""
 
 import time
 from collections import Counter
@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import ImageStream
@@ -120,47 +119,3 @@ def test_fingerprint_sees_pixels_labels_and_order() -> None:
     relabelled = ImageSet(base.pixels, base.labels[::-1], base.names, base.classes)
     assert images(6).fingerprint == base.fingerprint
     assert len({base.fingerprint, swapped.fingerprint, relabelled.fingerprint, images(7).fingerprint}) == 4
-
-
-def test_augmentation_off_is_the_identity_and_draws_nothing() -> None:
-    pixels = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
-    state = torch.get_rng_state()
-    assert Augment(flip=False, jitter=0)(pixels) is pixels
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_flip_mirrors_about_half_each_image_whole() -> None:
-    torch.manual_seed(0)
-    pixels = torch.randint(0, 256, (400, 3, 4, 6), dtype=torch.uint8)
-    flipped = Augment(flip=True)(pixels)
-    mirrored = (flipped == pixels.flip(-1)).flatten(1).all(1)
-    kept = (flipped == pixels).flatten(1).all(1)
-    assert bool((mirrored ^ kept).all())
-    assert 150 < int(mirrored.sum()) < 250
-    torch.manual_seed(0)
-    torch.randint(0, 256, (400, 3, 4, 6), dtype=torch.uint8)
-    assert torch.equal(Augment(flip=True)(pixels), flipped)
-
-
-def test_jitter_is_slight_its_own_for_each_image_and_leaves_grey_grey() -> None:
-    torch.manual_seed(1)
-    image = torch.randint(60, 180, (1, 3, 8, 8), dtype=torch.uint8).expand(64, -1, -1, -1)
-    jittered = Augment(jitter=0.1)(image)
-    assert jittered.dtype == torch.uint8
-    assert len({bytes(one.numpy()) for one in jittered}) == 64
-    change = (jittered.float() - image.float()).abs()
-    assert 1 < change.mean() < 18
-    brightness = jittered.float().mean((1, 2, 3)) / image.float().mean((1, 2, 3))
-    assert brightness.min() > 0.89
-    assert brightness.max() < 1.11
-    grey = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8)
-    as_rgb = Augment(jitter=0.2)(grey.expand(-1, 3, -1, -1))
-    assert (as_rgb.float() - as_rgb[:, :1].float()).abs().max() <= 1  # luma weights add up to 1 but for rounding
-    assert Augment(jitter=0.2)(grey).shape == grey.shape
-
-
-def test_jitter_keeps_within_eight_bits() -> None:
-    torch.manual_seed(2)
-    white, black = torch.full((32, 3, 4, 4), 255, dtype=torch.uint8), torch.zeros(32, 3, 4, 4, dtype=torch.uint8)
-    assert int(Augment(jitter=0.3)(white).min()) >= 178
-    assert int(Augment(jitter=0.3)(black).max()) == 0

@@ -254,3 +254,15 @@ def test_refuses_unknown_weights():
     for name in ("mid_block.attentions.0.query.weight", "conv_in.weight.extra", "conv_in"):
         with pytest.raises(RequestError, match="save it again"):
             from_unet2d_state({name: torch.zeros(1)})
+
+
+def test_what_tells_of_an_augmentation_is_left_out_as_samples_have_none():
+    torch.manual_seed(0)
+    model = UNetModel(SIZES["tiny"], 1, augment_inputs=9).eval()
+    torch.nn.init.normal_(model.conv_out.weight)
+    config, state = to_unet2d(Network(SIZES["tiny"], 1, 0, model.state_dict()), size=16)
+    theirs = UNet2DModel(**config).eval()
+    theirs.load_state_dict(state)
+    x, t = torch.randn(2, 1, 16, 16), torch.tensor([3, 800])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(x, t).sample, model(x, t.float()), rtol=1e-4, atol=1e-4)

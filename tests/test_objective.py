@@ -31,7 +31,7 @@ def test_it_is_the_textbook_ddpm_loss() -> None:
     t = (u * 1000).long()
     x_t = DDPMScheduler(beta_schedule="squaredcos_cap_v2").add_noise(x0, noise, t)
     expected = (network(x_t, t.float(), None) - noise).square().mean((1, 2, 3))
-    loss = Objective(DDPM)(network, x0, None, u, noise)
+    loss = Objective(DDPM)(network, x0, u=u, noise=noise)
     torch.testing.assert_close(loss.per_image, expected, rtol=2e-4, atol=1e-5)
     assert torch.equal(loss.u, u)
 
@@ -48,7 +48,7 @@ def test_it_is_edms_loss() -> None:
     d = sigma_data**2 / (sigma**2 + sigma_data**2) * x + sigma * sigma_data / (sigma**2 + sigma_data**2).sqrt() * f
     expected = ((sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2 * (d - x0) ** 2).mean((1, 2, 3))
     torch.testing.assert_close(
-        Objective(diffusion)(network, x0, None, u, noise).per_image, expected, rtol=1e-3, atol=1e-4
+        Objective(diffusion)(network, x0, u=u, noise=noise).per_image, expected, rtol=1e-3, atol=1e-4
     )
 
 
@@ -71,9 +71,9 @@ def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion)
     u = (torch.arange(n) + 0.5) / n
     noise = torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     extreme = torch.randint(0, 2, noise.shape, generator=torch.Generator().manual_seed(2)) * 2.0 - 1
-    loss = Objective(diffusion)(nothing, extreme, None, u, noise)
+    loss = Objective(diffusion)(nothing, extreme, u=u, noise=noise)
     torch.testing.assert_close(loss.per_image, loss.reference, rtol=0.1, atol=0)
-    flat = Objective(diffusion)(nothing, 0.3 * extreme, None, u, noise)
+    flat = Objective(diffusion)(nothing, 0.3 * extreme, u=u, noise=noise)
     assert torch.equal(flat.reference, loss.reference)
     assert (flat.per_image <= 1.1 * flat.reference).all()
 

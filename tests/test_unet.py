@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from unfog.models.unet import UNetModel
 MICRO = UNet(channels=(16, 32), attention=(False, True), head_channels=8, norm_groups=4)
 
 
-def scattered(settings: UNet, image_channels: int = 1, num_classes: int = 0) -> UNetModel:
+def scattered(settings: UNet, image_channels: int = 1, num_classes: int = 0, augment_inputs: int = 0) -> UNetModel:
     """Return a network whose zeros are gone."""
     torch.manual_seed(0)
-    model = UNetModel(settings, image_channels, num_classes)
+    model = UNetModel(settings, image_channels, num_classes, augment_inputs)
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) / max(1, parameter[0].numel()) ** 0.5
     return model
@@ -243,3 +244,94 @@ def test_upsampling_and_attention_keep_pixels_in_place():
     with torch.no_grad():
         change = (model(x + bump, torch.zeros(1)) - model(x, torch.zeros(1))).abs()
     assert change[0, 0, :6, 26:].mean() > 3 * change.mean()
+
+
+def gradients(model: UNetModel, bf16: bool) -> dict[str, torch.Tensor]:
+    """Of one training step with dropout, and the random number that follows it."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    x, c_noise, label = torch.randn(3, 1, 8, 8), torch.rand(3) * 1000, torch.tensor([0, 1, 2])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        output = model(x, c_noise, label)
+    output.float().square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()} | {"output": output, "next": torch.rand(1)}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_checkpointing_changes_no_bit(bf16, dropout):
+    model = scattered(replace(MICRO, dropout=dropout), num_classes=2)
+    plain = gradients(model, bf16)
+    assert all(gradient.any() for gradient in plain.values())
+    model.checkpointing = True
+    again = gradients(model, bf16)
+    assert all(torch.equal(again[name], value) for name, value in plain.items())
+
+
+def saved_bytes(model: UNetModel) -> int:
+    """What a forward pass keeps for the backward pass, without the parameters."""
+    storages = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(torch.randn(2, 1, 32, 32), torch.rand(2) * 1000)
+    kept = sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
+    output.sum().backward()
+    return kept
+
+
+def test_checkpointing_keeps_a_fraction():
+    settings = UNet(channels=(16, 32), blocks=2, attention=(False, True), head_channels=8, norm_groups=4)
+    model = UNetModel(settings, 1)
+    plain = saved_bytes(model)
+    model.checkpointing = True
+    assert saved_bytes(model) < 0.3 * plain
+
+
+def test_checkpointing_allows_no_gradient_and_two():
+    model = scattered(MICRO)
+    model.checkpointing = True
+    x, c_noise = torch.randn(2, 1, 8, 8), torch.rand(2) * 1000
+    with torch.inference_mode():
+        still = model(x, c_noise)
+    loss = model(x, c_noise)
+    assert torch.equal(loss, still)
+    first, second = (
+        torch.autograd.grad(loss.sum(), list(model.parameters()), retain_graph=keep) for keep in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_what_is_told_of_an_augmentation_counts_and_nothing_is_zero():
+    torch.manual_seed(0)
+    told = scattered(MICRO, augment_inputs=9)
+    untold = UNetModel(MICRO, 1)
+    untold.load_state_dict({k: v for k, v in told.state_dict().items() if k != "augment_embedding.weight"})
+    x, c_noise = torch.randn(3, 1, 8, 8), torch.rand(3) * 1000
+    with torch.no_grad():
+        plain = told(x, c_noise)
+        assert torch.equal(told(x, c_noise, None, torch.zeros(3, 9)), plain)
+        assert torch.equal(untold(x, c_noise), plain)
+        some = torch.zeros(3, 9)
+        some[1, 4] = 1
+        changed = (told(x, c_noise, None, some) != plain).flatten(1).any(1)
+    assert changed.tolist() == [False, True, False]
+
+
+def test_a_network_that_is_told_begins_as_one_that_is_not():
+    states = []
+    for inputs in (0, 9):
+        torch.manual_seed(0)
+        states.append(UNetModel(MICRO, 1, 2, inputs).state_dict())
+    assert states[1].pop("augment_embedding.weight").shape == (64, 9)
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_an_augmentation_is_not_told_to_a_network_that_does_not_ask():
+    with pytest.raises(RequestError, match=r"data\.augment"):
+        UNetModel(MICRO, 1)(torch.randn(1, 1, 8, 8), torch.zeros(1), None, torch.zeros(1, 9))

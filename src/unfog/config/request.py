@@ -11,6 +11,8 @@ from unfog.config.places import why
 from unfog.config.text import shown
 from unfog.config.tree import LENGTH, Config
 from unfog.data.decode import colour
+from unfog.data.formats.locate import locate
+from unfog.data.formats.tables import find_table
 from unfog.data.sources import open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
@@ -25,7 +27,8 @@ def check_request(config: Config) -> None:
 
     Raises:
         RequestError: more than one length; a size that the network cannot have; a device, colour, tracker or budget
-            that is none; more sampling steps than the schedule has levels; for a new run, a source that is not there.
+            that is none; more sampling steps than the schedule has levels; for a new run, a source or a table of labels
+            that is not there.
     """
     training = config.training
     given = {k: v for k in LENGTH if (v := getattr(training, k))}
@@ -41,22 +44,7 @@ def check_request(config: Config) -> None:
         config.network.check(config.data.size)
     if not config.fingerprint:
         check_source(config.source)
-
-
-def unwise(config: Config) -> list[str]:
-    """A line on each combination that works but is hardly meant, of settings whose length is settled."""
-    training, lines = config.training, []
-    steps = max(1, -(-training.images // training.batch))
-    if config.optimizer.warmup >= steps:
-        lines.append(
-            f"optimizer.warmup = {config.optimizer.warmup:,} is no shorter than the run of {steps:,} steps, so the "
-            "learning rate never reaches its peak"
-        )
-    if config.guidance != 1 and config.label_dropout == 0:
-        lines.append(f"guidance = {config.guidance:g} has no effect without label_dropout, such as 0.1")
-    if config.label_dropout == 1:
-        lines.append("label_dropout = 1 hides every label, so classes are not learned")
-    return lines
+        find_table(config.data.labels, Path(config.source))
 
 
 def check_device(name: str) -> None:
@@ -78,12 +66,12 @@ def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
 
 
 def check_source(source: str) -> None:
-    """RequestError if there is no such source, or nothing in it. A folder is not searched: that may take a while."""
-    if source == "fashion":
-        return
+    """RequestError if there is no such source, or an empty folder. Nothing is searched, opened or asked of a network,
+    as that may take a while."""
     try:
-        folder = Path(source).expanduser()
-        if not source or not folder.is_dir() or not any(folder.iterdir()):
+        Path(source).expanduser()  # which says so of a user that there is not
+        located = locate(source)
+        if located.kind == "folder" and not any(Path(located.resolved).iterdir()):
             open_source(source)  # which says what is wrong
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(

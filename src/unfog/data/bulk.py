@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.files import Unusable
+from unfog.data.formats.files import Unusable
 from unfog.data.sources import Source
 
 Progress = Callable[[int, int], None]
 
+FACTS = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
+"""What is kept of each image; so little that a pack in the making keeps it in a file."""
+
+_THREADS_FAR = 16
 _MAX_THREADS = 32
-_MAX_CHUNK = 64  # images a task: enough to make the pool's own cost small, few enough to report progress
+_MAX_TASK = 64  # images a task: enough to make the pool's own cost small, few enough to report progress
+_CHUNK = 1024  # images handed over at once, fewer where that would be more than
+_CHUNK_BYTES = 64 * 2**20
 
 
 class ColourFoundError(Exception):
@@ -30,14 +37,9 @@ class ColourFoundError(Exception):
 class Tally:
     """What became of each row of `decode_all`'s output."""
 
-    used: NDArray[np.bool_]
-    """[N], False where a row holds nothing."""
-
-    sides: NDArray[np.int32]
-    """[N, 2], shortest and longest side of the original."""
-
-    treatment: NDArray[np.int32]
-    """[N], which of `treatments` each row that is used had."""
+    facts: NDArray[np.void]
+    """[N] of FACTS: whether the row holds an image; whether its channels were equal; which of `treatments` it had;
+    width and height of the upright original."""
 
     reasons: dict[int, str] = field(default_factory=dict)
     """Why each row that is not used is not."""
@@ -50,75 +52,94 @@ class Tally:
     @classmethod
     def of(cls, n: int) -> Tally:
         """Nothing is known yet of n rows."""
-        return cls(np.zeros(n, np.bool_), np.zeros((n, 2), np.int32), np.zeros(n, np.int32))
+        return cls(np.zeros(n, FACTS))
+
+    @property
+    def used(self) -> NDArray[np.bool_]:
+        """[N], False where a row holds nothing."""
+        used: NDArray[np.bool_] = self.facts["used"]
+        return used
 
     def add(self, row: int, outcome: Facts | str) -> None:
         """Count one image: what was done to it, or the reason why it could not be used."""
         if isinstance(outcome, str):
             self.reasons[row] = outcome
             return
-        self.used[row] = True
-        self.sides[row] = sorted((outcome.width, outcome.height))
         self.modes[outcome.mode] += 1
-        done = tuple(outcome.actions)
-        self.treatment[row] = self.treatments.setdefault(done, len(self.treatments))
+        which = self.treatments.setdefault(tuple(outcome.actions), len(self.treatments))
+        self.facts[row] = (True, outcome.grey, which, (outcome.width, outcome.height))
+
+
+def chunk_size(channels: int, size: int) -> int:
+    """Images that `decode_all` hands over at once."""
+    return max(16, min(_CHUNK, _CHUNK_BYTES // (channels * size * size)))
+
+
+def threads(source: Source) -> int:
+    """How many decode at once: one a core that this process may use, and more where they wait for a network."""
+    if source.far:
+        return _THREADS_FAR
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 8)
 
 
 def decode_all(
     source: Source,
     order: NDArray[np.int64],
-    out: NDArray[np.uint8],
+    channels: int,
+    size: int,
     background: tuple[int, int, int],
+    tally: Tally,
     only_grey: bool = False,
     progress: Progress | None = None,
-) -> Tally:
-    """Image order[k] of the source into out[k]; `out` [N, C, size, size] says size and channels.
+    start: int = 0,
+) -> Generator[tuple[int, NDArray[np.uint8]], None, None]:
+    """Decode image order[k] of the source for k from `start`, chunk by chunk, in order.
+
+    Gives (k behind the chunk, its images that can be used uint8 [K, channels, size, size]), and has by then filled
+    `tally` up to there. The next chunk is being decoded meanwhile. Close it to stop the threads.
 
     Raises:
         ColourFoundError: `only_grey`, and an image is not.
     """
-    n = len(order)
-    tally = Tally.of(n)
+    n, step = len(order), chunk_size(channels, size)
 
-    def chunk(start: int, stop: int) -> list[Facts | str]:
-        return [one(row) for row in range(start, stop)]
+    def task(begin: int, out: NDArray[np.uint8]) -> list[Facts | str]:
+        indices = order[begin : begin + len(out)].tolist()
+        return [_decode_one(source, i, one, background, only_grey) for i, one in zip(indices, out)]
 
-    def one(row: int) -> Facts | str:
-        try:
-            opener = partial(source.open, int(order[row]))
-            out[row], facts = decode(opener, out.shape[-1], out.shape[1], background)
-        except Unusable as unusable:
-            return str(unusable)
-        if only_grey and not facts.grey:
-            raise ColourFoundError
-        return facts
+    def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[Facts | str]]]]:
+        out = np.empty((min(step, n - begin), channels, size, size), np.uint8)
+        few = max(1, min(_MAX_TASK, len(out) // (4 * threads(source))))
+        return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
 
-    for start, outcomes in _in_threads(chunk, n):
-        for row, outcome in enumerate(outcomes, start):
-            tally.add(row, outcome)
-        if progress:
-            progress(start + len(outcomes), n)
-    return tally
-
-
-def _in_threads(task: Callable[[int, int], list[Facts | str]], n: int) -> Iterator[tuple[int, list[Facts | str]]]:
-    """task(start, stop) over consecutive pieces of 0..n-1, in order; whatever stops this stops the threads."""
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 8)
-    step = max(1, min(_MAX_CHUNK, n // (8 * threads)))
-    starts = range(0, n, step)
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(threads(source))
     try:
-        stops = (min(start + step, n) for start in starts)
-        yield from zip(starts, pool.map(task, starts, stops))
+        starts = iter(range(start, n, step))
+        pending = deque(submit(begin) for begin in islice(starts, 2))
+        while pending:
+            begin, out, futures = pending.popleft()
+            row = begin
+            for future in futures:
+                for outcome in future.result():
+                    tally.add(row, outcome)
+                    row += 1
+                if progress:
+                    progress(row, n)
+            pending.extend(submit(following) for following in islice(starts, 1))
+            used = tally.used[begin:row]
+            yield row, out if used.all() else out[used]
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def compact(rows: NDArray[np.uint8], keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """The rows to keep, moved to the front of the same memory: [N, ...] -> [keep.sum(), ...]."""
-    kept = np.flatnonzero(keep)
-    if len(kept) < len(rows):
-        for start in range(0, len(kept), 4096):
-            part = kept[start : start + 4096]
-            rows[start : start + len(part)] = rows[part]
-    return rows[: len(kept)]
+def _decode_one(
+    source: Source, i: int, out: NDArray[np.uint8], background: tuple[int, int, int], only_grey: bool
+) -> Facts | str:
+    """Image i of the source into `out` [channels, size, size]; what was done to it, or why it cannot be used."""
+    try:
+        out[:], facts = decode(partial(source.open, i), out.shape[-1], out.shape[0], background)
+    except Unusable as unusable:
+        return str(unusable)
+    if only_grey and not facts.grey:
+        raise ColourFoundError
+    return facts

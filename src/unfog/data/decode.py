@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
-from unfog.data.files import TEXT_TOO_LARGE, Unusable, why
+from unfog.data.formats.files import TEXT_TOO_LARGE, Unusable, why
 from unfog.data.profiles import to_srgb
 from unfog.errors import RequestError
 

@@ -1,10 +1,12 @@
-"""Decoded images and the pair of sets that training gets."""
+"""Images of one size and the pair of sets that training gets."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +15,32 @@ from unfog.data.ledger import Ledger
 from unfog.data.settings import Data
 
 
+class PixelArray(Protocol):
+    """uint8 [N, C, H, W]: an array, a mapped file, or `lazy.LazyPixels`, which decodes what is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, C, H, W]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: Any, /) -> NDArray[np.uint8]: ...
+
+    def take(self, indices: Any, axis: Any) -> NDArray[np.uint8]:
+        """The images at these places along axis 0, in memory of their own."""
+
+
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Decoded images in a fixed order; in memory, or in a file that the system pages in as it is read."""
+    """Images in a fixed order; in memory, in a file that the system pages in as it is read, or still to be decoded."""
 
-    pixels: NDArray[np.uint8]
+    pixels: PixelArray
     """[N, C, H, W], 0 to 255, sRGB or grey."""
 
     labels: NDArray[np.int64] | None
     """[N], an index into `classes`; None without classes."""
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     """[N], path inside the source."""
 
     classes: tuple[str, ...]
@@ -31,6 +48,12 @@ class ImageSet:
 
     known_fingerprint: str = ""
     """What `fingerprint` is, where it was computed before."""
+
+    sides: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """[N, 2], width and height of the upright original; [0, 2] where unknown."""
+
+    grey: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[N], whether its channels were equal, whatever the file said; [0] where unknown."""
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -44,10 +67,22 @@ class ImageSet:
             return self.known_fingerprint
         digest = hashlib.sha256(repr((self.pixels.shape, self.classes)).encode())
         for start in range(0, len(self), 4096):
-            digest.update(self.pixels[start : start + 4096].tobytes())
+            digest.update(np.ascontiguousarray(self.pixels[start : start + 4096]).data)
         if self.labels is not None:
             digest.update(self.labels.tobytes())
         return digest.hexdigest()
+
+    def part(self, rows: slice, fingerprint: str = "") -> ImageSet:
+        """Some of these images, in the same memory."""
+        return ImageSet(
+            self.pixels[rows],
+            None if self.labels is None else self.labels[rows],
+            self.names[rows],
+            self.classes,
+            fingerprint,
+            self.sides[rows],  # of those where they are unknown, none
+            self.grey[rows],
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +98,14 @@ class Prepared:
 
     ledger: Ledger
     """What became of every file."""
+
+    place: str = ""
+    """Where decoded images live and why, in a line, where that was chosen rather than asked for."""
+
+
+def split(
+    whole: ImageSet, train: int, settings: Data, ledger: Ledger, fingerprints: tuple[str, str] = ("", "")
+) -> Prepared:
+    """The first `train` images to train on, the others held out; both share the memory of `whole`."""
+    first, second = fingerprints
+    return Prepared(settings, whole.part(slice(train), first), whole.part(slice(train, None), second), ledger)

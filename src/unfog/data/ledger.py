@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.errors import RequestError
 
 ACTIONS = {
     "resized": "resized to {size}x{size}",
@@ -52,7 +58,7 @@ class Quarantined(NamedTuple):
     """A few words, the same for the same trouble: "truncated", "not an image"."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ledger:
     """The account of one preparation."""
 
@@ -79,20 +85,55 @@ class Ledger:
     treatments: tuple[tuple[str, ...], ...]
     """The different lists of ACTIONS that images had done to them; one may be ()."""
 
-    treatment: tuple[int, ...]
-    """[used], which of `treatments` each image had: first those to train on, then those held out, as in the sets."""
+    treatment: NDArray[np.int32]
+    """[used], which of `treatments` each image had: first those to train on, then those held out, as in the sets.
+    Maybe mapped from a file; [0] where nothing has been read yet."""
 
     quarantined: tuple[Quarantined, ...]
     ignored: Mapping[str, int]
     """Files passed over as not images: how many of each suffix, or "hidden", or "without suffix"."""
 
+    known_counts: tuple[int, ...] = ()
+    """What `counts` is, where it was computed before."""
+
+    read: bool = True
+    """False where images are decoded only when training wants them, so that all of them are taken for usable."""
+
+    def __post_init__(self) -> None:
+        """`treatment` may be given as any sequence of numbers."""
+        object.__setattr__(self, "treatment", np.asarray(self.treatment, np.int32))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many images had each of `treatments`. Raises ValueError where they do not belong together."""
+        counts = self.known_counts or np.bincount(self.treatment, minlength=len(self.treatments)).tolist()
+        if len(counts) != len(self.treatments):
+            raise ValueError(f"{len(counts)} counts of {len(self.treatments)} treatments")
+        return tuple(counts)
+
     @property
     def actions(self) -> dict[str, int]:
         """How many images each of ACTIONS was done to; those that were done to none are left out."""
         counts: Counter[str] = Counter()
-        for which, images in Counter(self.treatment).items():
-            counts.update(dict.fromkeys(self.treatments[which], images))
+        for done, images in zip(self.treatments, self.counts):
+            counts.update(dict.fromkeys(done, images) if images else {})
         return dict(counts)
+
+    def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
+        """Which of `treatments` these images had.
+
+        Raises:
+            RequestError: one that there is not, in a mapped file that is damaged.
+        """
+        which = self.treatment[index]
+        if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(self.treatments):
+            raise RequestError(f"the pack of {self.source} is damaged (treatment.npy); pack it again")
+        return which
 
     def phrases(self, which: int) -> list[str]:
         """What was done to images of that treatment, in words, in the order of ACTIONS."""
@@ -109,9 +150,11 @@ class Ledger:
         actions = self.actions
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
         unchanged = f"as they are ({self.size}x{self.size})"
+        kind = f"{self.size}x{self.size}, {'grey' if self.channels == 1 else 'RGB'}"
+        unread = f"each decoded when its turn comes ({kind}), so none looked at yet"
         parts = [
             f"{self.found:,} image{'s' * (self.found != 1)}{classes}",
-            f"{self.used:,} used: {done or unchanged}",
+            f"{self.used:,} used: {done or unchanged}" if self.read else unread,
         ]
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
@@ -130,14 +173,15 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return dict(vars(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"treatment": self.treatment.tolist(), "known_counts": self.counts}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
         """The ledger that `to_dict` gave these, also after a journey through JSON."""
         rebuilt = {
             "treatments": tuple(tuple(done) for done in values["treatments"]),
-            "treatment": tuple(values["treatment"]),
+            "known_counts": tuple(values["known_counts"]),
             "quarantined": tuple(Quarantined(*one) for one in values["quarantined"]),
         }
         return cls(**{**values, **rebuilt})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal
 
 from unfog.errors import RequestError
+
+LABELS = ("auto", "folders", "none")
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+"""What `Data.labels` may be, or end in."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class Data:
     background: str = "white"
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
 
-    labels: Literal["auto", "folders", "none"] = "auto"
-    """Classes: "folders" = the top sub-folders, "none" = one kind of image, "auto" = whichever the layout shows."""
+    labels: str = "auto"
+    """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
 
     flip: bool = False
     """Mirror half of the images left to right; off, as text and digits do not survive it. Short: --flip."""
@@ -30,19 +35,33 @@ class Data:
     jitter: float = 0.0
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""
 
+    crop: float = 0.0
+    """Enlarge a random square of at least 1 - crop of the side to the whole; 0.1 is usual. Samples show it."""
+
+    augment: float = 0.0
+    """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images. Short: --augment."""
+
     held_out: float = 0.05
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
 
-    cache: Literal["auto", "memory", "disk"] = "auto"
-    """Where decoded images live: "disk" = a file that later runs reuse; "auto" = disk for large sets."""
+    cache: Literal["auto", "memory", "disk", "none"] = "auto"
+    """Where decoded images live: "disk" = a pack that later runs reuse; "none" = decoded anew each time they come."""
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, with RequestError."""
+        if self.labels not in LABELS and not self.labels.lower().endswith(TABLES):
+            close = difflib.get_close_matches(self.labels, LABELS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise RequestError(f"labels = {self.labels!r} is not auto, folders, none or a .csv or .jsonl file{hint}")
         if self.size != 0 and not 4 <= self.size <= 4096:
             raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
         if self.channels not in (0, 1, 3):
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
         if not 0 <= self.jitter <= 1:
             raise RequestError(f"jitter = {self.jitter} is not from 0 to 1; 0.05 to 0.2 is usual")
+        if not 0 <= self.crop <= 0.5:
+            raise RequestError(f"crop = {self.crop} is not a fraction from 0 to 0.5; 0.1 is usual")
+        if not 0 <= self.augment <= 1:
+            raise RequestError(f"augment = {self.augment} is not a chance from 0 to 1; 0.12 to 0.15 is usual")
         if not 0 <= self.held_out <= 0.5:
             raise RequestError(f"held_out = {self.held_out} is not a fraction from 0 to 0.5; 0.05 is usual")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unfog.data.ahead import ReadAhead
 from unfog.data.images import ImageSet
+from unfog.data.lazy import LazyPixels
 from unfog.data.permutation import epoch_keys, permute
 from unfog.errors import RequestError
 
@@ -35,7 +38,8 @@ class ImageStream:
     """Images by position: position p is image shuffle(seed, p // N)(p mod N) of the set.
 
     Every image comes exactly once an epoch; batches run on across epochs, so a set smaller than a batch works
-    too.
+    too. Where images are decoded only now, those of the next positions are being decoded in threads meanwhile, which
+    changes nothing but the time it takes; `close` ends the threads.
 
     Raises:
         RequestError: the set is empty.
@@ -45,22 +49,45 @@ class ImageStream:
         if not len(images):
             raise RequestError("there are no images to train on; lower held_out or give more images")
         self.images, self.seed = images, seed
+        # Not `self.index`: in a circle with this, the threads would outlive it.
+        index = partial(_index, len(images), seed)
+        self._ahead = ReadAhead(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
 
     def batch(self, first: int, size: int) -> Batch:
-        """The images at positions first..first+size-1; any position up to 2^62 costs the same."""
+        """The images at positions first..first+size-1; any position up to 2^62 costs the same.
+
+        Raises:
+            RunError: images that are decoded only now cannot be, a hundred in a row.
+            RequestError: a label is none of the classes, in a mapped file that is damaged.
+        """
         index = self.index(first, size)
-        labels = self.images.labels
+        if self._ahead is not None and isinstance(self.images.pixels, LazyPixels):
+            pixels = self._ahead.read(first, size)
+            index = self.images.pixels.replaced(index)  # known only now that they are decoded
+        else:
+            pixels = self.images.pixels.take(index, axis=0)
+        label = None if self.images.labels is None else self.images.labels.take(index)
+        if label is not None and not 0 <= label.min() <= label.max() < len(self.images.classes):
+            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
         return Batch(
             first,
-            torch.from_numpy(self.images.pixels.take(index, axis=0)),
-            None if labels is None else torch.from_numpy(labels.take(index)),
+            torch.from_numpy(pixels),
+            None if label is None else torch.from_numpy(label),
             torch.from_numpy(index),
         )
 
+    def close(self) -> None:
+        """End the threads that read ahead, if any; whoever reads on starts them anew."""
+        if self._ahead is not None:
+            self._ahead.close()
+
     def index(self, first: int, size: int) -> NDArray[np.int64]:
         """Which images of the set are at these positions, int64 [size]."""
-        n = len(self.images)
-        epoch, place = np.divmod(np.arange(first, first + size, dtype=np.int64), n)
-        # Nearly always one epoch, whose key need be made only once.
-        keys = epoch_keys(self.seed, epoch[:1] if epoch[0] == epoch[-1] else epoch)
-        return permute(place, n, keys)
+        return _index(len(self.images), self.seed, first, size)
+
+
+def _index(n: int, seed: int, first: int, size: int) -> NDArray[np.int64]:
+    epoch, place = np.divmod(np.arange(first, first + size, dtype=np.int64), n)
+    # Nearly always one epoch, whose key need be made only once.
+    keys = epoch_keys(seed, epoch[:1] if epoch[0] == epoch[-1] else epoch)
+    return permute(place, n, keys)

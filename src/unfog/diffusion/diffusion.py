@@ -14,8 +14,11 @@ from unfog.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Network = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W]."""
+Network = Callable[..., "Tensor"]
+"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W].
+
+A fourth argument, what an augmentation did to the images [B, 9], is given only where there is one.
+"""
 
 LOWEST_LOGSNR = -80.0
 """Logsnr below which float32 no longer holds the signal: alpha is zero, or sigma infinite."""

@@ -46,10 +46,20 @@ class Objective:
         network: Network,
         x0: Tensor,
         label: Tensor | None = None,
+        condition: Tensor | None = None,
         u: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Loss:
-        """Loss of images x0, float32 [B, C, H, W] in [-1, 1], label int64 [B]; draws u and noise if None."""
+        """Loss of images x0; draws u and noise if None.
+
+        Args:
+            network: what is trained.
+            x0: float32 [B, C, H, W] in [-1, 1].
+            label: int64 [B].
+            condition: [B, 9], what an augmentation did to the images, which the network is told.
+            u: float32 [B] in (0, 1), clean to noisy.
+            noise: like x0.
+        """
         u = stratified(len(x0), x0.device) if u is None else u
         noise = torch.randn_like(x0) if noise is None else noise
         if label is not None and self.label_dropout > 0:
@@ -58,7 +68,7 @@ class Objective:
         logsnr = self.diffusion.schedule(u)
         weight = self.diffusion.weight(logsnr)
         reference = weight * self.diffusion.target_power(logsnr)
-        return Loss(weight * self._error(network, x0, label, logsnr, noise), u, reference)
+        return Loss(weight * self._error(network, x0, label, condition, logsnr, noise), u, reference)
 
     def at(
         self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor
@@ -68,14 +78,23 @@ class Objective:
         Returns:
             The weighted loss, and the mean squared error of the noise that the answer implies; float32 [B].
         """
-        error = self._error(network, x0, label, logsnr, noise)
+        error = self._error(network, x0, label, None, logsnr, noise)
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 
-    def _error(self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor) -> Tensor:
+    def _error(
+        self,
+        network: Network,
+        x0: Tensor,
+        label: Tensor | None,
+        condition: Tensor | None,
+        logsnr: Tensor,
+        noise: Tensor,
+    ) -> Tensor:
         """Mean squared error [B] of the network's output; float32 whatever the autocast, as the truth is."""
         x_t = self.diffusion.add_noise(x0, noise, logsnr)
-        y = network(*self.diffusion.network_input(x_t, logsnr), label)
+        told = () if condition is None else (condition,)
+        y = network(*self.diffusion.network_input(x_t, logsnr), label, *told)
         return (y - self.diffusion.network_target(x0, noise, logsnr)).square().mean((1, 2, 3))
 
 

@@ -148,9 +148,14 @@ def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_cla
 
 
 def to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of a `UNetModel` to `UNet2DModel`'s names; query, key and value become three."""
+    """Rename the weights of a `UNetModel` to `UNet2DModel`'s names; query, key and value become three.
+
+    What tells the network of an augmentation is left out: samples have none, and then it adds exactly 0.
+    """
     split: dict[str, Tensor] = {}
     for key, tensor in state.items():
+        if key.startswith("augment_embedding."):
+            continue
         if ".qkv." in key:
             for letter, part in zip("qkv", tensor.chunk(3)):
                 split[key.replace(".qkv.", f".{letter}.")] = part.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -93,17 +94,25 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, and self-attention after it where asked: [B, in, H, W], [B, E] -> [B, out, H, W]."""
+    """A residual block, and self-attention after it where asked: [B, in, H, W], [B, E] -> [B, out, H, W].
+
+    A skip connection, [B, S, H, W], makes part of the `in` channels; joined here, it need not be kept joined.
+    """
 
     def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool):
         super().__init__()
         self.residual = ResidualBlock(settings, in_channels, out_channels, width)
         self.attention = SelfAttention(settings, out_channels) if attends else nn.Identity()
 
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
         """Condition `x`, then let its pixels attend."""
+        x = x if skip is None else torch.cat([x, skip], dim=1)
         output: Tensor = self.attention(self.residual(x, embedding))
         return output
+
+
+Runner = Callable[..., Tensor]
+"""(module, its inputs …) -> its output; it may keep less for the gradient than calling the module would."""
 
 
 class Downsample(nn.Module):
@@ -141,11 +150,11 @@ class DownLevel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.resample = resample
 
-    def forward(self, x: Tensor, embedding: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor, embedding: Tensor, run: Runner) -> list[Tensor]:
         """Return what each block and the step made: skip connections, the last also the way on."""
         outputs = [x]
         for block in self.blocks:
-            outputs.append(block(outputs[-1], embedding))
+            outputs.append(run(block, outputs[-1], embedding))
         if self.resample is not None:
             outputs.append(self.resample(outputs[-1]))
         return outputs[1:]
@@ -159,8 +168,8 @@ class UpLevel(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.resample = resample
 
-    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor) -> Tensor:
-        """Take the newest of `skips` off the list for each block; return the next level's input."""
-        for block in self.blocks:
-            x = block(torch.cat([x, skips.pop()], dim=1), embedding)
-        return x if self.resample is None else self.resample(x)
+    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, run: Runner) -> Tensor:
+        """Give each block one of `skips`, the newest first, which is the last; return the next level's input."""
+        for block, skip in zip(self.blocks, reversed(skips), strict=True):
+            x = run(block, x, embedding, skip)
+        return x if self.resample is None else run(self.resample, x)

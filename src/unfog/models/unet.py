@@ -1,10 +1,11 @@
-"""The U-Net: (x, noise condition, label) -> y. It knows neither what the condition means nor what y is."""
+"""The U-Net: (x, noise condition, label, augmentation) -> y. It knows neither what these mean nor what y is."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from unfog.errors import RequestError
 from unfog.models.layers import Block, DownLevel, Downsample, UpLevel, Upsample, sinusoids, zero_
@@ -19,9 +20,14 @@ class UNetModel(nn.Module):
         image_channels: channels of input and output, 1 or 3 for pictures.
         num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is "none" (the null class of
             classifier-free guidance); 0 builds a network without labels.
+        augment_inputs: numbers that say how an image was augmented, all 0 for one that was not; 0 builds a network
+            that is not told.
     """
 
-    def __init__(self, settings: UNet, image_channels: int, num_classes: int = 0):
+    checkpointing = False
+    """Forget what each block computed, and compute it again for the gradient: less memory, more time, the same bits."""
+
+    def __init__(self, settings: UNet, image_channels: int, num_classes: int = 0, augment_inputs: int = 0):
         super().__init__()
         self.settings = settings
         self.image_channels = image_channels
@@ -38,39 +44,58 @@ class UNetModel(nn.Module):
         self.norm_out = nn.GroupNorm(settings.norm_groups, first, settings.norm_eps)
         self.conv_out = nn.Conv2d(first, image_channels, 3, padding=1)
         zero_(self.conv_out)
+        # Last, so that all else begins as it would without; no bias, so that 0 says nothing.
+        self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
 
-    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Network output for images at their noise levels.
 
         Args:
             x: [B, image_channels, H, W]; `settings.check` says which H and W fit.
             c_noise: float [B], the noise condition: a timestep, or a function of the log-SNR.
             label: int64 [B] in 0 to num_classes; None is the null class for all.
+            augment: float [B, augment_inputs]; None is 0, an image as it is.
 
         Returns:
             [B, image_channels, H, W], in the type of the autocast where there is one.
 
         Raises:
-            RequestError: a label was given to a network without classes.
+            RequestError: a label was given to a network without classes, or an augmentation to one that is not told.
         """
-        embedding = self.embed(c_noise, label, x.dtype)
+        embedding = self.embed(c_noise, label, augment, x.dtype)
         skips = [self.conv_in(x)]
         for level in self.down:
-            skips += level(skips[-1], embedding)
+            skips += level(skips[-1], embedding, self._run)
         h: Tensor = skips[-1]
         for block in self.mid:
-            h = block(h, embedding)
+            h = self._run(block, h, embedding)
         for level in self.up:
-            h = level(h, skips, embedding)
+            left = len(skips) - self.settings.blocks - 1
+            h = level(h, skips[left:], embedding, self._run)
+            del skips[left:]
         output: Tensor = self.conv_out(F.silu(self.norm_out(h)))
         return output
 
-    def embed(self, c_noise: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Noise condition and label, [B] each -> activated embedding [B, 4 * channels[0]]."""
+    def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
+        """What `part` makes of its inputs, keeping all that the gradient needs, or the inputs only."""
+        again = self.checkpointing and torch.is_grad_enabled()
+        # Random numbers and autocast are repeated too, so that dropout is the same.
+        output: Tensor = checkpoint(part, *inputs, use_reentrant=False) if again else part(*inputs)
+        return output
+
+    def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Noise condition and label, [B] each, and augmentation -> activated embedding [B, 4 * channels[0]]."""
         settings = self.settings
         position = c_noise.float() * settings.time_scale
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
-        embedding: Tensor = self.time_embedding(waves.to(dtype))
+        first, activation, second = self.time_embedding
+        hidden: Tensor = first(waves.to(dtype))
+        if augment is not None:
+            if self.augment_embedding is None:
+                raise RequestError("an augmentation was told to a network without that input; train with data.augment")
+            # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
+            hidden = hidden + self.augment_embedding(augment.to(dtype))
+        embedding: Tensor = second(activation(hidden))
         if self.class_embedding is not None:
             if label is None:
                 label = torch.full(c_noise.shape, self.num_classes, device=c_noise.device)

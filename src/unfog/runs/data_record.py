@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from unfog.data.stream import ImageStream
 from unfog.reporting.figures import Pixels, grid, png
 from unfog.reporting.records import write_atomic
 from unfog.runs.folder import RunFolder
+from unfog.runs.sampling import to_pixels
 
 DATA_FILE = "data.json"
 LISTED = 100_000
@@ -52,8 +52,8 @@ def write_data_record(folder: RunFolder, prepared: Prepared, augment: Augment, s
 def data_json(prepared: Prepared) -> bytes:
     """The ledger, and a line for each file: {"name", "status", "converted", "reason"}.
 
-    The status is "used", "held out" or "quarantined", and only the last has a reason. A name that is no valid text
-    has \\xff for such a byte.
+    The status is "used", "held out" or "quarantined", and only the last has a reason. "converted" is null where images
+    are decoded only when training wants them. A name that is no valid text has \\xff for such a byte.
     """
     ledger = prepared.ledger
     files = ledger.used + len(ledger.quarantined)
@@ -76,15 +76,23 @@ def data_json(prepared: Prepared) -> bytes:
 def _used(prepared: Prepared, everything: bool) -> Iterator[str]:
     """A line for each image used; unless everything is wanted, for those that something unusual was done to."""
     ledger = prepared.ledger
-    wanted = [everything or not PLAIN.issuperset(done) for done in ledger.treatments]
     converted = [
         f'"converted": {_encode(ledger.phrases(which))}, "reason": null' for which in range(len(ledger.treatments))
     ]
-    training = (("used", name) for name in prepared.train.names)
-    held_out = (("held out", name) for name in prepared.held_out.names)
-    for (status, name), which in zip(chain(training, held_out), ledger.treatment, strict=True):
-        if wanted[which]:
-            yield f'    {{"name": {_encode(as_text(name))}, "status": "{status}", {converted[which]}}}'
+    begin = 0
+    for status, names in (("used", prepared.train.names), ("held out", prepared.held_out.names)):
+        treatment = ledger.treatment_of(slice(begin, begin + len(names)))
+        begin += len(names)
+        if not ledger.read:  # what will be done to them is not known yet
+            listed = ((name, '"converted": null, "reason": null') for name in (names if everything else ()))
+        elif everything:
+            listed = ((name, converted[which]) for name, which in zip(names, treatment.tolist(), strict=True))
+        else:
+            unusual = [i for i, done in enumerate(ledger.treatments) if not PLAIN.issuperset(done)]
+            rows = np.flatnonzero(np.isin(treatment, unusual)).tolist()  # few; not every name need be looked up
+            listed = ((names[row], converted[treatment[row]]) for row in rows)
+        for name, done in listed:
+            yield f'    {{"name": {_encode(as_text(name))}, "status": "{status}", {done}}}'
 
 
 def _quarantined(one: Iterable[str]) -> str:
@@ -108,14 +116,17 @@ def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
     batches = [stream.batch(position, 1).pixels for position in chosen]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        pixels = augment(torch.cat(batches)).permute(0, 2, 3, 1).numpy()
+        x0, _ = augment(torch.cat(batches))
+        pixels = to_pixels(x0).permute(0, 2, 3, 1).numpy()
     captions = list(chosen.values())
     return grid(pixels, labels=captions if any(captions) else None)
 
 
 def _unusual(ledger: Ledger, index: NDArray[np.int64], count: int) -> dict[int, str]:
     """Positions of images that were converted in a way worth a look, about as many of each, and how."""
-    treatment = np.asarray(ledger.treatment)[index]
+    if not ledger.read:
+        return {}
+    treatment = ledger.treatment_of(index)
     present = set(np.unique(treatment).tolist())
     chosen: dict[int, str] = {}
     kinds = [

@@ -9,6 +9,7 @@ import os
 import stat
 import struct
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +19,7 @@ from typing import TypeAlias
 
 from PIL import Image, UnidentifiedImageError, _imaging
 
-from unfog.data.ledger import Quarantined
+from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
 
 SUFFIXES = frozenset(
@@ -63,6 +64,29 @@ class Found:
 
     unreadable: list[Quarantined] = field(default_factory=list)
     """Folders that could not be listed."""
+
+
+def passed_over(name: str) -> str | None:
+    """Why a member of an archive is no image to use, as `Found.ignored` counts it; None if it is one.
+
+    `name` is its path in the archive, "/" between folders. The rules are those of a folder.
+    """
+    *folders, base = name.split("/")
+    if base.startswith(".") or any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in folders):
+        return "hidden"
+    suffix = os.path.splitext(base)[1].lower()
+    return None if suffix in SUFFIXES else suffix or "without suffix"
+
+
+def none_found(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quarantined]) -> RequestError:
+    """What to say of a source called `name` that has no images, but has these."""
+    others = sum(ignored.values())
+    listed = ", ".join(f"{count:,} {shown(kind)}" for kind, count in Counter(ignored).most_common(3))
+    closed = "".join(f"; {reason}: {shown(below)}" for below, reason in unreadable[:3])
+    return RequestError(
+        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {shown(name)} ({others:,} other "
+        f"file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder with images"
+    )
 
 
 def find(folder: Path) -> Found:
@@ -137,15 +161,33 @@ def open_image(path: Path) -> Image.Image:
     try:
         return Image.open(path, formats=_readable())
     except UnidentifiedImageError as error:
-        if path.suffix.lower() in (".heic", ".heif"):
-            raise Unusable("HEIC, to be converted to JPEG or PNG first") from error
         with path.open("rb") as file:
-            damaged = file.read(8).startswith(_SIGNATURES)
-        raise Unusable("damaged at its beginning" if damaged else "not an image") from error
+            raise _unidentified(file.read(8), path.name) from error
     except ValueError as error:
         if TEXT_TOO_LARGE not in str(error):
             raise
         return _open_without_texts(path.read_bytes())
+
+
+def open_bytes(data: bytes, name: str) -> Image.Image:
+    """As `open_image`, of a file's content; `name` is what it was called."""
+    if not data:
+        raise Unusable("empty")
+    try:
+        return Image.open(BytesIO(data), formats=_readable())
+    except UnidentifiedImageError as error:
+        raise _unidentified(data[:8], name) from error
+    except ValueError as error:
+        if TEXT_TOO_LARGE not in str(error):
+            raise
+        return _open_without_texts(data)
+
+
+def _unidentified(start: bytes, name: str) -> Unusable:
+    """What a file is that begins so and that Pillow does not know."""
+    if name.lower().endswith((".heic", ".heif")):
+        return Unusable("HEIC, to be converted to JPEG or PNG first")
+    return Unusable("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
 
 
 @cache

@@ -1,0 +1,76 @@
+"""Decode the images of the next positions while a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.lazy import LazyPixels, Taking
+
+_BLOCK = 16  # positions that are decoded as one piece of work
+_BYTES = 256 * 2**20
+_LEAST, _BATCHES = 256, 8
+"""How far ahead is read: so many positions, and so many batches, as far as _BYTES go; always a batch."""
+
+
+class ReadAhead:
+    """Images by position, each the same as if it were decoded when asked for.
+
+    Positions are worked on in blocks, so that batches of any size find what they need. It reads ahead of whoever
+    reads on where the last call ended; anybody else gets what they ask for, and nothing changes for the former.
+
+    Args:
+        pixels: what to read from.
+        index: (first position, count) -> rows of `pixels`, int64 [count].
+    """
+
+    def __init__(self, pixels: LazyPixels, index: Callable[[int, int], NDArray[np.int64]]) -> None:
+        self._pixels, self._index = pixels, index
+        self._blocks: dict[int, Taking] = {}  # by their first position
+        self._next = self._last = -1  # where the reader goes on, and where the last call of any other ended
+
+    def read(self, first: int, size: int) -> NDArray[np.uint8]:
+        """The images at positions first … first + size - 1, uint8 [size, C, H, W].
+
+        Raises:
+            RunError: they cannot be decoded; images of later positions raise nothing yet.
+        """
+        end = first + size
+        if first not in (self._next, self._last):
+            self._last = end
+            return self._pixels.take(self._index(first, size))
+        self._next, self._last = end, -1
+        start = first - first % _BLOCK
+        self._look_ahead(start, end + self._reach(size))
+        try:
+            parts = [self._blocks[block].result() for block in range(start, end, _BLOCK)]
+        except Exception:  # of one of these, or of their neighbours in a block, which are nobody's business yet
+            self._drop([block for block in self._blocks if block < end])
+            return self._pixels.take(self._index(first, size))
+        for block in [block for block in self._blocks if block + _BLOCK <= end]:
+            del self._blocks[block]
+        return np.concatenate(parts)[first - start : end - start]
+
+    def close(self) -> None:
+        """Decode nothing more."""
+        self._drop(list(self._blocks))
+        self._pixels.close()
+
+    def _reach(self, size: int) -> int:
+        """How many positions behind a batch are worked on."""
+        fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
+        return max(size, min(fit, max(_LEAST, _BATCHES * size)))
+
+    def _look_ahead(self, start: int, end: int) -> None:
+        """Have the blocks from `start` to that of `end` in work, and no others."""
+        wanted = range(start, end, _BLOCK)
+        self._drop([block for block in self._blocks if block not in wanted])
+        for block in wanted:
+            if block not in self._blocks:
+                self._blocks[block] = self._pixels.start(self._index(block, _BLOCK))
+
+    def _drop(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._blocks.pop(block).cancel()

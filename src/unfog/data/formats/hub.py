@@ -1,0 +1,150 @@
+"""A Hugging Face dataset: a folder that `save_to_disk` wrote, parquet files, or the name of one on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.data.formats.arrays import Numbered
+from unfog.data.formats.files import Unusable, open_bytes, open_image
+from unfog.data.ledger import Quarantined, shown
+from unfog.errors import RequestError
+
+_LABELS = ("label", "labels", "class", "fine_label")
+"""What a column of labels may be called where its type does not say it."""
+
+
+class HubSource:
+    """Images of a map-style dataset of the `datasets` library (`pip install 'unfog[hf]'`).
+
+    The image column is the first of type Image, or of files' bytes; the label column the first of type ClassLabel,
+    whose names are the classes, or one called label. Of several splits, "train", else the first, unless `split` says.
+
+    Args:
+        place: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub.
+        name: for messages.
+        split: which of the dataset's splits; "" to choose.
+
+    Raises:
+        RequestError: there is no such dataset or split, it has no images, or `datasets` is not installed.
+    """
+
+    far = False
+    held_out: frozenset[str] | None = None
+    ignored: Mapping[str, int] = {}
+    unreadable: Sequence[Quarantined] = ()
+    classes: tuple[str, ...] = ()
+    labels: NDArray[np.int64] | None = None
+
+    def __init__(self, place: str, name: str, split: str = "") -> None:
+        datasets, local = _library(), Path(place).expanduser()
+        self.resolved = str(local.resolve()) if local.exists() else f"hf:{place}{f':{split}' * bool(split)}"
+        try:
+            loaded = _load(datasets, local if local.exists() else None, place, split)
+        except RequestError:
+            raise
+        except Exception as error:  # the library raises of everything: no network, no such name, damaged files
+            why = " ".join(shown(f"{type(error).__name__}: {error}").split())[:200]
+            raise RequestError(f"{shown(name)} cannot be loaded ({why}); check its name and the network") from None
+        self.name, dataset = name, loaded
+        if isinstance(loaded, dict):
+            split = _pick(name, loaded, split)
+            self.name, dataset = f"{name} (split {split} of {', '.join(map(str, loaded))})", loaded[split]
+        self._column = _image_column(name, dataset, datasets)
+        self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
+        if not len(dataset):
+            raise RequestError(f"{shown(self.name)} is empty; give another split")
+        self.names: Sequence[str] = Numbered(range(len(dataset)))
+        self.classes, self.labels = _labels(dataset, datasets)
+        self._stamp = str(dataset._fingerprint), int(dataset.data.nbytes)
+
+    def open(self, i: int) -> Image.Image:
+        """Image i, its pixels read on use."""
+        one = self._images[i][self._column]
+        if one is None or (one.get("bytes") is None and not one.get("path")):
+            raise Unusable("empty")
+        if one.get("bytes") is not None:
+            return open_bytes(one["bytes"], str(one.get("path") or ""))
+        return open_image(Path(one["path"]))
+
+    def stamp(self) -> tuple[str, int]:
+        """The library's own fingerprint of the data and of what was done to it; size of its table."""
+        fingerprint, size = self._stamp
+        return hashlib.sha256(fingerprint.encode()).hexdigest(), size
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether this is a parquet file, or a folder of nothing but those and their descriptions."""
+    if path.is_file():
+        return path.suffix.lower() == ".parquet"
+    suffixes = {one.suffix.lower() for one in path.iterdir() if one.is_file() and not one.name.startswith(".")}
+    return ".parquet" in suffixes and suffixes <= {".parquet", ".md", ".json"}
+
+
+def _library() -> ModuleType:
+    try:
+        import datasets
+    except ImportError:
+        raise RequestError(
+            "a Hugging Face dataset needs datasets, which is not installed: pip install 'unfog[hf]'"
+        ) from None
+    datasets.disable_progress_bars()
+    library: ModuleType = datasets
+    return library
+
+
+def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
+    """A Dataset, or a dictionary of them by split."""
+    if local is None:
+        return datasets.load_dataset(place, split=split or None)
+    if (local / "dataset_info.json").exists() or (local / "dataset_dict.json").exists():
+        return datasets.load_from_disk(str(local))
+    files = [local] if local.is_file() else sorted(local.glob("*.parquet"))
+    if not files:
+        raise RequestError(f"{shown(place)} holds neither a saved dataset nor parquet files")
+    return datasets.Dataset.from_parquet([str(file) for file in files])
+
+
+def _pick(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
+    known = [str(split) for split in splits]
+    if wanted and wanted not in known:
+        raise RequestError(f"{shown(name)} has no split {shown(wanted)!r}; it has {', '.join(known)}")
+    return wanted or ("train" if "train" in known else known[0])
+
+
+def _image_column(name: str, dataset: Any, datasets: Any) -> str:
+    for column, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            return str(column)
+    for column, feature in dataset.features.items():
+        of_bytes = getattr(feature, "dtype", "") in ("binary", "large_binary")
+        if of_bytes or (isinstance(feature, dict) and "bytes" in feature):
+            return str(column)
+    found = ", ".join(f"{column} ({getattr(kind, 'dtype', kind)})" for column, kind in dataset.features.items())
+    raise RequestError(f"{shown(name)} has no column of images: {shown(found)[:200]}; cast one to datasets.Image()")
+
+
+def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+    """(classes, label of each image), or ((), None) where no column tells, or one is without a label."""
+    for column, feature in dataset.features.items():
+        if isinstance(feature, datasets.ClassLabel) and feature.names:
+            values = _column(dataset, column)
+            known = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < len(feature.names)
+            return (tuple(feature.names), values.astype(np.int64)) if known else ((), None)
+    for column in _LABELS:
+        if column in dataset.features and (values := _column(dataset, column)).dtype.kind in "iuUT":
+            present, index = np.unique(values, return_inverse=True)
+            return tuple(str(value) for value in present.tolist()), index.astype(np.int64)
+    return (), None
+
+
+def _column(dataset: Any, column: str) -> NDArray[Any]:
+    values = np.asarray(dataset.with_format("arrow")[:][column].to_numpy())
+    return values.astype(str) if values.dtype.kind == "O" and all(isinstance(v, str) for v in values) else values

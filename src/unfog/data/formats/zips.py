@@ -1,0 +1,140 @@
+"""The images in a zip archive, here or far away, read in place: nothing is ever unpacked to disk."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.data.formats.files import Unusable, none_found, open_bytes, passed_over
+from unfog.data.formats.locate import Located
+from unfog.data.formats.shard_piece import LARGEST, plain
+from unfog.data.formats.storage import State, Window, storage_of
+from unfog.data.ledger import Quarantined, shown
+from unfog.errors import RequestError
+
+_PIECE = 2**16
+_MOST_MEMBERS = 10_000_000
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_ENCRYPTED = 1  # bit of a member's flags
+
+
+class _Member(NamedTuple):
+    header: int  # where its own header begins
+    packed: int
+    size: int
+    method: int
+    checksum: int
+
+
+class ZipSource:
+    """Every image in a zip archive, at any depth, sorted by path; hidden ones are left out, as in a folder.
+
+    Raises:
+        RequestError: it is no whole zip archive, or holds no image that can be read.
+    """
+
+    classes: tuple[str, ...] = ()
+    labels: NDArray[np.int64] | None = None
+    held_out: frozenset[str] | None = None
+
+    def __init__(self, located: Located) -> None:
+        self.name, self.resolved = located.name, located.resolved
+        self._path = located.paths[0]
+        self._storage = storage_of(self._path)
+        self.far = self._storage.far
+        ((self._path, self._state),) = self._storage.states([self._path]).items()
+        ignored = Counter[str]()
+        quarantined: list[Quarantined] = []
+        self._members: dict[str, _Member] = {}
+        for info in self._directory():
+            self._add(info, ignored, quarantined)
+        self.ignored: Mapping[str, int] = ignored
+        self.names: Sequence[str] = sorted(self._members)
+        self.unreadable: Sequence[Quarantined] = sorted(quarantined)
+        if not self.names:
+            raise none_found(self.name, ignored, self.unreadable)
+
+    def open(self, i: int) -> Image.Image:
+        """Image i, its file unpacked in memory and its pixels not yet. Raises Unusable."""
+        name = self.names[i]
+        return open_bytes(self._content(self._members[name]), name)
+
+    def stamp(self) -> tuple[str, int]:
+        """Digest of the bytes and time of change of the archive; of one far away, as it was when opened."""
+        state = self._state
+        if not self._storage.far:
+            try:
+                (state,) = self._storage.states([self._path]).values()
+            except RequestError:
+                state = State(0, "")
+        return hashlib.sha256(repr(tuple(state)).encode()).hexdigest(), state.size
+
+    def _directory(self) -> list[zipfile.ZipInfo]:
+        """The archive's table of contents."""
+        try:
+            with zipfile.ZipFile(Window(self._storage, self._path, self._state.size, _PIECE)) as archive:
+                infos = archive.infolist()
+        except Unusable as error:
+            raise RequestError(f"{shown(self.name)} cannot be read: {error}; check it and try again") from error
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError, struct.error) as error:
+            raise RequestError(
+                f"{shown(self.name)} is no whole zip archive ({error}); copy or download it again"
+            ) from error
+        if len(infos) > _MOST_MEMBERS:
+            raise RequestError(f"{shown(self.name)} holds over {_MOST_MEMBERS:,} files; make tar shards of it")
+        return infos
+
+    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], quarantined: list[Quarantined]) -> None:
+        if info.is_dir():
+            return
+        name = plain(info.filename.replace("\\", "/"))  # as Windows programs write it
+        if kind := passed_over(name):
+            ignored[kind] += 1
+            return
+        if name in self._members:
+            quarantined.append(Quarantined(name, "replaced by a later member of its name"))
+        self._members.pop(name, None)
+        if info.flag_bits & _ENCRYPTED:
+            quarantined.append(Quarantined(name, "encrypted"))
+        elif max(info.file_size, info.compress_size) > LARGEST:
+            quarantined.append(Quarantined(name, f"over {LARGEST // 2**20} MB"))
+        elif info.compress_type not in _METHODS:
+            quarantined.append(Quarantined(name, f"packed by method {info.compress_type}, not deflate"))
+        else:
+            self._members[name] = _Member(
+                info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC
+            )
+
+    def _content(self, member: _Member) -> bytes:
+        """A member's bytes, never more of them than it says."""
+        header = self._storage.read(self._path, member.header, 30)
+        if len(header) < 30 or not header.startswith(b"PK\3\4"):
+            raise Unusable("not where its archive says")
+        start = member.header + 30 + sum(struct.unpack("<HH", header[26:30]))
+        data = self._storage.read(self._path, start, member.packed)
+        if len(data) < member.packed:
+            raise Unusable("truncated")
+        if member.method == zipfile.ZIP_DEFLATED:
+            data = _inflated(data, member.size)
+        if len(data) != member.size:
+            raise Unusable("not as long as its archive says")
+        if zlib.crc32(data) != member.checksum:
+            raise Unusable("damaged (its checksum is another)")
+        return data
+
+
+def _inflated(data: bytes, size: int) -> bytes:
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        return unpacker.decompress(data, size + 1)  # one more, to see that there is one
+    except zlib.error as error:
+        raise Unusable("damaged (it does not unpack)") from error

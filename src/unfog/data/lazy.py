@@ -1,0 +1,235 @@
+"""Images that are decoded when they are asked for: nothing is decoded twice an epoch, and nothing is stored."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.bulk import threads
+from unfog.data.decode import decode
+from unfog.data.formats.files import Unusable
+from unfog.data.images import ImageSet, Prepared
+from unfog.data.ledger import Ledger, Quarantined, shown
+from unfog.data.sources import Source
+from unfog.data.survey import MAX_HELD_OUT, Survey, held_out_split
+from unfog.errors import RunError
+
+UNREAD = "unread:"
+"""What the fingerprint of images begins with that nobody has looked at: it is one of their source's state."""
+
+EVENLY_FROM = 200_000
+"""Of more images, those held out are evenly spaced: to hash every name would take minutes."""
+
+_IN_A_ROW = 100
+"""So many images in a row that cannot be decoded are no accident: the disk or the network has gone."""
+
+_TASK = 8  # images a thread decodes before it looks for other work
+
+
+class Rows:
+    """Which image of the source each row of a set is, in O(1) memory a held-out image: row -> index.
+
+    Args:
+        held: sorted indices of the images held out.
+        count: of images in the source.
+        inside: these are the rows of those held out, rather than of all others.
+    """
+
+    def __init__(self, held: NDArray[np.int64], count: int, inside: bool) -> None:
+        self.held, self.inside = held, inside
+        self.count = len(held) if inside else count - len(held)
+        self._gaps = held - np.arange(len(held))  # rows before each image held out
+
+    def __len__(self) -> int:
+        return self.count
+
+    def index(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices in the source, int64 [B] -> int64 [B]."""
+        return self.held[rows] if self.inside else rows + np.searchsorted(self._gaps, rows, side="right")
+
+
+class RowNames(Sequence[str]):
+    """Names of the images of a set, looked up in its source as they are asked for."""
+
+    def __init__(self, names: Sequence[str], rows: Rows, within: range) -> None:
+        self._names, self._rows, self._within = names, rows, within
+
+    def __len__(self) -> int:
+        return len(self._within)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowNames: ...
+    def __getitem__(self, index: int | slice) -> str | RowNames:
+        if isinstance(index, slice):
+            return RowNames(self._names, self._rows, self._within[index])
+        return self._names[int(self._rows.index(np.array([self._within[index]]))[0])]
+
+
+class LazyPixels:
+    """uint8 [N, C, size, size] that decodes what is taken from it, in threads.
+
+    An image that cannot be decoded is replaced by the next one that can be, always the same.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, source: Source, rows: Rows, channels: int, size: int, background: tuple[int, int, int]) -> None:
+        self.source, self.rows, self.background = source, rows, background
+        self.shape = (len(rows), channels, size, size)
+        self.quarantined: list[Quarantined] = []
+        """Images that could not be decoded, in the order in which that turned out."""
+        self._bad: set[int] = set()  # rows of those
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # what Pillow finds odd in a file concerns nobody
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> NDArray[np.uint8]:
+        """Decode a row, a slice of rows, or those that an array of integers or booleans names."""
+        if isinstance(key, slice):
+            return self.take(np.arange(*key.indices(len(self))))
+        return self.take(np.arange(len(self))[key])
+
+    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+        return (self.take(np.int64(row)) for row in range(len(self)))
+
+    def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
+        """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, size, size].
+
+        Raises:
+            RunError: a hundred in a row cannot be decoded.
+        """
+        if axis != 0:
+            raise ValueError("images are taken along axis 0")
+        rows = np.asarray(indices, np.int64)
+        return self.start(rows.ravel()).result().reshape(*rows.shape, *self.shape[1:])
+
+    def start(self, rows: NDArray[np.int64]) -> Taking:
+        """Begin to decode these rows [B] in threads, and return at once."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(threads(self.source), thread_name_prefix="decoding")
+        out = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        parts = range(0, len(rows), _TASK)
+        return Taking(out, [self._pool.submit(self._decode, rows[i : i + _TASK], out[i : i + _TASK]) for i in parts])
+
+    def replaced(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which rows these really are, after they were taken: others where an image could not be decoded."""
+        if not self._bad:
+            return rows
+        rows = rows.copy()
+        while (bad := np.isin(rows, list(self._bad))).any():
+            rows[bad] = (rows[bad] + 1) % len(self)
+        return rows
+
+    def close(self) -> None:
+        """Let the threads end, without waiting for what they are at."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+    def _decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        for place, row in enumerate(rows.tolist()):
+            out[place] = self._one(row)
+
+    def _one(self, row: int) -> NDArray[np.uint8]:
+        reason = ""
+        for _ in range(min(_IN_A_ROW, len(self))):
+            if row not in self._bad:
+                index = int(self.rows.index(np.array([row]))[0])
+                try:
+                    return decode(partial(self.source.open, index), self.shape[-1], self.shape[1], self.background)[0]
+                except Unusable as unusable:
+                    reason = str(unusable)
+                    self._note(row, Quarantined(self.source.names[index], reason))
+            row = (row + 1) % len(self)
+        raise RunError(
+            f"{min(_IN_A_ROW, len(self))} images in a row of {shown(self.source.name)} cannot be decoded"
+            f"{f' (the last: {reason})' if reason else ''}; is it still there? `unfog resume` goes on once it is"
+        )
+
+    def _note(self, row: int, one: Quarantined) -> None:
+        with self._lock:
+            if row not in self._bad:
+                self._bad = self._bad | {row}  # a new one, as other threads look at the old one
+                self.quarantined.append(one)
+
+
+class Taking:
+    """Images that are being decoded."""
+
+    def __init__(self, out: NDArray[np.uint8], tasks: list[Future[None]]) -> None:
+        self._out, self._tasks = out, tasks
+
+    def result(self) -> NDArray[np.uint8]:
+        """Wait for them; raises what decoding them raised."""
+        for task in self._tasks:
+            task.result()
+        return self._out
+
+    def cancel(self) -> None:
+        """Do not decode those that are not begun."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def on_the_fly(survey: Survey) -> Prepared:
+    """The images of a source as sets that decode what is taken from them.
+
+    Held out are the same as always; of over EVENLY_FROM images, evenly spaced ones.
+    """
+    source, settled, n = survey.source, survey.settled, len(survey.source.names)
+    held = _held_out(source, settled.held_out)
+    kind = repr((survey.stamp, settled.size, settled.channels, settled.background, survey.classes))
+
+    def part(inside: bool) -> ImageSet:
+        rows = Rows(held, n, inside)
+        labels = survey.labels
+        if labels is not None:
+            labels = labels[held] if inside else np.delete(labels, held)
+        pixels = LazyPixels(source, rows, settled.channels, settled.size, survey.background)
+        state = hashlib.sha256(f"{kind} {inside} {held.tobytes().hex()}".encode())
+        state.update(b"" if labels is None else labels.tobytes())
+        names = RowNames(source.names, rows, range(len(rows)))
+        return ImageSet(pixels, labels, names, survey.classes, UNREAD + state.hexdigest())
+
+    counts = np.bincount([] if survey.labels is None else survey.labels, minlength=len(survey.classes))
+    ledger = Ledger(
+        source=source.name,
+        found=n,
+        used=n,
+        held_out=len(held),
+        size=settled.size,
+        channels=settled.channels,
+        background=settled.background,
+        class_counts={name: int(count) for name, count in zip(survey.classes, counts)},
+        sides={},
+        modes={},
+        treatments=(),
+        treatment=np.zeros(0, np.int32),
+        quarantined=tuple(source.unreadable),
+        ignored=dict(source.ignored),
+        read=False,
+    )
+    return Prepared(settled, part(inside=False), part(inside=True), ledger)
+
+
+def _held_out(source: Source, fraction: float) -> NDArray[np.int64]:
+    """Sorted indices of the images held out."""
+    n = len(source.names)
+    if source.held_out is None and n > EVENLY_FROM:
+        count = min(MAX_HELD_OUT, int(n * fraction))
+        return np.arange(count) * n // max(1, count)
+    order, in_train = held_out_split(source, fraction)
+    return np.sort(order[in_train:])

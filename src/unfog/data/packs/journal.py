@@ -1,0 +1,174 @@
+"""The folder of a pack in the making: its journal, who may work on it, and writes that a crash cannot cut in two."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+
+from unfog.data.ledger import shown
+from unfog.data.packs.files import FORMAT, is_pack
+from unfog.data.packs.pack import KEPT
+from unfog.data.survey import Survey
+from unfog.errors import RequestError, RunError
+
+JOURNAL = "journal.jsonl"
+FACTS_FILE = "facts.bin"
+_LINE = {"done", "rows", "sha256", "reasons", "treatments", "modes", "sums"}  # of the journal
+
+
+class BusyError(RequestError):
+    """Another process is at work on that pack."""
+
+
+@dataclass
+class Progressed:
+    """How far a pack is, as its journal says."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    """What it is made from and of; {} where nothing has begun."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """One for each whole chunk."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Progressed:
+        """What the journal in a folder says; a line that was cut off counts for nothing."""
+        try:
+            text = (folder / JOURNAL).read_text("utf-8")
+            header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        except (OSError, ValueError, RecursionError):
+            return cls()
+        whole = isinstance(header, dict) and all(isinstance(line, dict) and line.keys() >= _LINE for line in lines)
+        return cls(header, lines) if whole else cls()
+
+    @property
+    def done(self) -> int:
+        """Images looked at."""
+        return int(self.lines[-1]["done"]) if self.lines else 0
+
+    def differs(self, header: dict[str, Any]) -> str:
+        """What it was begun with that is another than in this header; "" for nothing."""
+        said = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
+        return next((words for key, words in said.items() if self.header.get(key) != header[key]), "")
+
+
+def header_of(survey: Survey, key: str) -> dict[str, Any]:
+    """What says that a pack in the making is that of this source, under these settings."""
+    matters = [getattr(survey.settings, name) for name in KEPT]
+    return {
+        "format": FORMAT,
+        "key": key,
+        "stamp": survey.stamp,
+        "settings": [*matters, key],
+        "pillow": PIL.__version__,
+        "found": len(survey.source.names),
+        "channels": survey.channels,
+        "size": survey.size,
+        "proved": survey.proved,
+    }
+
+
+def clear(folder: Path) -> None:
+    """Remove what is of no use in a finished pack."""
+    for name in (JOURNAL, FACTS_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def made(folder: Path, remedy: str) -> Iterator[None]:
+    """Make the folder; the disk's refusals become errors for a person."""
+    said = shown(str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        foreign = next((one.name for one in folder.iterdir()), None) if not (folder / JOURNAL).exists() else None
+    except OSError as error:
+        raise RequestError(f"{said} cannot be written ({error.strerror}); {remedy}") from error
+    if is_pack(folder) or (foreign is not None and foreign not in ("pixels.u8", FACTS_FILE)):
+        raise RequestError(f"{said} exists and holds something else; give another folder, or remove it")
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{said} could not be written ({error.strerror}); what is done is kept: make room, and do the same again"
+        ) from error
+
+
+def _leave_nothing_empty(folder: Path) -> None:
+    """Remove the folder where no image came into it."""
+    with suppress(OSError):
+        if not is_pack(folder) and not any(line["rows"] for line in Progressed.read(folder).lines):
+            for name in (JOURNAL, FACTS_FILE, "pixels.u8"):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from making this pack meanwhile; the system gives the lock back however we end.
+
+    A folder that nothing came into is gone after it.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"another process is packing into {shown(str(folder))}; wait for it") from None
+        except OSError:  # a network file system without locks
+            pass
+        try:
+            yield
+        finally:
+            _leave_nothing_empty(folder)
+    finally:
+        os.close(descriptor)
+
+
+def append(file: BinaryIO, data: NDArray[Any] | bytes) -> None:
+    """Write behind what is there; on the disk when this returns."""
+    file.write(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
+    sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """What was written is on the disk when this returns."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def save(path: Path, array: NDArray[Any]) -> None:
+    """An array as a .npy file."""
+    with open(path, "wb") as file:
+        np.save(file, array, allow_pickle=False)
+        sync(file)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        sync(file)
+    partial.replace(path)
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,270 @@
+"""Arrays and Hugging Face datasets as sources: the images, their labels, and what is refused."""
+
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from conftest import NETWORK
+from unfog.data.formats.arrays import store
+from unfog.data.formats.files import Unusable
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import open_source
+from unfog.errors import RequestError
+
+RGB = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
+GREY = RGB[..., 0].copy()
+ASKED = Data(cache="memory")
+
+
+def opened(source: object, n: int = 12) -> np.ndarray:
+    return np.stack([np.asarray(source.open(i)) for i in range(n)])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (RGB, RGB),
+        (RGB.transpose(0, 3, 1, 2), RGB),
+        (np.ascontiguousarray(RGB.transpose(0, 3, 1, 2)), RGB),
+        (GREY, GREY),
+        (GREY[..., None], GREY),
+        (GREY[:, None], GREY),
+        (RGB[:, ::2], RGB[:, ::2]),
+        (np.asfortranarray(RGB), RGB),
+    ],
+)
+def test_every_layout_in_files_and_in_memory(tmp_path: Path, array: np.ndarray, expected: np.ndarray) -> None:
+    np.save(tmp_path / "a.npy", array)
+    np.savez(tmp_path / "a.npz", array)
+    np.savez_compressed(tmp_path / "b.npz", images=array)
+    files = [tmp_path / "a.npy", tmp_path / "a.npz", tmp_path / "b.npz", store(array)]
+    assert store(torch.from_numpy(np.ascontiguousarray(array))) == files[-1]
+    for source in map(open_source, files):
+        assert np.array_equal(opened(source), expected)
+        assert list(source.names[:2]) == ["00000000", "00000001"]
+        prepared = prepare(source, ASKED)
+        assert len(prepared.train) == 12
+        assert prepared.train.labels is None
+
+
+def test_a_npy_file_is_mapped(tmp_path: Path) -> None:
+    np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (10**7, 32, 32, 3)).flush()  # 30 GB of holes
+    source = open_source(tmp_path / "large.npy")
+    assert len(source.names) == 10**7
+    assert source.open(10**7 - 1).size == (32, 32)
+
+
+@pytest.mark.parametrize("labels", [[5, 5, 7] * 4, ["cat", "dog", "cat"] * 4])
+@pytest.mark.parametrize("name", ["y", "labels"])
+def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) -> None:
+    np.savez(tmp_path / "a.npz", **{"x": RGB, name: np.array(labels)})
+    for source in (open_source(tmp_path / "a.npz"), open_source(store(RGB, labels))):
+        prepared = prepare(source, ASKED)
+        assert prepared.train.classes == tuple(map(str, sorted(set(labels), key=str)))
+        assert prepared.train.labels is not None
+        assert [prepared.train.classes[i] for i in prepared.train.labels] == [str(label) for label in labels]
+        assert prepare(source, Data(cache="memory", labels="none")).train.labels is None
+
+
+@pytest.mark.parametrize(
+    ("array", "labels", "said"),
+    [
+        (RGB / 255, None, r"float64, and images are uint8.*\(255 \* x\).*if they are from 0 to 1"),
+        (RGB.astype(np.int64), None, "int64, and images are uint8"),
+        (RGB[0, 0], None, r"shape 16x3; images are \[N, H, W\]"),
+        (RGB[..., :2], None, "shape 12x16x16x2"),
+        (RGB[:0], None, "shape 0x16x16x3"),
+        (RGB, np.zeros(11, np.int64), "give a whole number or a text for each of the 12 images"),
+        (RGB, np.zeros((12, 10)), "labels of .* are float64 12x10"),
+    ],
+)
+def test_what_is_no_array_of_images_is_refused(
+    tmp_path: Path, array: np.ndarray, labels: np.ndarray | None, said: str
+) -> None:
+    np.savez(tmp_path / "a.npz", x=array, **({} if labels is None else {"y": labels}))
+    for make in (lambda: open_source(tmp_path / "a.npz"), lambda: store(array, labels)):
+        with pytest.raises(RequestError, match=said):
+            make()
+
+
+def npy(shape: str, kind: str = "|u1", data: bytes = b"") -> bytes:
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\x93NUMPY", npy("(1000000000, 1000, 1000, 3)"), npy("(2, 4, 4)", "|O", b"x" * 99)),
+        *(npy("(-1, 4, 4)"), npy("nonsense")),
+    ],
+)
+def test_damaged_and_forged_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+    (tmp_path / "b.npz").write_bytes(content)
+    for name in ("a.npy", "a.npz", "b.npz"):
+        with pytest.raises(RequestError, match=f"{name} (cannot be read|is no .npz file|has the shape)") as error:
+            open_source(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+def test_room_is_not_made_for_what_is_not_there(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", npy("(300000, 64, 64, 3)"))  # which the system would promise
+    with pytest.raises(RequestError, match="x is cut off"):
+        open_source(tmp_path / "a.npz")
+
+
+def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    np.save(tmp_path / "a.npy", np.array([Trap()]), allow_pickle=True)
+    np.savez(tmp_path / "a.npz", x=RGB, y=np.array([Trap()] * 12))
+    for name in ("a.npy", "a.npz"):
+        with pytest.raises(RequestError):
+            open_source(tmp_path / name)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_another_array_is_another_file() -> None:
+    assert store(RGB) == store(RGB.copy())
+    assert len({store(RGB), store(255 - RGB), store(RGB, [0, 1] * 6), store(RGB, [1, 0] * 6), store(RGB[:6])}) == 5
+
+
+def test_classes_of_numbers_are_in_their_order() -> None:
+    assert open_source(store(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
+
+
+def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
+    settings = {"steps": 1, "batch": 4, "network": NETWORK, "precision": "fp32", "sampler": {"steps": 2}}
+    run = unfog.train(RGB, labels=[0, 1] * 6, out=tmp_path / "run", **settings)
+    assert run.classes == ("0", "1")
+    assert unfog.resume(tmp_path / "run", steps=2).checkpoint.step == 2
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture
+def datasets() -> Any:
+    return pytest.importorskip("datasets", reason="the extra `hf` is not installed")
+
+
+def dataset(datasets: Any, n: int = 12, label: object = None, **columns: list[object]) -> Any:
+    pictures = [Image.fromarray(one) for one in RGB[:n]]
+    features = {"picture": datasets.Image()}
+    if label is not None:
+        columns["kind"] = [i % 3 for i in range(n)]
+        features["kind"] = label
+    for name, values in columns.items():
+        kind = "int64" if isinstance(values[0], int) else "string"
+        features.setdefault(name, datasets.Value(kind))
+    return datasets.Dataset.from_dict({"picture": pictures, **columns}, features=datasets.Features(features))
+
+
+def saved(one: Any, folder: Path) -> Path:
+    one.save_to_disk(str(folder))
+    return folder
+
+
+def as_parquet(one: Any, folder: Path) -> Path:
+    folder.mkdir()
+    half = len(one) // 2
+    one.select(range(half)).to_parquet(str(folder / "a.parquet"))
+    one.select(range(half, len(one))).to_parquet(str(folder / "b.parquet"))
+    return folder
+
+
+@pytest.mark.parametrize("how", [saved, as_parquet])
+def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
+    from unfog.data.formats.hub import HubSource, is_parquet
+
+    names = ["cat", "dog", "owl"]
+    place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
+    source = HubSource(str(place), "set")
+    assert is_parquet(place) == (how is as_parquet)
+    assert np.array_equal(opened(source), RGB)
+    assert source.classes == ("cat", "dog", "owl")
+    assert source.labels is not None
+    assert source.labels.tolist() == [0, 1, 2] * 4
+    prepared = prepare(source, ASKED)
+    assert np.array_equal(prepared.train.pixels.transpose(0, 2, 3, 1), RGB)  # type: ignore[attr-defined]
+    assert prepared.train.classes == ("cat", "dog", "owl")
+    assert source.stamp() == HubSource(str(place), "set").stamp()
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(lambda i: np.asarray(source.open(i % 12)), range(500)))
+    assert all(np.array_equal(image, RGB[i % 12]) for i, image in enumerate(images))
+
+
+def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    words = [["b", "a"][i % 2] for i in range(12)]
+    text = HubSource(str(saved(dataset(datasets, label_text=words, label=None, labels=words), tmp_path / "a")), "a")
+    assert text.classes == ("a", "b")
+    assert text.labels is not None
+    assert text.labels.tolist() == [1, 0] * 6
+    plain = HubSource(str(saved(dataset(datasets, other=list(range(12))), tmp_path / "b")), "b")
+    assert (plain.classes, plain.labels) == ((), None)
+    unknown = dataset(datasets, label=datasets.ClassLabel(names=["x", "y", "z"]))
+    unknown = unknown.map(lambda row: {"kind": -1}, features=unknown.features)
+    assert HubSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
+
+
+def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    splits = datasets.DatasetDict({"test": dataset(datasets, 3), "train": dataset(datasets, 5)})
+    place = str(saved(splits, tmp_path / "set"))
+    assert len(HubSource(place, "set").names) == 5
+    assert "split train of" in HubSource(place, "set").name
+    assert len(HubSource(place, "set", "test").names) == 3
+    with pytest.raises(RequestError, match=r"has no split 'val'; it has t\w+, t\w+"):
+        HubSource(place, "set", "val")
+    assert len(open_source(place).names) == 5  # known by its dataset_dict.json
+    assert len(open_source(saved(dataset(datasets), tmp_path / "one")).names) == 12
+
+
+def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    png = BytesIO()
+    Image.fromarray(RGB[0]).save(png, "PNG")
+    rows = [{"bytes": png.getvalue(), "path": None}, {"bytes": b"no image", "path": "x.png"}, None]
+    one = datasets.Dataset.from_dict({"image": rows}, features=datasets.Features({"image": datasets.Image()}))
+    source = HubSource(str(saved(one, tmp_path / "set")), "set")
+    assert np.array_equal(np.asarray(source.open(0)), RGB[0])
+    with pytest.raises(Unusable, match="not an image"):
+        source.open(1)
+    with pytest.raises(Unusable, match="empty"):
+        source.open(2)
+    assert "2 quarantined" in prepare(source, ASKED).ledger.line()
+
+
+def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    place = saved(datasets.Dataset.from_dict({"text": ["a"]}), tmp_path / "text")
+    with pytest.raises(RequestError, match=r"no column of images: text \(string\); cast one"):
+        HubSource(str(place), "text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RequestError, match="neither a saved dataset nor parquet files"):
+        HubSource(str(tmp_path / "empty"), "empty")
+    (place / "state.json").write_text("{")
+    with pytest.raises(RequestError, match="text cannot be loaded") as error:
+        HubSource(str(place), "text")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,361 @@
+"""Images decoded when their turn comes, and read ahead: the same as all others, at any position, whatever happens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from unfog.data import ahead, lazy
+from unfog.data import prepare as preparing
+from unfog.data.augment import Augment
+from unfog.data.formats.files import Unusable
+from unfog.data.formats.folder import FolderSource
+from unfog.data.images import Prepared
+from unfog.data.lazy import LazyPixels, Rows
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import open_source
+from unfog.data.stream import ImageStream
+from unfog.errors import RequestError, RunError
+from unfog.runs.data_record import contact_sheet, data_json
+
+ASKED = Data(size=8, channels=3, cache="none")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 pictures in two classes, each all of one colour that tells its number; none is damaged."""
+    folder = tmp_path_factory.mktemp("photos")
+    for kind in ("even", "odd"):
+        (folder / kind).mkdir()
+    for i in range(300):
+        colour = (i % 256, i // 256, 7)
+        Image.new("RGB", (10, 10), colour).save(folder / ("even", "odd")[i % 2] / f"{i:03}.png", compress_level=0)
+    return folder
+
+
+def both(folder: Path, asked: Data = ASKED) -> tuple[Prepared, Prepared]:
+    """(decoded on the fly, decoded at once)."""
+    return prepare(open_source(folder), asked), prepare(open_source(folder), replace(asked, cache="memory"))
+
+
+@pytest.fixture
+def stream(photos: Path) -> Iterator[ImageStream]:
+    made = ImageStream(prepare(open_source(photos), ASKED).train, seed=3)
+    yield made
+    made.close()
+
+
+def test_on_the_fly_is_what_is_decoded_at_once(photos: Path) -> None:
+    fly, memory = both(photos)
+    assert isinstance(fly.train.pixels, LazyPixels)
+    for a, b in ((fly.train, memory.train), (fly.held_out, memory.held_out)):
+        assert a.pixels.shape == b.pixels.shape
+        assert len(a) == len(b) > 0
+        assert list(a.names) == list(b.names)
+        assert list(a.names[3:9]) == list(b.names[3:9])
+        assert np.array_equal(a.labels, b.labels)
+        assert np.array_equal(a.pixels[:], b.pixels[:])
+        assert np.array_equal(a.pixels[2:9:3], b.pixels[2:9:3])
+        assert np.array_equal(a.pixels[-1], b.pixels[-1])
+        assert np.array_equal(a.pixels[np.array([5, 1])], b.pixels[np.array([5, 1])])
+    assert fly.settings == replace(memory.settings, cache="none")
+    assert fly.train.fingerprint != fly.held_out.fingerprint
+    assert "300 images in 2 classes; each decoded when its turn comes (8x8, RGB)" in fly.ledger.line()
+    again = prepare(open_source(photos), ASKED)
+    assert again.train.fingerprint == fly.train.fingerprint
+    other = prepare(open_source(photos), replace(ASKED, size=4))
+    assert other.train.fingerprint != fly.train.fingerprint
+
+
+def test_the_record_is_written_without_reading_everything(photos: Path) -> None:
+    fly, memory = both(photos)
+    assert np.array_equal(contact_sheet(fly, Augment(), 0), contact_sheet(memory, Augment(), 0))
+    assert data_json(fly).count(b'"converted": null') == 300
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(0, 30))
+def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
+    n = max(held, default=0) + 1 + more
+    indices = np.array(sorted(held), np.int64)
+    train, inside = Rows(indices, n, inside=False), Rows(indices, n, inside=True)
+    assert train.index(np.arange(len(train))).tolist() == [i for i in range(n) if i not in held]
+    assert inside.index(np.arange(len(inside))).tolist() == sorted(held)
+
+
+def test_of_very_many_images_those_held_out_are_evenly_spaced(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "EVENLY_FROM", 200)
+    monkeypatch.setattr(lazy, "MAX_HELD_OUT", 10)
+    prepared = prepare(open_source(photos), ASKED)
+    assert (len(prepared.train), len(prepared.held_out)) == (290, 10)
+    assert list(prepared.held_out.names) == [open_source(photos).names[i] for i in range(0, 300, 30)]
+    assert not set(prepared.train.names) & set(prepared.held_out.names)
+    assert prepared.held_out.labels is not None
+    assert prepared.held_out.labels.tolist() == [0] * 5 + [1] * 5
+
+
+class Damaged(FolderSource):
+    """Some of its images cannot be opened."""
+
+    bad: frozenset[int] = frozenset()
+
+    def open(self, i: int) -> Image.Image:
+        if i in self.bad:
+            raise Unusable("empty")
+        return super().open(i)
+
+
+def test_what_cannot_be_decoded_is_replaced_by_the_next_with_its_label_and_named(photos: Path) -> None:
+    source = Damaged(photos, "damaged")
+    source.bad = frozenset([4, 5, 149, 299])  # 150 is the first of the other class
+    prepared = prepare(source, replace(ASKED, held_out=0))
+    stream = ImageStream(prepared.train, seed=0)
+    batches = [stream.batch(first, 50) for first in range(0, 300, 50)]
+    taken = torch.cat([batch.index for batch in batches]).numpy()
+    pixels = torch.cat([batch.pixels for batch in batches]).numpy()
+    asked = stream.index(0, 300)
+    replacement = {4: 6, 5: 6, 149: 150, 299: 0}
+    assert taken.tolist() == [replacement.get(int(i), int(i)) for i in asked]
+    names = [int(Path(prepared.train.names[i]).stem) for i in taken]
+    assert (pixels[:, 0, 0, 0] + 256 * pixels[:, 1, 0, 0].astype(int)).tolist() == names
+    labels = np.concatenate([batch.label for batch in batches if batch.label is not None])
+    assert labels.tolist() == [number % 2 for number in names]
+    assert isinstance(prepared.train.pixels, LazyPixels)
+    assert sorted(one.name for one in prepared.train.pixels.quarantined) == [
+        source.names[i] for i in sorted(source.bad)
+    ]
+    assert {one.reason for one in prepared.train.pixels.quarantined} == {"empty"}
+    stream.close()
+
+
+def test_when_everything_is_gone_it_says_so_at_the_batch_that_needs_it(photos: Path) -> None:
+    source = Damaged(photos, "damaged")
+    stream = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
+    whole = [stream.batch(first, 8).pixels for first in range(0, 64, 8)]
+    source.bad = frozenset(range(300))
+    stream.close()
+    fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
+    with pytest.raises(RunError, match=r"100 images in a row of damaged cannot be decoded \(the last: empty\)"):
+        fresh.batch(0, 8)
+    source.bad = frozenset()
+    fresh = ImageStream(prepare(source, replace(ASKED, held_out=0)).train, seed=0)
+    assert [torch.equal(fresh.batch(first, 8).pixels, part) for first, part in zip(range(0, 64, 8), whole)] == [
+        True
+    ] * 8
+    fresh.close()
+
+
+def test_trouble_ahead_is_nobody_s_business_yet(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image whose decoding fails altogether fails the batch it is in, and none before."""
+    prepared = prepare(open_source(photos), replace(ASKED, held_out=0))
+    stream, good = ImageStream(prepared.train, 1), ImageStream(both(photos, replace(ASKED, held_out=0))[1].train, 1)
+    assert isinstance(prepared.train.pixels, LazyPixels)
+    fatal, once = int(stream.index(70, 1)[0]), prepared.train.pixels._one
+
+    def one(row: int) -> np.ndarray:
+        if row == fatal:
+            raise RunError("gone")
+        return once(row)
+
+    monkeypatch.setattr(prepared.train.pixels, "_one", one)
+    for first in range(0, 70, 5):
+        assert torch.equal(stream.batch(first, 5).pixels, good.batch(first, 5).pixels)
+    for _ in range(2):
+        with pytest.raises(RunError, match="gone"):
+            stream.batch(70, 5)
+    assert torch.equal(stream.batch(75, 5).pixels, good.batch(75, 5).pixels)
+    stream.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 0, 0, 0, 1, -7]), st.integers(1, 70))
+        | st.tuples(st.integers(2, 2000), st.integers(1, 70)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_reading_ahead_changes_nothing(photos: Path, reads: list[tuple[int, int]]) -> None:
+    """Reads that go on where the last ended (0), skip or go back a little, or seek; across epochs of 300."""
+    fly, memory = _sets(photos)
+    stream, plain = ImageStream(fly.train, 5), ImageStream(memory.train, 5)
+    position = 0
+    for jump, size in reads:
+        position = max(0, position + jump) if abs(jump) < 8 else jump
+        mine, theirs = stream.batch(position, size), plain.batch(position, size)
+        assert torch.equal(mine.pixels, theirs.pixels)
+        assert torch.equal(mine.index, theirs.index)
+        assert mine.label is not None
+        assert theirs.label is not None
+        assert torch.equal(mine.label, theirs.label)
+        position += size
+    stream.close()
+
+
+@pytest.fixture(autouse=True)
+def _not_far_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As far as one batch, so that many short reads take no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.name == "test_reading_ahead_changes_nothing":
+            patch.setattr(ahead, "_LEAST", 40)
+            patch.setattr(ahead, "_BATCHES", 1)
+        yield
+
+
+_made: dict[Path, tuple[Prepared, Prepared]] = {}
+
+
+def _sets(photos: Path) -> tuple[Prepared, Prepared]:
+    if photos not in _made:
+        _made[photos] = both(photos)
+    return _made[photos]
+
+
+def test_the_next_batches_are_decoded_before_they_are_asked_for(photos: Path) -> None:
+    decoded: list[int] = []
+
+    class Watched(FolderSource):
+        def open(self, i: int) -> Image.Image:
+            decoded.append(i)
+            return super().open(i)
+
+    stream = ImageStream(prepare(Watched(photos, "watched"), ASKED).train, seed=0)
+    decoded.clear()
+    stream.batch(0, 16)
+    assert len(decoded) == 16  # nobody is known to read on
+    stream.batch(16, 16)
+    until(lambda: len(decoded) >= 16 + 16 + ahead._LEAST)
+    before = len(decoded)
+    stream.batch(32, 16)
+    stream.batch(48, 16)
+    until(lambda: len(decoded) >= before + 32)
+    time.sleep(0.05)
+    assert len(decoded) == before + 32  # each once, and no further ahead than it should be
+    for position in (700, 100, 900):  # those who only look something up set nothing in motion
+        stream.batch(position, 1)
+    time.sleep(0.05)
+    assert len(decoded) == before + 35
+    stream.batch(64, 16)
+    until(lambda: len(decoded) >= before + 35 + 16)
+    stream.close()
+
+
+def until(true: object) -> None:
+    end = time.monotonic() + 20
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_memory_bounds_how_far_ahead_is_read(stream: ImageStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stream._ahead is not None
+    assert stream._ahead._reach(64) == 512
+    monkeypatch.setattr(ahead, "_BYTES", 100 * 3 * 8 * 8)
+    assert stream._ahead._reach(64) == 100
+    assert stream._ahead._reach(200) == 200
+    for first in (0, 16, 5000, 5016):
+        stream.batch(first, 16)
+    assert min(stream._ahead._blocks) >= 5008  # what was read ahead for the position before the seek is gone
+
+
+def test_closing_ends_the_threads_and_reading_on_starts_them_anew(photos: Path) -> None:
+    before = set(threading.enumerate())
+    fly, memory = both(photos)
+    stream, plain = ImageStream(fly.train, 0), ImageStream(memory.train, 0)
+    for first in range(0, 64, 16):
+        stream.batch(first, 16)
+    mine = set(threading.enumerate()) - before
+    assert mine
+    started = time.monotonic()
+    stream.close()
+    assert time.monotonic() - started < 0.5
+    until(lambda: not any(thread.is_alive() for thread in mine))
+    assert torch.equal(stream.batch(64, 16).pixels, plain.batch(64, 16).pixels)
+    stream.close()
+
+
+def test_threads_end_with_whoever_forgot_to_close(photos: Path) -> None:
+    before = set(threading.enumerate())
+    fly = prepare(open_source(photos), ASKED)
+    ImageStream(fly.train, 0).batch(0, 16)
+    mine = set(threading.enumerate()) - before
+    assert mine
+    del fly
+    until(lambda: not any(thread.is_alive() for thread in mine))
+
+
+# Where decoded images live by themselves
+
+
+def chosen(photos: Path, wanted: int = 0, **asked: object) -> Prepared:
+    return prepare(open_source(photos), replace(ASKED, cache="auto", **asked), wanted=wanted)
+
+
+def test_small_sets_stay_in_memory_without_a_word(photos: Path) -> None:
+    prepared = chosen(photos, wanted=10)
+    assert isinstance(prepared.train.pixels, np.ndarray)
+    assert prepared.place == ""
+
+
+def test_large_sets_are_decoded_once_if_that_pays(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    few = chosen(photos, wanted=100)
+    assert isinstance(few.train.pixels, LazyPixels)
+    assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.place
+    many = chosen(photos, wanted=200)
+    assert many.place.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
+    found = chosen(photos, wanted=1)  # once it is there, it is used
+    assert (found.place, found.train.fingerprint) == ("", many.train.fingerprint)
+    assert not isinstance(found.train.pixels, LazyPixels)
+
+
+def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its fingerprint would be another, and the images held out of very many as well."""
+    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    source, asked = open_source(photos), replace(ASKED, cache="auto")
+    fly = prepare(source, asked, wanted=100).train.fingerprint
+    assert prepare(source, asked, wanted=5000, known=fly).train.fingerprint == fly
+    disk = prepare(source, asked, wanted=5000).train.fingerprint
+    assert prepare(source, asked, wanted=10, known=disk).train.fingerprint == disk
+    assert prepare(source, asked, wanted=5000, known=fly).train.fingerprint == fly  # though it is in the cache by now
+    other = replace(asked, size=4)
+    assert not prepare(source, other, wanted=10, known=disk).train.fingerprint.startswith(lazy.UNREAD)
+    for cache, known in (("disk", fly), ("memory", fly), ("none", disk)):
+        with pytest.raises(RequestError, match=f"go on with cache = auto.*cache = {cache}"):
+            prepare(source, replace(asked, cache=cache), known=known)  # type: ignore[arg-type]
+    monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
+    with pytest.raises(RequestError, match=r"UNFOG_CACHE a folder with room enough \(images are decoded"):
+        prepare(source, replace(asked, size=12), known=disk)
+
+
+def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 300 * 192 * 2 - 1}))
+    prepared = chosen(photos)
+    assert isinstance(prepared.train.pixels, LazyPixels)
+    assert "are more than half of the 0.0 GB free" in prepared.place
+    assert "`unfog pack SOURCE OUT`" in prepared.place
+
+
+def test_without_a_cache_to_write_to_small_ones_stay_in_memory(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
+    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    assert "in memory, as the cache in" in chosen(photos).place
+    monkeypatch.setattr(preparing, "MEMORY_PIXEL_BYTES", 1000)
+    prepared = chosen(photos)
+    assert isinstance(prepared.train.pixels, LazyPixels)
+    assert "cannot be written" in prepared.place

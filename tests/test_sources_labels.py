@@ -1,0 +1,291 @@
+"""Labels from a table: a CSV or JSONL file beside the images, or anywhere."""
+
+import io
+import json
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import unfog
+from conftest import NETWORK
+from unfog.config.presets import preset
+from unfog.config.request import check_request
+from unfog.data.formats.tables import Labelled, labelled, read_table
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import Source, labels_of, open_source
+from unfog.errors import RequestError
+
+
+def png(i: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def fill(folder: Path, names: list[str]) -> Path:
+    for i, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png(i))
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Eight images, flat."""
+    return fill(tmp_path / "photos", [f"{i}.png" for i in range(8)])
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, "utf-8")
+    return path
+
+
+def by_name(source: Source, mode: str) -> dict[str, str]:
+    source = labelled(source, mode)
+    classes, labels = labels_of(source, mode)
+    assert labels is not None
+    return {name: classes[label] for name, label in zip(source.names, labels)}
+
+
+ROWS = "".join(f"{i}.png,{('cat', 'dog')[i % 2]}\n" for i in range(8))
+KINDS = {f"{i}.png": ("cat", "dog")[i % 2] for i in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.csv", "file,label\n" + ROWS),
+        ("t.csv", "\ufeffFileName,Class\n" + ROWS),
+        ("t.csv", "label;width;image\n" + "".join(f"{kind};8;{name}\n" for name, kind in KINDS.items())),
+        ("t.tsv", "path\tcategory\n" + ROWS.replace(",", "\t")),
+        ("t.csv", "id,breed,label\n" + "".join(f'"{i}","a, b",{KINDS[f"{i}.png"]}\n' for i in range(8))),
+        ("t.csv", "file,label\r\n" + ROWS.replace("\n", "\r\n")),
+        ("t.csv", "file,label\n" + "".join(f".\\elsewhere\\{name}, {kind} \n" for name, kind in KINDS.items())),
+        ("t.jsonl", "".join(json.dumps({"file_name": n, "label": k}) + "\n" for n, k in KINDS.items()) + "\n"),
+    ],
+)
+def test_tables_as_they_are_found(photos: Path, tmp_path: Path, name: str, text: str) -> None:
+    table = write(tmp_path / name, text)
+    assert by_name(open_source(photos), str(table)) == KINDS
+
+
+def test_whole_numbers_are_in_their_order(photos: Path, tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "file,label\n" + "".join(f"{i}.png,{(9, 10, 100)[i % 3]}\n" for i in range(8)))
+    source = labelled(open_source(photos), str(table))
+    assert source.classes == ("9", "10", "100")
+    assert source.labels.tolist() == [i % 3 for i in range(8)]
+
+
+def test_paths_below_the_source_before_base_names(tmp_path: Path) -> None:
+    photos = fill(tmp_path / "photos", ["a/1.png", "b/1.png", "b/2.png"])
+    paths = write(tmp_path / "paths.csv", "file,label\na/1.png,x\n./b/1.png,y\nb/2.png,x\nc/3.png,z\n")
+    assert by_name(open_source(photos), str(paths)) == {"a/1.png": "x", "b/1.png": "y", "b/2.png": "x"}
+    bases = write(tmp_path / "bases.csv", "file,label\n1.png,x\n2.png,y\n")
+    source = labelled(open_source(photos), str(bases))
+    assert list(source.names) == ["b/2.png"], "1.png is two images"
+    # Where paths fit, a row of an image elsewhere is not taken for one of the same base name here.
+    mixed = write(tmp_path / "mixed.csv", "file,label\na/1.png,x\nelsewhere/2.png,y\n")
+    assert by_name(open_source(photos), str(mixed)) == {"a/1.png": "x"}
+
+
+def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "file,label\n" + ROWS.replace("3.png,dog\n", "").replace("4.png,cat", "4.png,"))
+    with table.open("a") as file:
+        file.write("gone.png,cat\n")
+    prepared = prepare(open_source(photos), Data(labels=str(table)))
+    assert [tuple(one) for one in prepared.ledger.quarantined] == [
+        ("3.png", "without a label in t.csv"),
+        ("4.png", "without a label in t.csv"),
+        ("gone.png", "named in t.csv and not there"),
+    ]
+    assert "2 without a label in t.csv: 3.png, 4.png" in prepared.ledger.line()
+    assert prepared.train.classes == ("cat", "dog")
+    assert list(prepared.train.names) == [f"{i}.png" for i in (0, 1, 2, 5, 6, 7)]
+    assert prepared.train.labels is not None
+    assert prepared.train.labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert prepared.settings.labels == str(table)
+    for i, name in enumerate(prepared.train.names):
+        want = np.asarray(Image.open(photos / name)).transpose(2, 0, 1)
+        assert np.array_equal(prepared.train.pixels[i], want)
+
+
+def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "file,label\n" + ROWS + "".join(f"x{i}.png,cat\n" for i in range(3000)))
+    unreadable = labelled(open_source(photos), str(table)).unreadable
+    assert len(unreadable) == 1001
+    assert unreadable[-1].name == "2,000 more"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "file,label\na.png,cat\n",
+            r"no row of .*names an image of .*: rows are such as 'a.png', images such as '0.png'",
+        ),
+        ("file,caption\n0.png,a cat\n", r"no column of labels, but file, caption; call one label \(or class"),
+        ("where,label\n0.png,cat\n", r"no column of file names, but where, label; call one file_name"),
+        ("file,label\n0.png,cat\n0.png,dog\n", r"calls 0.png both cat and dog; keep one row"),
+        ("", "has no rows"),
+        ("file,label\n", "has no rows"),
+        ("file,label\n0.png,\n", "leaves every label empty"),
+        ("file,label\n,cat\n", "has a row of file  and label cat; each needs a name"),
+        ('file,label\n"0.png,cat\n', "is damaged: unexpected end of data"),
+    ],
+)
+def test_tables_that_will_not_do(photos: Path, tmp_path: Path, text: str, said: str) -> None:
+    table = write(tmp_path / "t.csv", text)
+    with pytest.raises(RequestError, match=said):
+        labelled(open_source(photos), str(table))
+
+
+def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
+    for name, content, said in (
+        ("a.csv", b"file,label\n\xff\xfe.png,cat\n", r"no text in UTF-8 \(byte 11\)"),
+        ("a.jsonl", b'{"file": "0.png"', "is damaged"),
+        ("a.jsonl", b"[1, 2]\n", "line 1 is no object in braces"),
+        ("a.jsonl", b'{"file": "0.png", "label": ["cat", "dog"]}', "one label, a text or a whole number"),
+        ("a.jsonl", b"[" * 100_000, "is damaged"),
+        ("a.csv", b"file,label\n" + b"x" * 200_000 + b",cat\n", "field larger than field limit"),
+        ("a.csv", b"file,label\n0.png\0,cat\n", "is damaged|no row of"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(RequestError, match=said):
+            labelled(open_source(photos), str(tmp_path / name))
+    with pytest.raises(RequestError, match=r"labels = .*none\.csv is not there; give a \.csv or \.jsonl file, or auto"):
+        labelled(open_source(photos), str(tmp_path / "none.csv"))
+
+
+def test_a_table_at_the_top_of_a_folder_is_found(photos: Path) -> None:
+    write(photos / "metadata.csv", "file_name,label\n" + ROWS)
+    assert by_name(open_source(photos), "auto") == KINDS
+    prepared = prepare(open_source(photos), Data())
+    assert prepared.train.classes == ("cat", "dog")
+    assert prepared.settings.labels == str(photos / "metadata.csv")
+    assert prepare(open_source(photos), prepared.settings).train.fingerprint == prepared.train.fingerprint
+    assert prepare(open_source(photos), Data(labels="none")).train.labels is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file_name,text\n" + ROWS,  # captions
+        "file_name,label\n" + "".join(f"{i}.png,number {i}\n" for i in range(8)),  # those, too
+        "file_name,label\n" + "".join(f"{i}.png,cat\n" for i in range(8)),
+        "",
+    ],
+)
+def test_a_table_of_something_else_is_left_alone(photos: Path, text: str) -> None:
+    write(photos / "metadata.csv", text)
+    source = open_source(photos)
+    assert labelled(source, "auto") is source
+
+
+def test_a_table_that_would_lose_images_is_not_used_unasked(tmp_path: Path) -> None:
+    photos = fill(tmp_path / "photos", [f"{i}.png" for i in range(12)])
+    rows = "".join(f"{i}.png,{i % 2}\n" for i in range(12))
+    table = write(photos / "metadata.csv", "file_name,label\n" + rows)
+    assert len(labelled(open_source(photos), "auto").classes) == 2
+    write(table, "file_name,label\n" + rows.replace("3.png,1\n", ""))
+    assert labelled(open_source(photos), "auto").classes == ()
+    assert len(labelled(open_source(photos), str(table)).classes) == 2
+
+
+def test_folders_that_are_classes_come_before_a_table(tmp_path: Path) -> None:
+    photos = fill(tmp_path / "photos", [f"{kind}/{i}.png" for kind in "ab" for i in range(4)])
+    rows = "".join(f"{kind}/{i}.png,{i % 2}\n" for kind in "ab" for i in range(4))
+    write(photos / "metadata.csv", "file_name,label\n" + rows)
+    assert set(by_name(open_source(photos), "auto").values()) == {"a", "b"}
+    assert set(by_name(open_source(photos), str(photos / "metadata.csv")).values()) == {"0", "1"}
+
+
+def test_a_table_that_moved_with_its_folder_is_found(photos: Path, tmp_path: Path) -> None:
+    write(photos / "labels.csv", "file,label\n" + ROWS)
+    photos.rename(tmp_path / "moved")
+    assert by_name(open_source(tmp_path / "moved"), str(photos / "labels.csv")) == KINDS
+
+
+def test_a_changed_table_is_another_state(photos: Path, tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "file,label\n" + ROWS)
+    before = prepare(open_source(photos), Data(labels=str(table), cache="disk"))
+    stamp = labelled(open_source(photos), str(table)).stamp()
+    write(table, "file,label\n" + ROWS.replace("cat", "bat"))
+    assert labelled(open_source(photos), str(table)).stamp() != stamp
+    after = prepare(open_source(photos), Data(labels=str(table), cache="disk"))
+    assert (before.train.classes, after.train.classes) == (("cat", "dog"), ("bat", "dog"))
+
+
+def test_tables_label_zips_and_shards_too(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive, tarfile.open(tmp_path / "b.tar", "w") as shard:
+        for i in range(8):
+            archive.writestr(f"in/{i}.png", png(i))
+            info = tarfile.TarInfo(f"in/{i}.png")
+            info.size = len(png(i))
+            shard.addfile(info, io.BytesIO(png(i)))
+    for text in (ROWS, "".join(f"in/{line}\n" for line in ROWS.splitlines())):
+        table = write(tmp_path / "t.csv", "file,label\n" + text)
+        for name in ("a.zip", "b.tar"):
+            found = by_name(open_source(tmp_path / name), str(table))
+            assert {image.rpartition("/")[2]: kind for image, kind in found.items()} == KINDS
+
+
+def test_what_labels_may_be() -> None:
+    for mode in ("auto", "folders", "none", "a.csv", "b/c.JSONL", "x.tsv"):
+        assert Data(labels=mode).labels == mode
+    with pytest.raises(RequestError, match="did you mean folders"):
+        Data(labels="folder")
+    with pytest.raises(RequestError, match=r"is not auto, folders, none or a \.csv or \.jsonl file$"):
+        Data(labels="photos/")
+
+
+def test_a_table_of_many_rows_is_quick(tmp_path: Path) -> None:
+    rows = "".join(f"{i:06}.png,{i % 7}\n" for i in range(50_000))
+    found, _ = read_table(write(tmp_path / "t.csv", "file,label\n" + rows))
+    assert len(found) == 50_000
+
+
+def test_train_with_a_relative_table_and_resume_from_elsewhere(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "kinds.csv", "file,label\n" + ROWS)
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "size": 8,
+        "batch": 4,
+        "network": NETWORK,
+        "device": "cpu",
+        "precision": "fp32",
+        "preview": {"every": 0},
+    }
+    run = unfog.train("photos", out="run", steps=2, data={"labels": "kinds.csv"}, **settings)
+    assert tuple(run.classes) == ("cat", "dog")
+    assert f'labels = "{tmp_path / "kinds.csv"}"' in (tmp_path / "run/config.toml").read_text()
+    monkeypatch.chdir(photos)
+    assert tuple(unfog.resume(tmp_path / "run", steps=3).classes) == ("cat", "dog")
+    write(tmp_path / "kinds.csv", "file,label\n" + ROWS.replace("0.png,cat", "0.png,dog"))
+    with pytest.raises(RequestError, match="are not those that this run was trained on"):
+        unfog.resume(tmp_path / "run", steps=4)
+
+
+def test_a_labelled_source_is_a_source(photos: Path, tmp_path: Path) -> None:
+    table = write(tmp_path / "t.csv", "file,label\n" + ROWS)
+    source = labelled(open_source(photos), str(table))
+    assert isinstance(source, Labelled)
+    assert labelled(source, str(table)) is source
+    assert (source.name, source.resolved) == (str(photos), str(photos))
+    assert labels_of(source, "none") == ((), None)
+    assert source.stamp()[1] == open_source(photos).stamp()[1]
+
+
+def test_a_missing_table_is_said_before_any_work(photos: Path, tmp_path: Path) -> None:
+    config = replace(preset("default"), source=str(photos), data=Data(labels=str(tmp_path / "kinds.csv")))
+    with pytest.raises(RequestError, match=r"kinds\.csv is not there"):
+        check_request(config)
+    write(photos / "kinds.csv", "file,label\n" + ROWS)
+    check_request(config)

@@ -1,0 +1,209 @@
+"""Zip archives as sources: read in place, by the rules of folders, and however hostile."""
+
+import io
+import struct
+import subprocess
+import sys
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unfog.config.request import check_source
+from unfog.data.formats import zips
+from unfog.data.formats.files import Unusable
+from unfog.data.sources import labels_of, open_source
+from unfog.errors import RequestError
+
+
+def png(i: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def put(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path
+
+
+ANIMALS = {f"{kind}/{i}.png": png(i) for kind in ("dogs", "cats") for i in range(4)}
+
+
+def test_a_zip_is_what_its_folder_would_be(tmp_path: Path) -> None:
+    clutter = {"__MACOSX/cats/._0.png": b"x", "cats/.hidden.png": b"x", "notes.txt": b"x", "README": b"x"}
+    path = put(tmp_path / "animals.zip", ANIMALS | clutter)
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "animals")
+    check_source(str(path))
+    zipped, folder = open_source(path), open_source(tmp_path / "animals")
+    assert zipped.names == folder.names == sorted(ANIMALS)
+    # A hidden folder is one thing to a folder, and in an archive there are only its files.
+    assert zipped.ignored == folder.ignored == {"hidden": 2, ".txt": 1, "without suffix": 1}
+    ours, theirs = labels_of(zipped, "auto"), labels_of(folder, "auto")
+    assert ours[0] == theirs[0] == ("cats", "dogs")
+    assert np.array_equal(ours[1], theirs[1])
+    for i in range(8):
+        assert np.array_equal(np.asarray(zipped.open(i)), np.asarray(folder.open(i)))
+    assert zipped.resolved == str(path.resolve())
+
+
+def test_names_as_other_programs_write_them(tmp_path: Path) -> None:
+    put(tmp_path / "a.zip", {"./cats\\b.png": png(0), "/cats/a.png": png(1), "käse/ü.png": png(2)}, zipfile.ZIP_STORED)
+    source = open_source(tmp_path / "a.zip")
+    assert source.names == ["cats/a.png", "cats/b.png", "käse/ü.png"]
+    assert np.array_equal(np.asarray(source.open(1)), np.asarray(Image.open(io.BytesIO(png(0)))))
+
+
+def test_threads_share_an_archive(tmp_path: Path) -> None:
+    images = {f"{i}.png": png(i) for i in range(100)}
+    source = open_source(put(tmp_path / "many.zip", images))
+
+    def right(i: int) -> bool:
+        return np.array_equal(np.asarray(source.open(i)), np.asarray(Image.open(io.BytesIO(images[source.names[i]]))))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(right, list(range(100)) * 5))
+
+
+def test_its_stamp_changes_with_it(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.zip", ANIMALS)
+    source = open_source(path)
+    before = source.stamp()
+    assert before == source.stamp() == open_source(path).stamp()
+    assert before[1] == path.stat().st_size
+    put(path, ANIMALS | {"cats/more.png": png(9)})
+    assert source.stamp() != before
+    with pytest.raises(Unusable, match="changed meanwhile"):
+        source.open(0)
+
+
+def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zips, "LARGEST", 100_000)
+    path = tmp_path / "hostile.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("whole.png", png(0))
+        archive.writestr("bomb.png", bytes(10**7))
+        archive.writestr("bz2.png", png(1), zipfile.ZIP_BZIP2)
+        archive.writestr("secret.png", png(2))
+        archive.writestr("lies.png", bytes(10**6))
+        archive.writestr("text.png", b"no picture")
+        archive.writestr("empty.png", b"")
+        archive.writestr("flipped.png", png(3))
+        archive.writestr("moved.png", png(4))
+        archive.writestr("nonsense.png", png(5))
+    data = bytearray(path.read_bytes())
+
+    def entry(name: bytes) -> int:
+        """Where its entry in the table of contents begins."""
+        return data.rindex(name) - 46
+
+    data[entry(b"secret.png") + 8] |= 1
+    struct.pack_into("<I", data, entry(b"lies.png") + 24, 1000)  # unpacks to a thousand times that
+    struct.pack_into("<I", data, entry(b"flipped.png") + 16, 12345)  # the checksum
+    struct.pack_into("<I", data, entry(b"moved.png") + 42, 7)  # where it is
+    data[data.index(b"nonsense.png") + 12 : data.index(b"nonsense.png") + 22] = b"\xff" * 10
+    path.write_bytes(data)
+    source = open_source(path)
+    assert {tuple(one) for one in source.unreadable} == {
+        ("bomb.png", "over 0 MB"),
+        ("bz2.png", "packed by method 12, not deflate"),
+        ("secret.png", "encrypted"),
+    }
+    said = {}
+    for i, name in enumerate(source.names):
+        try:
+            source.open(i).load()
+        except Unusable as unusable:
+            said[name] = str(unusable)
+    assert said == {
+        "empty.png": "empty",
+        "flipped.png": "damaged (its checksum is another)",
+        "lies.png": "not as long as its archive says",
+        "moved.png": "not where its archive says",
+        "nonsense.png": "damaged (it does not unpack)",
+        "text.png": "not an image",
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+def test_a_lying_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    """A quarter of a gigabyte of zeros that says it is a kilobyte."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = b"".join(packer.compress(bytes(2**24)) for _ in range(16)) + packer.flush()
+    path = put(tmp_path / "bomb.zip", {"bomb.png": bytes(len(packed))}, zipfile.ZIP_STORED)
+    data = bytearray(path.read_bytes())
+    data[38 : 38 + len(packed)] = packed
+    directory = data.rindex(b"bomb.png") - 46
+    struct.pack_into("<H", data, directory + 10, zipfile.ZIP_DEFLATED)
+    struct.pack_into("<I", data, directory + 24, 1024)
+    path.write_bytes(data)
+    code = """
+import sys
+from unfog.data.formats.files import Unusable
+from unfog.data.sources import open_source
+source = open_source(sys.argv[1])
+peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+before = peak()
+try:
+    source.open(0)
+except Unusable as error:
+    print(error, peak() - before < 50_000, sep="|")
+"""
+    said = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
+    assert said == "not as long as its archive says|True\n"
+
+
+def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.zip", ANIMALS)
+    whole = path.read_bytes()
+    for data in (whole[: len(whole) // 2], b"", b"PK\3\4", b"<html>not found</html>"):
+        (tmp_path / "bad.zip").write_bytes(data)
+        with pytest.raises(RequestError, match="is no whole zip archive"):
+            open_source(tmp_path / "bad.zip")
+    (tmp_path / "bad.zip").write_bytes(whole[100:])  # its table of contents is there, and what it tells of partly not
+    source = open_source(tmp_path / "bad.zip")
+    assert len(source.names) == 8
+    with pytest.raises(Unusable, match=r"cannot be read|not where its archive says"):
+        source.open(source.names.index("dogs/0.png"))
+    put(tmp_path / "empty.zip", {"a.txt": b""})
+    with pytest.raises(RequestError, match=r"found 0 images.*empty\.zip \(1 other file: 1 \.txt\)"):
+        open_source(tmp_path / "empty.zip")
+    (tmp_path / "photos.tar.gz").write_bytes(b"")
+    with pytest.raises(RequestError, match=r"photos\.tar\.gz is compressed as a whole.*unpack it to a plain \.tar"):
+        open_source(tmp_path / "photos.tar.gz")
+    (tmp_path / "photos.rar").write_bytes(b"")
+    with pytest.raises(RequestError, match=r"make it a \.zip"):
+        open_source(tmp_path / "photos.rar")
+
+
+def test_every_cut_and_flip_of_an_archive_is_said_in_a_line(tmp_path: Path) -> None:
+    whole = put(tmp_path / "a.zip", {"a.png": png(0), "b/c.png": png(1)}).read_bytes()
+    dice, said, opened = np.random.default_rng(0), [], 0
+    for _ in range(300):
+        data = bytearray(whole)
+        for place in dice.integers(0, len(data), dice.integers(1, 6)):
+            data[place] = dice.integers(0, 256)
+        if dice.random() < 0.3:
+            del data[dice.integers(0, len(data)) :]
+        (tmp_path / "bad.zip").write_bytes(data)
+        try:
+            source = open_source(tmp_path / "bad.zip")
+        except RequestError as error:
+            said.append(str(error))
+            continue
+        for i in range(len(source.names)):
+            try:
+                source.open(i)
+                opened += 1
+            except Unusable as unusable:
+                said.append(str(unusable))
+    assert opened > 50
+    assert len(said) > 100
+    assert all(line and "\n" not in line and len(line) < 400 for line in said)
