@@ -8,12 +8,13 @@ from torch import nn
 
 from conftest import NETWORK
 from unfog.config.kinds import parse
+from unfog.data.augment import to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.training.culprit import Culprit, find_culprit
-from unfog.training.loop import micro_batches, seed_at, to_model_range
+from unfog.training.loop import micro_batches, seed_at
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from unfog.data.augment import Augment, to_model_range
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
-from unfog.training.loop import Every, micro_batches, seed_at, to_model_range, train
+from unfog.training.loop import Every, micro_batches, seed_at, train
 from unfog.training.precision import Precision
 from unfog.training.protocols import Silent
 from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training, learning_rate
@@ -76,13 +77,13 @@ def linear_state(precision="fp32"):
     return state(nn.Conv2d(1, 1, 3, padding=1), precision, lr=1e-2)
 
 
-def reconstruction(model, x0, label):
+def reconstruction(model, x0, label, condition=None):
     """Squared error of reproducing the input; no randomness, so it does not depend on how a batch is cut."""
     error = (model(x0) - x0).square().mean((1, 2, 3))
     return Loss(error, torch.full((len(x0),), 0.5), torch.ones(len(x0)))
 
 
-def denoising(model, x0, label):
+def denoising(model, x0, label, condition=None):
     u = torch.rand(len(x0))
     noisy = x0 + torch.randn_like(x0) * u[:, None, None, None]
     return Loss((model(noisy) - x0).square().mean((1, 2, 3)), u, torch.ones(len(x0)))
@@ -91,7 +92,7 @@ def denoising(model, x0, label):
 def run(into, loss=denoising, diary=None, every=NEVER, **settings):
     diary = diary or Diary()
     settings = Training(**{"batch": 8, "images": 80, "precision": "fp32"} | settings)
-    train(settings, Optimizer(lr=1e-2), every, into, Images(), lambda x: x, loss, diary)
+    train(settings, Optimizer(lr=1e-2), every, into, Images(), Augment(), loss, diary)
     return diary
 
 
@@ -149,7 +150,7 @@ STEP = positions()
 def scaled_at(steps, factor, inner=denoising):
     """A loss that is multiplied in these steps (0, 1, …) of batch 8; also when such a step is replayed."""
 
-    def loss(model, x0, label):
+    def loss(model, x0, label, condition=None):
         wrong = STEP[torch.initial_seed()] in steps
         honest = inner(model, x0, label)
         return honest._replace(per_image=honest.per_image * factor) if wrong else honest
@@ -257,7 +258,7 @@ def test_weights_that_an_update_spoils_are_never_saved():
 def test_a_batch_that_weighs_nothing_is_no_trouble():
     into = linear_state()
 
-    def weightless(model, x0, label):
+    def weightless(model, x0, label, condition=None):
         loss = reconstruction(model, x0, label)
         return loss._replace(per_image=loss.per_image * 0, reference=loss.reference * 0)
 
@@ -383,7 +384,7 @@ def test_log_window_is_the_mean_since_the_last_log_and_by_level():
     into = linear_state()
     seen = []
 
-    def spy(model, x0, label):
+    def spy(model, x0, label, condition=None):
         loss = denoising(model, x0, label)
         seen.append((loss.per_image.detach(), loss.u))
         return loss

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
+from unfog.data.ledger import shown
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import noise_levels
 from unfog.errors import Interrupted
-from unfog.reporting.figures import Pixels
+from unfog.reporting.findings import Finding
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
@@ -27,14 +27,14 @@ from unfog.runs.build import build_state, held_out_set
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder
-from unfog.runs.pictures import Strip
+from unfog.runs.looks import Looks
 from unfog.runs.pulse import Pulse
-from unfog.runs.sampling import draw, picture_grid, usual
 from unfog.runs.saving import Saver
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, Stopwatch, settle, train
+from unfog.training.memory import within_memory
 from unfog.training.state import TrainState
 
 
@@ -54,12 +54,13 @@ class Session:
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         noise_levels(config.diffusion.schedule, config.sampler.steps, config.sampler.grid)  # may be refused
         require(config.log.sinks)
-        self.held_out = held_out_set(prepared, config, device)
         self.stream = ImageStream(prepared.train, config.training.seed)
-        self.augment = Augment(config.data.flip, config.data.jitter)
+        self.augment = Augment.of(config.data)
         self.state = build_state(config, device)
+        self.looks = Looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
         self.recorder: Recorder
         self.saver: Saver
+        self.quarantined = 0  # images told of that could not be decoded when their turn came
 
     @property
     def step(self) -> int:
@@ -72,11 +73,19 @@ class Session:
         return self.config.training.images // self.config.training.batch
 
     def run(
-        self, choices: Sequence[Choice], saved: checkpoint.Saved | None = None, changes: Sequence[str] = ()
+        self,
+        choices: Sequence[Choice],
+        findings: Sequence[Finding] = (),
+        saved: checkpoint.Saved | None = None,
+        changes: Sequence[str] = (),
     ) -> bool:
         """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end.
 
-        `changes` are lines on settings that differ from those of the run so far.
+        Args:
+            choices: what was chosen for the person.
+            findings: what an examination of images and settings found; those that cost something are warned of.
+            saved: the checkpoint; None for the beginning.
+            changes: lines on settings that differ from those of the run so far.
         """
         if saved is None:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
@@ -88,7 +97,7 @@ class Session:
             if saved is not None:
                 self.saver.saved = (self.step, list(self.state.due))
             try:
-                self._introduce(choices, changes, fresh=saved is None)
+                self._introduce(choices, findings, changes, fresh=saved is None)
                 if saved is None:
                     self._rehearse()
                 self.recorder.begin()
@@ -103,6 +112,7 @@ class Session:
                 raise
             finally:
                 self.saver.close()
+                self.stream.close()
             self.pulse.end("finished" if done else "stopped")
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}, "
@@ -153,7 +163,9 @@ class Session:
             self,
         )
 
-    def _introduce(self, choices: Sequence[Choice], changes: Sequence[str], fresh: bool) -> None:
+    def _introduce(
+        self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
+    ) -> None:
         """Say and record what is about to happen."""
         for change in changes:
             say(f"  changed: {change}")
@@ -161,6 +173,9 @@ class Session:
         for choice in choices:
             say(f"  {choice}")
             self.recorder.event("choice", self.step, name=choice.name, value=str(choice.value), reason=choice.reason)
+        for finding in findings:
+            if finding.severity in ("fatal", "warning"):
+                self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
         self.recorder.event("data", self.step, summary=self.prepared.ledger.line())
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
@@ -180,9 +195,10 @@ class Session:
 
     def _rehearse(self) -> None:
         """Evaluate, draw and save before the first step: what would fail after an hour fails in the first minute."""
-        self.state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
+        state, training = self.state, self.config.training
+        state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
         with suppress(Interrupted):  # what is still due then, is done after a resume
-            settle(self.state, self, Stopwatch(), self.config.training.batch)
+            within_memory(training, state, self, lambda: settle(state, self, Stopwatch(), training.batch))
             self.saver.wait()  # steps without anything to go back to would be steps that can be lost
 
     def _conclude(self) -> bool:
@@ -190,7 +206,9 @@ class Session:
         done = self.step >= self.steps and not self.state.due
         if done:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
-                self.recorder.images(self.step, "denoising", self._denoising())
+                with self.pulse.during("drawing"):
+                    strip = self.looks.denoising()
+                self.recorder.images(self.step, "denoising", strip)
             if self.state.guard.strange:
                 strange = self.state.guard.strange
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
@@ -201,18 +219,16 @@ class Session:
         self.recorder.event("finished" if done else "stopped", self.step)
         return done
 
-    def _denoising(self) -> Pixels:
-        """How the first picture of the preview came out of the noise."""
-        strip = Strip(self.config.diffusion.schedule, self.config.sampler)
-        with self.pulse.during("drawing"), self._average():
-            draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
-        return strip.picture()
-
     # What the loop asks for.
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Record numbers."""
+        """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
+        bad = getattr(self.prepared.train.pixels, "quarantined", [])  # of those that are decoded as they come
+        for name, reason in bad[self.quarantined :]:
+            self.recorder.warn(step, f"{shown(name)} cannot be used: {reason}; the next image stands in for it")
+            self.recorder.event("quarantined", step, image=name, reason=reason)
+        self.quarantined = len(bad)
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""
@@ -222,6 +238,13 @@ class Session:
             fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
             warn(f"step {self.step:,} was refused: {culprit.sentence(names)}")
         self.recorder.event("step_refused", self.step, **fields)
+
+    def shrunk(self, state: TrainState) -> None:
+        """Say and record that memory did not suffice."""
+        now, checkpointing = self.looks.at_once, getattr(state.model, "checkpointing", False)
+        how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
+        self.recorder.warn(self.step, f"memory did not suffice; going on with {how}, for the same batch")
+        self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
     def advance(self, step: int) -> None:
         """Move the progress line, and record what the writer has done meanwhile."""
@@ -242,29 +265,20 @@ class Session:
         return self.stop.undivided()
 
     def preview(self, state: TrainState) -> None:
-        """Sample grid from the EMA weights, from the same noise each time: what `unfog sample` gives without flags."""
-        started, config = time.perf_counter(), self.config
-        with self.pulse.during("preview"), self._average():
-            pictures = draw(state.model, config, usual(config, config.preview.images, pass_size(config)))
-        self.recorder.images(self.step, "samples", picture_grid(pictures, config.classes))
+        """Sample grid from the EMA weights."""
+        started = time.perf_counter()
+        with self.pulse.during("preview"):
+            grid = self.looks.preview()
+        self.recorder.images(self.step, "samples", grid)
         self.recorder.event("preview", self.step, seconds=seconds_since(started))
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out loss of the EMA weights; empty if nothing is held out."""
-        if self.held_out is None:
-            return {}
-        started, schedule = time.perf_counter(), self.config.diffusion.schedule
-
-        def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-            return self.objective.at(state.model, x0, label, schedule(u), noise)
-
-        state.model.eval()
-        try:
-            with self.pulse.during("evaluation"), self._average():
-                record = self.held_out.measure(loss_at, pass_size(self.config))
-        finally:
-            state.model.train()
-        self.recorder.event("evaluated", self.step, seconds=seconds_since(started))
+        started = time.perf_counter()
+        with self.pulse.during("evaluation"):
+            record = self.looks.held_out_loss()
+        if record:
+            self.recorder.event("evaluated", self.step, seconds=seconds_since(started))
         return record
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
@@ -275,28 +289,7 @@ class Session:
         """Return to the last good weights."""
         self.saver.roll_back(state, reason)
 
-    @contextmanager
-    def _average(self) -> Iterator[None]:
-        """The network holds the average. A stop may end what is inside, and must not leave half of each behind."""
-        state, swapped = self.state, False
-        try:
-            with self.stop.undivided():
-                state.ema.swap(state.model)
-                swapped = True
-            # A compiled network would compile once more for this; `unfog sample` does not compile either.
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            if swapped:
-                with self.stop.undivided():
-                    state.ema.swap(state.model)
-
 
 def seconds_since(started: float) -> float:
     """What something cost, for the record."""
     return round(time.perf_counter() - started, 3)
-
-
-def pass_size(config: Config) -> int:
-    """Images that go through the network at once."""
-    return config.training.microbatch or config.training.batch

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RunError
 from unfog.training.culprit import find_culprit
-from unfog.training.protocols import LossFunction, Run, Stream
+from unfog.training.memory import at_once, within_memory
+from unfog.training.noise_scale import squared_norm
+from unfog.training.protocols import Augmentation, LossFunction, Run, Stream
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
 
@@ -47,7 +50,7 @@ def train(
     every: Every,
     state: TrainState,
     stream: Stream,
-    augment: Callable[[Tensor], Tensor],
+    augment: Augmentation,
     loss_function: LossFunction,
     run: Run,
 ) -> None:
@@ -72,9 +75,9 @@ def train(
         pixels = to_device(batch.pixels, device)
         label = None if batch.label is None else to_device(batch.label, device)
         seed_at(settings.seed, first)
-        x0 = to_model_range(augment(pixels))
+        x0, condition = augment(pixels)
         with state.precision.autocast():
-            return loss_function(state.model, x0, label)
+            return loss_function(state.model, x0, label, condition)
 
     why = "it was stopped while in trouble"  # of a roll-back
     try:
@@ -82,22 +85,14 @@ def train(
             # 0. What the last step left to do, also if an interruption lies between.
             with stopwatch.paused():
                 heal(settings, state, run, why)
-                settle(state, run, stopwatch, batch_size)
+                within_memory(settings, state, run, lambda: settle(state, run, stopwatch, batch_size))
             if state.seen >= settings.images:
                 return
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
             step = state.seen // batch_size
-            passes = list(micro_batches(state.seen, batch_size, settings.microbatch or batch_size))
-            losses = []
-            for first, count in passes:
-                if run.stop_requested():
-                    raise Interrupted  # half a batch is no loss: its randomness is a function of the position
-                loss = forward(first, count)
-                # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean,
-                # also when the last pass is smaller.
-                state.precision.backward(loss.per_image.sum() / batch_size)
-                losses.append(Loss(*(part.detach() for part in loss)))
+            attempt = partial(gradient, settings, state, run, forward)
+            passes, losses, part_square = within_memory(settings, state, run, attempt)
 
             # 2. One update, or none, and everything that counts it.
             with run.undivided():
@@ -108,6 +103,9 @@ def train(
                 # The loop's only wait for the device between logs.
                 size, relative = torch.stack([norm, relative_loss(losses)]).tolist()
                 accepted = math.isfinite(size) and math.isfinite(relative)
+                if accepted and part_square is not None:
+                    part_square = part_square / state.precision.scale**2
+                    state.window.noise.add(part_square, passes[0][1], norm.square(), batch_size)
                 overflow = not accepted and math.isfinite(relative) and state.precision.may_overflow
                 state.precision.update(state.optimizer, settings.clip, norm, accepted)
                 state.optimizer.zero_grad(set_to_none=True)
@@ -130,6 +128,30 @@ def train(
             stopwatch.images += batch_size
     except Interrupted:
         state.optimizer.zero_grad(set_to_none=True)
+
+
+def gradient(
+    settings: Training, state: TrainState, run: Run, forward: Callable[[int, int], Loss]
+) -> tuple[list[tuple[int, int]], list[Loss], Tensor | None]:
+    """Leave the gradient of the mean loss over the next batch in the parameters.
+
+    Returns:
+        The micro-batches as (first position, count), the losses of each, and where there are several the squared norm
+        of the first one's gradient, a 0-d tensor, for the noise scale.
+    """
+    passes = list(micro_batches(state.seen, settings.batch, at_once(settings, state)))
+    losses, part_square = [], None
+    for first, count in passes:
+        if run.stop_requested():
+            raise Interrupted  # half a batch is no loss: its randomness is a function of the position
+        loss = forward(first, count)
+        # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also when
+        # the last pass is smaller.
+        state.precision.backward(loss.per_image.sum() / settings.batch)
+        losses.append(Loss(*(part.detach() for part in loss)))
+        if len(losses) == 1 < len(passes):
+            part_square = squared_norm(state.optimizer)
+    return passes, losses, part_square
 
 
 def refuse(
@@ -228,11 +250,6 @@ class Stopwatch:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def to_model_range(pixels: Tensor) -> Tensor:
-    """uint8 [0, 255] to float32 [-1, 1]: the one place where that happens."""
-    return pixels.float() / 127.5 - 1
 
 
 def seed_at(seed: int, position: int) -> None:

@@ -49,9 +49,14 @@ class Precision:
         self.scaler.update()
 
     @property
+    def scale(self) -> float:
+        """What the gradient is multiplied by until `gradient_norm` divides it again; 1 except in fp16."""
+        return self.scaler.get_scale()
+
+    @property
     def may_overflow(self) -> bool:
         """Whether a gradient may be infinite for no other reason than the scale, which is lowered until it is not."""
-        return self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        return self.scaler.is_enabled() and self.scale > 1
 
     def machine(self) -> str:
         """What computes, in words: where they are the same, results are the same to the bit."""

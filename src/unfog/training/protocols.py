@@ -12,8 +12,10 @@ from unfog.diffusion.objective import Loss
 from unfog.training.culprit import Culprit
 from unfog.training.state import TrainState
 
-LossFunction = Callable[[nn.Module, Tensor, Tensor | None], Loss]
-"""(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None) -> what it costs."""
+Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""Pixels uint8 [B, C, H, W] -> (images float32 of that shape in [-1, 1], what was done to them [B, 9] or None)."""
+LossFunction = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Loss]
+"""(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None, augmentation [B, 9] or None) -> its cost."""
 
 
 class Batch(Protocol):
@@ -46,6 +48,9 @@ class Run(Protocol):
 
     def roll_back(self, state: TrainState, reason: str) -> None:
         """Return weights, average and optimiser to where all was well; `TrainState.go_back` the rest."""
+
+    def shrunk(self, state: TrainState) -> None:
+        """Record that memory did not suffice, and with what the loop goes on: `state.microbatch`, checkpointing."""
 
     def advance(self, step: int) -> None:
         """Show progress; called every step, so it must be cheap and must not wait for the device."""
@@ -80,6 +85,9 @@ class Silent:
 
     def roll_back(self, state: TrainState, reason: str) -> None:
         """There is nothing to go back to."""
+
+    def shrunk(self, state: TrainState) -> None:
+        """Nothing is recorded."""
 
     def advance(self, step: int) -> None:
         """Nothing is shown."""

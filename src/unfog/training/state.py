@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unfog.diffusion.objective import Loss
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
+from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
 from unfog.training.settings import EmaProfile, Optimizer
 
@@ -24,6 +25,7 @@ class Window:
         self.loss = torch.zeros(BINS, device=device)
         self.count = torch.zeros(BINS, device=device)
         self.refused = self.overflows = 0
+        self.noise = NoiseScale(device)
 
     def add(self, per_image: Tensor, u: Tensor) -> None:
         """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order."""
@@ -43,6 +45,7 @@ class Window:
             "loss_by_level": [value / n if n else None for value, n in zip(loss, count)],
             "refused": self.refused,
             "overflows": self.overflows,
+            **self.noise.close(),
         }
         self.loss.zero_()
         self.count.zero_()
@@ -56,6 +59,7 @@ class Window:
             "count": self.count.tolist(),
             "refused": self.refused,
             "overflows": self.overflows,
+            "noise": self.noise.to_dict(),
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -63,6 +67,8 @@ class Window:
         self.loss.copy_(torch.tensor(saved["loss"]))
         self.count.copy_(torch.tensor(saved["count"]))
         self.refused, self.overflows = saved["refused"], saved["overflows"]
+        if "noise" in saved:  # which the first checkpoints did not hold
+            self.noise.restore(saved["noise"])
 
 
 class TrainState:
@@ -88,6 +94,8 @@ class TrainState:
         self.window = Window(precision.device)
         self.seen = 0
         self.updates = 0
+        self.microbatch = 0
+        """Images at once, where memory did not suffice for as many as the settings say; else 0."""
         self.due: list[str] = []
         """What the last step has still to be followed by: evaluate, log, preview, save, keep the best."""
         self.last: dict[str, float] = {}
@@ -134,6 +142,8 @@ class TrainState:
         """Go on under these settings: what was learned about others of its kind is forgotten."""
         if keys["training"] != self.keys.get("training"):
             self.guard.recent, self.guard.roll_backs = [], 0
+        if keys["repeat"] != self.keys.get("repeat"):
+            self.microbatch = 0
         if keys["measure"] != self.keys.get("measure"):
             self.best = None
         self.keys = keys
@@ -143,6 +153,7 @@ class TrainState:
         return {
             "seen": self.seen,
             "updates": self.updates,
+            "microbatch": self.microbatch,
             "due": list(self.due),
             "last": {name: value if math.isfinite(value) else None for name, value in self.last.items()},
             "best": self.best,
@@ -155,6 +166,7 @@ class TrainState:
     def load_progress(self, saved: dict[str, Any]) -> None:
         """Restore what `progress` gave."""
         self.seen, self.updates = saved["seen"], saved["updates"]
+        self.microbatch = saved.get("microbatch", 0)  # which the first checkpoints did not hold
         self.due, self.best, self.keys = list(saved["due"]), saved["best"], dict(saved["keys"])
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
         self.guard = Guard.from_dict(saved["guard"])

@@ -1,0 +1,171 @@
+"""How large a batch is worth while: the gradient noise scale, measured on one device.
+
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training": a gradient of B images is G, the true one, plus
+noise of covariance Sigma / B. The simple noise scale tr(Sigma) / |G|^2 (eq. 2.9) is the number of images at which the
+noise is as long as the gradient. Far below it, twice the batch halves the number of steps; far above it, twice the
+batch only costs twice the images.
+
+Squared norms of gradients of two batch sizes give both parts (appendix A.1), and gradient accumulation has two sizes
+at hand: the first micro-batch and the whole batch. A micro-batch spreads its noise levels evenly, so its gradient is
+less noisy than one of so many independent images, and Sigma here is that of images which come in such groups: what a
+run with these micro-batches meets. Larger micro-batches spread more evenly, and have a slightly smaller noise scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unfog.diffusion.objective import Loss
+from unfog.errors import RequestError
+
+if TYPE_CHECKING:  # the state holds what is defined here
+    from unfog.training.state import TrainState
+
+
+class NoiseScale:
+    """Sums since the last log, kept on the device: reading them there would make the host wait.
+
+    Signal and noise are averaged before their ratio is taken: each alone is unbiased, a ratio of single steps is not.
+    """
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(2, device=device)  # of the estimates of |G|^2 and of tr(Sigma)
+        self.count = 0
+
+    def add(self, part_square: Tensor, part: int, whole_square: Tensor, whole: int) -> None:
+        """Take in one accepted step of `whole` images.
+
+        Args:
+            part_square: squared norm of `.grad` after the first pass, of `part` images whose losses were summed and
+                divided by `whole`, as the loop does; 0-d, on the device, without a loss scale.
+            part: images of the first pass, fewer than `whole`.
+            whole_square: squared norm of the gradient of the whole batch, before it is clipped.
+            whole: images of the batch.
+        """
+        square = part_square * (whole / part) ** 2  # of the mean gradient of the first pass
+        signal = (whole * whole_square - part * square) / (whole - part)
+        noise = (square - whole_square) / (1 / part - 1 / whole)
+        self.sums += torch.stack([signal, noise])
+        self.count += 1
+
+    def close(self) -> dict[str, Any]:
+        """For the log: noise scale in images, squared norm of the gradient, trace of its covariance. A window begins.
+
+        The noise scale is None where the gradient drowns in the noise, so that its squared norm was estimated at zero
+        or less. Nothing without a step that took several passes.
+        """
+        if not self.count:
+            return {}
+        signal, noise = (value / self.count for value in self.sums.tolist())
+        self.sums.zero_()
+        self.count = 0
+        record = {"gradient_signal": signal, "gradient_noise": noise}
+        return {"noise_scale": noise_scale([record]), **record}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which keeps every bit of a float."""
+        return {"sums": self.sums.tolist(), "count": self.count}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `to_dict` gave."""
+        self.sums.copy_(torch.tensor(saved["sums"]))
+        self.count = saved["count"]
+
+
+def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
+    """Noise scale in images over several windows of a log, by the ratio of their means.
+
+    None where no window has it, or the gradient drowns in the noise even so.
+    """
+    known = [row for row in records if row.get("gradient_signal") is not None and row.get("gradient_noise") is not None]
+    signal = sum(row["gradient_signal"] for row in known)
+    noise = sum(row["gradient_noise"] for row in known)
+    scale = noise / signal if signal > 0 else math.nan
+    return max(scale, 0.0) if math.isfinite(scale) else None
+
+
+def squared_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Squared norm of the gradients as they are, a 0-d tensor on the device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).square()
+
+
+def measure_noise_scale(
+    state: TrainState, forward: Callable[[int, int], Loss], batch: int, passes: int = 16
+) -> dict[str, float | None]:
+    """Measure it once, where there is no accumulation: gradients of `passes` batches, and no update.
+
+    Args:
+        state: whose network it is; its weights, moments and position stay as they are, gradients are dropped.
+        forward: (position of the first image, count) -> losses, as in the loop; begins at the state's position.
+        batch: images of a pass.
+        passes: at least 2; the gradients of all are compared with their mean.
+
+    Returns:
+        As `NoiseScale.close`. A scale beyond passes x batch is no more than its order of magnitude.
+
+    Raises:
+        RequestError: fewer than two passes.
+    """
+    if passes < 2:
+        raise RequestError(f"passes = {passes}: the noise scale is seen from at least 2 gradients; 16 is usual")
+    total: list[Tensor] = []
+    squares = []
+    for first in range(state.seen, state.seen + passes * batch, batch):
+        state.optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            # Not through the loss scaler: nothing is updated, and an underflow at fp16's edge is no part of the noise.
+            (forward(first, batch).per_image.sum() / batch).backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        squares.append(squared_norm(state.optimizer))
+        if total:
+            torch._foreach_add_(total, gradients)
+        else:
+            total = [gradient.clone() for gradient in gradients]
+    state.optimizer.zero_grad(set_to_none=True)
+    mean_square = torch.stack(squares).mean().item()
+    square_of_mean = (torch.nn.utils.get_total_norm(total) / passes).square().item()
+    # The unbiased sample variance of `passes` gradients, each of `batch` images.
+    noise = batch * (mean_square - square_of_mean) * passes / (passes - 1)
+    record = {"gradient_signal": square_of_mean - noise / (batch * passes), "gradient_noise": noise}
+    return {"noise_scale": noise_scale([record]), **record}
+
+
+def batch_advice(scale: float, batch: int) -> str:
+    """What a batch of this size costs at this noise scale, and what another size would, in a sentence without stop.
+
+    To get equally far, batches of B need 1 + scale / B times the fewest possible steps, and 1 + B / scale times the
+    fewest possible images (McCandlish et al. 2018, eq. 2.7 and 2.11). That was derived for gradient descent, and held
+    for Adam in their experiments within a small factor, so nothing here is said to more than two digits.
+    """
+    scale = max(scale, 1e-3)
+
+    def steps(size: float) -> float:
+        return 1 + scale / size
+
+    def images(size: float) -> float:
+        return 1 + size / scale
+
+    head = (
+        f"at a gradient noise scale of about {two_digits(scale)} images, an image in a batch of {batch:,} teaches "
+        f"{1 / images(batch):.0%} of what it could in a tiny one"
+    )
+    if batch <= scale:
+        fewer, more = 1 - steps(2 * batch) / steps(batch), images(2 * batch) / images(batch) - 1
+        return f"{head}; batch {2 * batch:,} would need {fewer:.0%} fewer steps, and {more:.0%} more images"
+    if batch == 1:
+        return head
+    half = batch // 2
+    more, fewer = steps(half) / steps(batch) - 1, 1 - images(half) / images(batch)
+    return f"{head}; batch {half:,} would need {fewer:.0%} fewer images, and {more:.0%} more steps"
+
+
+def two_digits(value: float) -> str:
+    """A number to two digits, written out: 0.31, 1,300."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

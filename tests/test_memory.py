@@ -1,0 +1,148 @@
+"""Memory that does not suffice: the same batch in smaller pieces, also where it is the system that refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from test_training import Diary, denoising, linear_state, reconstruction, run, weights
+from unfog.errors import RunError
+from unfog.training.loop import Every
+from unfog.training.memory import is_out_of_memory
+from unfog.training.noise_scale import noise_scale
+
+
+class Refused(Diary):
+    def __init__(self):
+        super().__init__()
+        self.at_once = []
+
+    def shrunk(self, state):
+        self.at_once.append(state.microbatch)
+
+
+def too_large_above(images, inner):
+    """A loss that asks the allocator for what no machine has, if there are more images than this."""
+
+    def loss(model, x0, label, condition=None):
+        if len(x0) > images:
+            torch.empty(2**60)
+        return inner(model, x0, label, condition)
+
+    return loss
+
+
+@pytest.mark.parametrize(("fits", "ends_at"), [(5, [4]), (3, [4, 2]), (1, [4, 2, 1])])
+def test_halved_until_it_fits_and_the_same_as_asked_for_so(fits, ends_at):
+    refused, asked = linear_state(), linear_state()
+    diary = run(refused, too_large_above(fits, denoising), Refused())
+    run(asked, denoising, microbatch=ends_at[-1])
+    assert diary.at_once == ends_at
+    assert torch.equal(weights(refused), weights(asked))
+
+
+def test_the_mean_stays_exact():
+    refused, whole = linear_state(), linear_state()
+    run(refused, too_large_above(3, reconstruction), Refused())
+    run(whole, reconstruction)
+    torch.testing.assert_close(weights(refused), weights(whole), rtol=1e-5, atol=1e-6)
+
+
+def test_one_image_too_many_is_said():
+    with pytest.raises(RunError, match="one image at a time"):
+        run(linear_state(), too_large_above(0, denoising), Refused())
+
+
+class Hungry(nn.Conv2d):
+    """A network that fits only with gradient checkpointing."""
+
+    checkpointing = False
+
+    def forward(self, x):
+        if not self.checkpointing:
+            torch.empty(2**60)
+        return super().forward(x)
+
+
+def test_checkpointing_is_what_comes_after_a_single_image():
+    state = linear_state()
+    state.model.__class__ = Hungry
+    diary = run(state, denoising, Refused())
+    assert diary.at_once == [4, 2, 1, 1]
+    assert state.model.checkpointing
+
+
+def test_what_else_goes_wrong_is_not_tried_again():
+    def broken(model, x0, label, condition=None):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(linear_state(), broken, Refused())
+
+
+def test_position_of_the_smaller_batch_is_part_of_the_state():
+    first, second = linear_state(), linear_state()
+    run(first, too_large_above(3, denoising), Refused(), images=40)
+    second.load_progress(json.loads(json.dumps(first.progress())))
+    assert second.microbatch == 2
+    second.adopt({"training": "", "repeat": "other settings", "measure": ""})
+    assert second.microbatch == 0
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("std::bad_alloc"), torch.OutOfMemoryError("CUDA out of")]
+)
+def test_errors_of_memory_are_known(error):
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_noise_scale_is_logged_under_accumulation_only():
+    diary, whole = Diary(), Diary()
+    every = Every(5, 0, 0, 0)
+    run(linear_state(), denoising, diary, every, microbatch=2)
+    run(linear_state(), denoising, whole, every)
+    records = [record for _, _, record in diary.records]
+    assert all(record["gradient_noise"] > 0 for record in records)
+    assert noise_scale(records) > 0
+    assert all("noise_scale" not in record for _, _, record in whole.records)
+
+
+LIMITED = """
+import resource, sys, threading, time, torch
+from pathlib import Path
+from unfog.cli.main import main
+
+room, events = int(sys.argv[1]) * 2**20, Path(sys.argv[2])
+
+def lift():  # once it was met, as everything else shares what is left: mapped files, the stacks of threads
+    while not (events.exists() and '"out_of_memory"' in events.read_text()):
+        time.sleep(0.01)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+
+torch.set_num_threads(1)
+threading.Thread(target=lift, daemon=True).start()
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, resource.RLIM_INFINITY))
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the address space as Linux does")
+def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
+    out = tmp_path / "run"
+    words = ["train", "fashion", "--out", out, "--steps", "1", "--batch", "800", "--microbatch", "800"]
+    words += ["--network", "tiny", "--precision", "fp32", "--preview.images", "4", "--evaluate.images", "20"]
+    limited = [sys.executable, "-c", LIMITED, "400", out / "events.jsonl", *words]
+    done = subprocess.run(list(map(str, limited)), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    pieces = [event["microbatch"] for event in events if event["kind"] == "out_of_memory"]
+    assert pieces
+    assert pieces == [400 // 2**i for i in range(len(pieces))]
+    assert json.loads((out / "checkpoints" / "00000001" / "state.json").read_text())["microbatch"] == pieces[-1]
