@@ -12,12 +12,10 @@ from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from unfog.cli.commands import KINDS, training_asked_for
 from unfog.cli.main import in_a_line
@@ -26,10 +24,7 @@ from unfog.config import kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.tree import Config
-from unfog.data import cache
-from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import noise_levels
 from unfog.errors import RequestError, RunError
@@ -279,7 +274,7 @@ WORD = st.one_of(
 @example(["\ud800", "--out", "\udcff"], "train")
 def test_any_words_are_a_request_or_refused(words, command):
     with in_a_few_words():
-        read_words(words, KINDS[command], f"unfog {command}", "RUN", {})
+        read_words(words, KINDS[command], f"unfog {command}", {})
 
 
 @fuzz(200)
@@ -297,85 +292,6 @@ def test_any_settings_of_a_training_are_a_config_or_refused(tmp_path, pairs):
 @example("a\nb\x1b[2J\u202e\ud800")
 def test_what_is_said_is_a_line(text):
     assert in_a_line(text).isprintable()
-
-
-# The cache of decoded images
-
-
-@pytest.fixture(scope="module")
-def entry(tmp_path_factory) -> tuple[Path, dict]:
-    """A cache with one whole entry, "good"; its JSON."""
-    folder, photos = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("photos")
-    for i in range(4):
-        (photos / "xy"[i % 2]).mkdir(exist_ok=True)
-        pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(photos / "xy"[i % 2] / f"{i}.png")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UNFOG_CACHE", str(folder))
-        prepare(open_source(photos), Data(size=8, cache="disk"))
-        (made,) = folder.glob("*.pixels")
-        made.rename(folder / "good.pixels")
-        (folder / f"{made.stem}.json").rename(folder / "good.json")
-        (folder / "asked.json").write_text('{"see": "good"}')
-        assert cache.load("good") is not None
-        assert cache.load("asked") is not None
-    return folder, json.loads((folder / "good.json").read_text())
-
-
-@fuzz(600)
-@given(data=st.data())
-def test_a_cache_entry_is_whole_or_none(entry, monkeypatch, data):
-    folder, stored = entry
-    monkeypatch.setenv("UNFOG_CACHE", str(folder))
-    for _ in range(data.draw(st.integers(1, 2))):
-        place = data.draw(st.sampled_from(places(stored)))
-        stored = put(stored, place, data.draw(JSON))
-    (folder / "bad.json").write_text(json.dumps(stored))
-    (folder / "bad.pixels").write_bytes((folder / "good.pixels").read_bytes())
-    found = cache.load("bad")
-    if found is not None:
-        assert len(found.train) + len(found.held_out) == found.train.pixels.shape[0] + found.held_out.pixels.shape[0]
-        assert found.train.pixels.shape[1:] == (found.settings.channels, found.settings.size, found.settings.size)
-        assert isinstance(found.ledger.line(), str)
-        for part in (found.train, found.held_out):
-            assert len(part.names) == len(part)
-            assert part.labels is None or not len(part) or part.labels.max() < len(part.classes)
-            assert isinstance(part.fingerprint, str)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"see": "bad"}',
-        '{"see": "loop"}',
-        '{"see": "../cache/good"}',
-        '{"see": "/etc/passwd"}',
-        '{"see": 5}',
-        '{"see": "\\u0000"}',
-        DEEP,
-        "",
-        "null",
-        '{"shape": [4294967296, 4294967296, 4294967296, 4294967296]}',
-    ],
-)
-def test_a_cache_entry_that_is_none(entry, monkeypatch, text):
-    folder, stored = entry
-    monkeypatch.setenv("UNFOG_CACHE", str(folder))
-    (folder / "bad.json").write_text(text)
-    (folder / "loop.json").write_text('{"see": "bad"}')
-    assert cache.load("bad") is None
-    assert cache.load("loop") is None
-    for shape in (
-        [2**32, 2**32, 2**32, 3],
-        [-4, -3, 8, 8],
-        [0, 3, 8, 8],
-        [4, 3, 8],
-        [768],
-        [4.0, 3, 8, 8],
-        [10**12, 3, 8, 8],
-    ):
-        (folder / "bad.json").write_text(json.dumps({**stored, "shape": shape}))
-        assert cache.load("bad") is None, shape
 
 
 # The record

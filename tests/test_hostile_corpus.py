@@ -26,7 +26,7 @@ from conftest import NETWORK
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
 from unfog.data.augment import Augment
 from unfog.data.decode import decode
-from unfog.data.files import Unusable, open_image
+from unfog.data.formats.files import Unusable, open_image
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data

@@ -478,8 +478,8 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_lists_leave_the_last_word_to_the_run():
-    from unfog.cli.commands import Sample
     from unfog.cli.parsing import read_words
+    from unfog.cli.requests import Sample
 
     for words in (
         "--label cat dog -n 3 run",
@@ -487,16 +487,16 @@ def test_lists_leave_the_last_word_to_the_run():
         "-n 3 --label cat dog run",
         "-n=3 run --label cat dog",
     ):
-        given = read_words(words.split(), Sample, "unfog sample", "RUN", {})
-        assert (given.positional, given.table) == ("run", {"label": ("cat", "dog"), "n": 3})
+        given = read_words(words.split(), Sample, "unfog sample", {})
+        assert (given.positionals, given.table) == (["run"], {"label": ("cat", "dog"), "n": 3})
 
 
 def test_ways_to_write_a_flag():
-    from unfog.cli.commands import Train
     from unfog.cli.parsing import read_words
+    from unfog.cli.requests import Train
 
     def read(words: str) -> dict:
-        return read_words(words.split(), Train, "unfog train", "SOURCE", {}).table["settings"]
+        return read_words(words.split(), Train, "unfog train", {}).table["settings"]
 
     assert read("s --training.steps 5") == read("s --steps=5") == read("--steps 5 -- s") == {"training": {"steps": 5}}
     assert read("s --optimizer.weight_decay 1") == read("s --optimizer.weight-decay=1.0")
@@ -508,19 +508,6 @@ def test_ways_to_write_a_flag():
         == {"optimizer": {"betas": (0.5, 0.9)}}
     )
     assert read("s --steps 5 --steps 5") == {"training": {"steps": 5}}
-
-
-def test_what_is_unwise_is_told():
-    from unfog.config.request import unwise
-    from unfog.config.toml import from_toml
-
-    def warned(text: str) -> str:
-        return " ".join(unwise(from_toml(text, Config())))
-
-    assert "never reaches its peak" in warned("training.images = 640\noptimizer.warmup = 10")
-    assert warned("training.images = 640\noptimizer.warmup = 9") == ""
-    assert "no effect" in warned("guidance = 2\nlabel_dropout = 0.0\ntraining.images = 640\n")
-    assert "hides every label" in warned("label_dropout = 1.0\ntraining.images = 640\n")
 
 
 PROCESSES = [

@@ -2,6 +2,7 @@
 
     run = unfog.train("photos/", size=64, steps=2000)
     pictures = unfog.load("runs/photos").sample(16, seed=0)        # uint8 [16, 64, 64, 3]
+    findings = unfog.doctor("photos/", size=64, steps=2000)        # before: what would go wrong
 
 The parts are usable on their own: `unfog.diffusion` (schedules, targets, weightings, samplers), `unfog.models`,
 `unfog.data`, `unfog.training`. Importing this module imports no torch; what needs it, imports it.
@@ -11,24 +12,51 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from unfog.config.places import path_text
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.version import __version__
 
 if TYPE_CHECKING:
+    from unfog.config.tree import Config
+    from unfog.reporting.findings import Finding
+    from unfog.runs.find_lr import FoundLr
+    from unfog.runs.plan import Plan
     from unfog.runs.run import Run
 
-__all__ = ["RequestError", "RunError", "UnfogError", "__version__", "load", "resume", "train", "verify"]
+__all__ = [
+    "RequestError",
+    "RunError",
+    "UnfogError",
+    "__version__",
+    "doctor",
+    "find_lr",
+    "load",
+    "pack",
+    "plan",
+    "resume",
+    "train",
+    "verify",
+]
 
 
-def train(
-    source: str | PathLike[str], *, out: str | PathLike[str] | None = None, preset: str = "default", **settings: Any
-) -> Run:
-    """Train on a folder of images, or on a built-in set, as `unfog train` does.
+class SupportsArray(Protocol):
+    """A NumPy array, a tensor, or what NumPy makes an array of."""
+
+    def __array__(self) -> Any:
+        """As NumPy's."""
+
+
+Source = str | PathLike[str] | SupportsArray
+
+
+def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str = "default", **settings: Any) -> Run:
+    """Train on images, as `unfog train` does.
 
     Args:
-        source: the folder, or `"fashion"`.
+        source: a folder or any other SOURCE of the command line; or uint8 images as an array or tensor [N, H, W],
+            [N, H, W, C] or [N, C, H, W], with `labels=` one for each where there are classes.
         out: the run folder, which must be new; None is a free one under `runs/`.
         preset: the recipe that settings change: "default", "ddpm" or "demo".
         settings: any setting of the command line, by its short name (`size=64, steps=2000, lr=1e-4`) or by a table of
@@ -42,16 +70,10 @@ def train(
         RunError: training could not go on.
         KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
     """
-    from unfog.config.places import path_text
-    from unfog.config.presets import preset as recipe
-    from unfog.config.toml import update
-    from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.run import Run
     from unfog.runs.train import start
 
-    base = recipe(preset)
-    config = update(without_length(base), nested(settings) | {"source": path_text(source, "source")}, "")
-    folder, done = start(with_length_of(base, config), None if out is None else Path(path_text(out, "out")))
+    folder, done = start(_asked(source, preset, settings), _path(out))
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
@@ -68,7 +90,6 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     Raises:
         As `train`, and RequestError for a setting that cannot change.
     """
-    from unfog.config.places import path_text
     from unfog.config.toml import update
     from unfog.config.tree import nested, with_length_of, without_length
     from unfog.runs.folder import RunFolder
@@ -77,13 +98,102 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
 
     folder = RunFolder(Path(path_text(path, "path")))
     if "source" in settings:
-        settings["source"] = path_text(settings["source"], "source")
+        settings["source"] = _place(settings["source"], settings)
     stored = folder.read_config()
     config = update(without_length(stored), nested(settings), "")
     _, done = go_on(folder, with_length_of(stored, config), force)
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
+
+
+def doctor(
+    source: Source,
+    *,
+    out: str | PathLike[str] | None = None,
+    preset: str = "default",
+    quick: bool = False,
+    **settings: Any,
+) -> list[Finding]:
+    """Examine images and settings before training on them, or a run, as `unfog doctor` does.
+
+    Args:
+        source: the images, or the folder of a run, which has its own settings.
+        out: folder for report.html and findings.json, which must be new; None is a free one under `doctor/`.
+        preset: as for `train`.
+        quick: leave out what takes longest.
+        settings: as for `train`.
+
+    Raises:
+        RequestError: there is no such thing, or the settings will not do.
+    """
+    from unfog.runs.doctor import examine_run_folder, examine_source
+    from unfog.runs.folder import RunFolder
+
+    run = RunFolder(Path(source)) if isinstance(source, str | PathLike) else None
+    if run is not None and run.config_file.is_file():
+        if settings:
+            raise RequestError(f"a run has its own settings, so {', '.join(settings)} cannot be given with it")
+        return examine_run_folder(run, _path(out), quick)[1]
+    return examine_source(_asked(source, preset, settings), _path(out), quick)[1]
+
+
+def plan(source: Source, *, device: str = "", preset: str = "default", **settings: Any) -> Plan:
+    """Predict memory, time and disk of training, as `unfog plan` does.
+
+    Args:
+        source: the images.
+        device: another machine than this one, by its device: "h200", "a100", "4090", …
+        preset: as for `train`.
+        settings: as for `train`.
+
+    Raises:
+        RequestError: the settings or the source will not do.
+    """
+    from unfog.runs.plan import plan as predict
+
+    return predict(_asked(source, preset, settings), device)
+
+
+def find_lr(
+    source: Source,
+    *,
+    out: str | PathLike[str] | None = None,
+    preset: str = "default",
+    seconds: float = 90.0,
+    **settings: Any,
+) -> FoundLr:
+    """Look for a learning rate on a throwaway copy, as `unfog find-lr` does.
+
+    Args:
+        source: the images.
+        out: folder for lr-range.json and lr-range.html; None writes nothing.
+        preset: as for `train`.
+        seconds: of training that it may take.
+        settings: as for `train`.
+
+    Raises:
+        RequestError: the settings or the source will not do.
+    """
+    from unfog.runs.find_lr import find_lr as search
+
+    return search(_asked(source, preset, settings), _path(out), seconds)
+
+
+def pack(source: Source, out: str | PathLike[str], **settings: Any) -> Path:
+    """Decode and resize images once into the folder `out`, as `unfog pack` does; `train` takes it as a source.
+
+    Args:
+        source: the images.
+        out: a new folder, or an unfinished pack of the same.
+        settings: of the data: `size=64`, or `data={"background": "black"}`.
+
+    Raises:
+        RequestError: the settings, the source or the folder will not do.
+    """
+    from unfog.runs.packing import pack as write
+
+    return write(_asked(source, "default", settings), Path(path_text(out, "out")))
 
 
 def verify(path: str | PathLike[str]) -> str:
@@ -96,7 +206,6 @@ def verify(path: str | PathLike[str]) -> str:
         RequestError: there is nothing to compare.
         RunError: it came out differently.
     """
-    from unfog.config.places import path_text
     from unfog.runs.folder import RunFolder
     from unfog.runs.verify import verify as repeat
 
@@ -110,7 +219,30 @@ def load(path: str | PathLike[str]) -> Run:
         RequestError: `path` is not a run.
         RunError: it has no whole checkpoint.
     """
-    from unfog.config.places import path_text
     from unfog.runs.run import Run
 
     return Run(path_text(path, "path"))
+
+
+def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
+    """The preset, changed by settings that are given by name."""
+    from unfog.config.presets import preset as recipe
+    from unfog.config.toml import update
+    from unfog.config.tree import nested, with_length_of, without_length
+
+    base, place = recipe(preset), _place(source, settings)
+    config = update(without_length(base), nested(settings) | {"source": place}, "")
+    return with_length_of(base, config)
+
+
+def _place(source: Any, settings: dict[str, Any]) -> str:
+    """Where the images are; an array, with the labels among the settings, is put into the cache first."""
+    if not hasattr(source, "__array__"):
+        return path_text(source, "source")
+    from unfog.data.formats.arrays import store
+
+    return str(store(source, settings.pop("labels", None)))
+
+
+def _path(given: str | PathLike[str] | None) -> Path | None:
+    return None if given is None else Path(path_text(given, "path"))

@@ -1,19 +1,20 @@
-"""The commands: what each takes, and the call that it makes."""
+"""The commands: from words to the call that each makes."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tyro
-from tyro.conf import Positional
 
 from unfog.cli.parsing import Given, read_words, show_help
 from unfog.cli.places import check_run
+from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Report, Resume, Sample, Train, Training
 from unfog.config.places import check_out
 from unfog.config.presets import preset
 from unfog.config.request import check_device, check_request, check_sampler, check_source
@@ -23,104 +24,17 @@ from unfog.errors import RequestError
 from unfog.runs.changes import check_changes
 from unfog.runs.folder import RunFolder, free_name, next_folder
 
-
-@dataclass(frozen=True)
-class Train:
-    """Train on SOURCE: a folder of images (any nesting; sub-folders become classes), or the built-in set `fashion`.
-
-    An hour, with everything chosen for you: unfog train photos/
-
-    Ten minutes at 64x64: unfog train photos/ --size 64 --budget 10m
-
-    The textbook recipe: unfog train photos/ --preset ddpm --steps 20000
-
-    Settings are taken from the preset, then from --config, then from the flags below.
-    """
-
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Folder of images, or a built-in set."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the run; must be new. Left open: runs/ and the name of SOURCE."""
-    preset: str = "default"
-    """Recipe to start from: default, ddpm or demo."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """TOML file of settings, such as the config.toml of another run."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Go on with RUN from its newest whole checkpoint; it ends as if it had never stopped.
-
-    Settings may be given to change them from here on (--steps to go on for longer, --lr, intervals); what a run cannot
-    change, such as its network, is refused, and what would make it another run, such as its images, needs --force.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    source: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Where the images are now, if they were moved."""
-    force: bool = False
-    """Also change what makes it another run from here on: images, seed, weighting, EMA, background, held-out share."""
-    verify: bool = False
-    """Do not go on: train from the checkpoint before the newest one once more, and compare with that to the bit."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Draw pictures from RUN: numbered PNGs and grid.png. Needs no flag: the run knows its model, sampler and classes.
-
-    Picture number i of a seed is the same picture whatever -n is.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
-    """How many pictures."""
-    out: Path | None = None
-    """Folder for them. Left open: a new one in the run folder."""
-    seed: int = 0
-    """Another seed gives other pictures."""
-    steps: int | None = None
-    """Steps of the sampler; more is slower and closer to the model. Left open: as the run is set."""
-    sampler: Literal["ddpm", "ddim", "heun", "dpmpp"] | None = None
-    """Left open: as the run is set."""
-    label: tuple[str, ...] = ()
-    """Classes by name or number; pictures cycle through them. Left open: all classes."""
-    guidance: float | None = None
-    """Classifier-free guidance: above 1, pictures keep closer to their class. Left open: as the run is set."""
-    weights: Literal["ema", "raw"] = "ema"
-    """The average of the weights, or the last ones as they are."""
-    checkpoint: int | None = None
-    """Step of the checkpoint. Left open: the newest whole one."""
-    best: bool = False
-    """The checkpoint with the lowest held-out loss instead, of those that were kept."""
-    batch: int = 64
-    """Pictures drawn at once; lower it when memory is short."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
-    strip: bool = False
-    """Also strip.png: x_t and the predicted x0 of the first picture, from noise to picture."""
-
-    def __post_init__(self) -> None:
-        if self.best and self.checkpoint is not None:
-            raise RequestError(f"--best and --checkpoint {self.checkpoint} both name a checkpoint; give one of them")
-        for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
-            if value < least:
-                raise RequestError(f"{name} = {value} must be at least {least}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """Write report.html of RUN: one file with settings, curves and pictures that opens anywhere."""
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-
-
 HELP_FLAGS = ("-h", "--help")
-KINDS: dict[str, type] = {"train": Train, "resume": Resume, "sample": Sample, "report": Report}
+KINDS: dict[str, type] = {
+    "train": Train,
+    "resume": Resume,
+    "sample": Sample,
+    "report": Report,
+    "doctor": Doctor,
+    "plan": Plan,
+    "find-lr": FindLr,
+    "pack": Pack,
+}
 
 
 def given_to(command: str, words: Sequence[str], default: Any) -> Given:
@@ -128,7 +42,7 @@ def given_to(command: str, words: Sequence[str], default: Any) -> Given:
     if any(word in HELP_FLAGS for word in words):
         show_help(KINDS[command], f"unfog {command}", default)
     others = {f"unfog {name}": kind for name, kind in KINDS.items() if name != command}
-    return read_words(words, KINDS[command], f"unfog {command}", "SOURCE" if command == "train" else "RUN", others)
+    return read_words(words, KINDS[command], f"unfog {command}", others)
 
 
 def train(words: Sequence[str]) -> int:
@@ -142,20 +56,31 @@ def train(words: Sequence[str]) -> int:
 
 def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
     """The settings and the folder that `unfog train` is given. RequestError if they will not do."""
-    asked = [word for word in words if word not in HELP_FLAGS]
-    default = Train(folder=tyro.MISSING, settings=without_length(Config()))
-    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
-        if asked != list(words):
-            given = given_to("train", [*asked, "SOURCE"], default)
-            default = replace(default, settings=without_length(base_config(given)))
-    given = given_to("train", words, default)
-    base = base_config(given)
-    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
-    config = replace(config, source=given.positional, fingerprint="", classes=())
+    config, given = asked_for("train", words)
     out = given.table.get("out")
-    check_request(config)
     check_out(out or next_folder(config.source), config.source)
     return config, out
+
+
+def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
+    """The settings of a command that says how to train on something, and all that it is given.
+
+    Raises:
+        RequestError: they will not do.
+    """
+    kind: type[Training] = KINDS[command]
+    asked = [word for word in words if word not in HELP_FLAGS]
+    default = kind(folder=tyro.MISSING, settings=without_length(Config()))
+    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
+        if asked != list(words):
+            given = given_to(command, [*asked, "SOURCE"], default)
+            default = replace(default, settings=without_length(base_config(given)))
+    given = given_to(command, words, default)
+    base = base_config(given)
+    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
+    config = replace(config, source=given.positionals[0], fingerprint="", classes=())
+    check_request(config)
+    return config, given
 
 
 def resume(words: Sequence[str]) -> int:
@@ -167,7 +92,7 @@ def resume(words: Sequence[str]) -> int:
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
     default = Resume(run=tyro.MISSING, settings=without_length(shown))
     given = given_to("resume", words, default)
-    folder = check_run(Path(given.positional))
+    folder = check_run(Path(given.positionals[0]))
     stored = folder.read_config()
     config = with_length_of(stored, update(without_length(stored), given.table.get("settings", {}), ""))
     if "source" in given.table:
@@ -201,7 +126,7 @@ def ended(folder: RunFolder, done: bool) -> int:
 def sample(words: Sequence[str]) -> int:
     """`unfog sample`."""
     given = given_to("sample", words, Sample(run=tyro.MISSING))
-    request = update(Sample(run=Path(given.positional)), given.table, "")
+    request = update(Sample(run=Path(given.positionals[0])), given.table, "")
     stored = check_run(request.run).read_config()
     changes = {k: v for k, v in {"kind": request.sampler, "steps": request.steps}.items() if v is not None}
     check_sampler(update(stored.sampler, changes, "sampler"), stored.diffusion.schedule)
@@ -238,11 +163,79 @@ def sample(words: Sequence[str]) -> int:
 def report(words: Sequence[str]) -> int:
     """`unfog report`."""
     given = given_to("report", words, Report(run=tyro.MISSING))
-    folder = check_run(Path(given.positional))  # and no more: the report of a run with a damaged config.toml is wanted
+    folder = check_run(
+        Path(given.positionals[0])
+    )  # and no more: the report of a run with a damaged config.toml is wanted
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
 
     result(str(write_report(folder.path)))
+    return 0
+
+
+def doctor(words: Sequence[str]) -> int:
+    """`unfog doctor`."""
+    default = Doctor(folder=tyro.MISSING, settings=without_length(Config()))
+    given = given_to("doctor", words, default) if not set(words) & set(HELP_FLAGS) else None
+    run = given is not None and RunFolder(Path(given.positionals[0])).config_file.is_file()
+    if given is not None and run:
+        if others := sorted(set(given.table) - {"out", "quick"}):
+            raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
+        config = None
+    else:
+        config, given = asked_for("doctor", words)
+    out, quick = given.table.get("out"), given.table.get("quick", False)
+    if out is not None:
+        check_out(out, what="the folder of the findings")
+    from unfog.reporting.findings import senseless
+    from unfog.reporting.progress import result
+    from unfog.runs.doctor import examine_run_folder, examine_source
+
+    if config is None:
+        page, findings = examine_run_folder(RunFolder(Path(given.positionals[0])), out, quick)
+    else:
+        page, findings = examine_source(config, out, quick)
+    result(str(page))
+    return 2 if senseless(findings) else 0
+
+
+def plan(words: Sequence[str]) -> int:
+    """`unfog plan`."""
+    config, given = asked_for("plan", words)
+    from unfog.reporting.findings import say_findings, senseless
+    from unfog.reporting.progress import result
+    from unfog.runs.plan import plan as predict
+
+    planned = predict(config, given.table.get("other", ""))
+    result(json.dumps(planned.to_dict(), indent=2) if given.table.get("json") else "\n".join(planned.lines()))
+    say_findings(planned.findings)
+    return 2 if senseless(planned.findings) else 0
+
+
+def find_lr(words: Sequence[str]) -> int:
+    """`unfog find-lr`."""
+    config, given = asked_for("find-lr", words)
+    out = given.table.get("out")
+    if out is not None:
+        check_out(out, config.source, what="the folder of the plot")
+    from unfog.reporting.progress import result
+    from unfog.runs.find_lr import find_lr as search
+
+    found = search(config, out or next_folder(config.source, "find-lr"), given.table.get("seconds", 90.0))
+    result(f"{found.suggestion:g}" if found.suggestion else "none")
+    return 0 if found.suggestion else 1
+
+
+def pack(words: Sequence[str]) -> int:
+    """`unfog pack`."""
+    given = given_to("pack", words, Pack(folder=tyro.MISSING, target=tyro.MISSING))
+    source, out = given.positionals
+    config = replace(update(Config(), {"data": given.table.get("data", {})}, ""), source=source)
+    check_request(config)
+    from unfog.reporting.progress import result
+    from unfog.runs.packing import pack as write
+
+    result(str(write(config, Path(out))))
     return 0
 
 

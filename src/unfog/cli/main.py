@@ -20,6 +20,12 @@ usage: unfog COMMAND …
   sample RUN       draw pictures
   report RUN       write report.html: settings, loss curves, pictures over time
 
+  doctor SOURCE    look for what is wrong with images, settings and machine, before a run
+  doctor RUN       say what went wrong in a run, and what to do
+  plan SOURCE      predict memory, time and disk
+  find-lr SOURCE   find a learning rate, on a throwaway copy
+  pack SOURCE OUT  decode and resize images once, for all runs to come
+
   unfog COMMAND --help   explains a command
   unfog --version        says which version this is
   --debug                with any command: a full traceback instead of one line
@@ -59,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, OSError):
             sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
             sys.exit(1)
-        # CUDA, MPS, the CPU allocator, C++ and Python each say it in a way of their own.
-        no_memory = ("out of memory", "allocate memory", "bad_alloc", "unable to allocate")
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in no_memory):
+        from unfog.training.memory import is_out_of_memory
+
+        if is_out_of_memory(error):
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:
             advice = "this is a defect of unfog; --debug shows where"
@@ -104,6 +110,10 @@ def run(words: list[str]) -> int:
         "resume": commands.resume,
         "sample": commands.sample,
         "report": commands.report,
+        "doctor": commands.doctor,
+        "plan": commands.plan,
+        "find-lr": commands.find_lr,
+        "pack": commands.pack,
     }
     if words[0] not in table:
         if words[0].startswith("-"):

@@ -108,7 +108,8 @@ class Flag:
 class Given:
     """What the words of a command give."""
 
-    positional: str = ""
+    positionals: list[str] = field(default_factory=list)
+    """What is not named by a flag, in order: SOURCE, or RUN, or SOURCE and OUT."""
     table: dict[str, Any] = field(default_factory=dict)
     """The settings as a nested table, for `unfog.config.toml.update`."""
     spelled: dict[tuple[str, ...], tuple[str, list[str]]] = field(default_factory=dict)
@@ -160,20 +161,29 @@ def _leaves(kind: type, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
             yield (*above, f.name), plain
 
 
-def read_words(words: Sequence[str], kind: type, prog: str, metavar: str, others: Mapping[str, type]) -> Given:
+def metavars_of(kind: type) -> list[str]:
+    """What the words are called that a command takes without a flag, in order."""
+    names = []
+    for hint in typing.get_type_hints(kind, include_extras=True).values():
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Positional in marks:
+            names += [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+    return names
+
+
+def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str, type]) -> Given:
     """What the words of a command give; values of the right type, whose range is checked where they are put together.
 
     Args:
         words: after the command's name.
         kind: the command's dataclass.
         prog: the command as messages name it: "unfog train".
-        metavar: what its one positional word is called: "SOURCE".
         others: the other commands and their dataclasses, whose flags may have been meant.
 
     Raises:
         RequestError: in one line what is wrong and what would be right.
     """
-    flags, given = flags_of(kind), Given()
+    flags, given, metavars = flags_of(kind), Given(), metavars_of(kind)
     left, free, only_free = list(words), [], False
     while left:
         word = left.pop(0)
@@ -189,23 +199,24 @@ def read_words(words: Sequence[str], kind: type, prog: str, metavar: str, others
             if flag.value is not None and (equals or left[:1] in (["true"], ["false"])):
                 raise RequestError(f"{spelled} takes no value; write {_switch(flag, flags)}")
             value = [attached] if equals else []
-            given.put(flag, spelled, _following(flag, spelled, value, left, flags, not free))
-    if len(free) != 1:
-        raise RequestError(_wrong_count(free, given, prog, metavar))
-    given.positional = free[0]
+            keep = max(0, len(metavars) - len(free))
+            given.put(flag, spelled, _following(flag, spelled, value, left, flags, keep))
+    if len(free) != len(metavars):
+        raise RequestError(_wrong_count(free, given, prog, metavars))
+    given.positionals = free
     return given
 
 
 def _following(
-    flag: Flag, spelled: str, words: list[str], left: list[str], flags: Mapping[str, Flag], keep_one: bool
+    flag: Flag, spelled: str, words: list[str], left: list[str], flags: Mapping[str, Flag], keep: int
 ) -> list[str]:
-    """The words that belong to a flag, taken from those left; a list leaves the last one to SOURCE or RUN."""
+    """The words that belong to a flag, taken from those left; a list leaves the last `keep` to SOURCE or RUN."""
     least, most = flag.takes()
     while left and (most is None or len(words) < most):
         # A negative number and a lone dash are values.
         if left[0].startswith("--") or left[0].partition("=")[0] in (*flags, "-h"):
             break
-        if most is None and keep_one and len(words) >= least and len(left) == 1:
+        if most is None and len(words) >= least and len(left) <= keep:
             break
         words.append(left.pop(0))
     if len(words) < least:
@@ -219,12 +230,17 @@ def _switch(flag: Flag, flags: Mapping[str, Flag]) -> str:
     return " or ".join(name for name, other in flags.items() if other.path == flag.path)
 
 
-def _wrong_count(free: Sequence[str], given: Given, prog: str, metavar: str) -> str:
-    if not free:
+def _wrong_count(free: Sequence[str], given: Given, prog: str, metavars: Sequence[str]) -> str:
+    if len(free) < len(metavars):
         lists = [f"; {flag} took {shown(' '.join(words))}" for flag, words in given.spelled.values() if len(words) > 1]
-        return f"{metavar} is missing{''.join(lists)}; write {prog} {metavar} before all else (see {prog} --help)"
-    extra = " ".join(free[1:])
-    return f"{prog} takes one {metavar}, which is {shown(free[0])}, so what is {shown(extra)}? Quote names with blanks"
+        missing, usage = metavars[len(free)], " ".join([prog, *metavars])
+        return f"{missing} is missing{''.join(lists)}; write {usage} before all else (see {prog} --help)"
+    extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
+    count = "one" if len(metavars) == 1 else f"{len(metavars)} names,"
+    return (
+        f"{prog} takes {count} {' '.join(metavars)}, which is {shown(taken)}, so what is {shown(extra)}? "
+        "Quote names with blanks"
+    )
 
 
 def _unknown(spelled: str, flags: Mapping[str, Flag], prog: str, others: Mapping[str, type]) -> str:

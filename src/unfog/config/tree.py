@@ -32,6 +32,7 @@ Network = UNet | None  # None: chosen for the device and the image size
 SHORT = {
     "size": "data.size",
     "flip": "data.flip",
+    "augment": "data.augment",
     "path": "diffusion.path",
     "schedule": "diffusion.schedule",
     "target": "diffusion.target",

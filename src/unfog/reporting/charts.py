@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: no script, no file beside them, colours for a light and for a dark page."""
+"""Line and bar charts as inline SVG: no script, no file beside them, colours for a light and for a dark page."""
 
 from __future__ import annotations
 
@@ -77,7 +77,47 @@ def line_chart(
         body.append(_line(x_axis(x), y_axis(y), x, y, name, colours[name], name in faint))
     if len(lines) > 1:
         body.append(_legend(colours, faint))
-    name = escape(title or f"{y_label} over {x_label}")
+    return _svg(body, title or f"{y_label} over {x_label}")
+
+
+def bar_chart(values: Sequence[float] | Floats, labels: Sequence[str], x_label: str, y_label: str) -> str:
+    """Draw a bar for each value, with its label below, as one `<svg>` element; "" without values.
+
+    Values are finite and not negative. Where labels have no room, some are left out; each bar names its own when
+    pointed at.
+    """
+    if not len(values):
+        return ""
+    bars = np.asarray(values, np.float64)
+    places = np.arange(len(bars), dtype=np.float64)
+    x_axis = Axis(-0.5, len(bars) - 0.5, _LEFT, _WIDTH - _RIGHT)
+    texts = [f"{label}: {_number(value)}" for label, value in zip(labels, bars.tolist())]
+    room = (_WIDTH - _LEFT - _RIGHT) / len(bars)  # pixels; a letter takes about seven
+    aslant = max(map(len, labels)) * 7 > room  # which leaves no room for what they are called together
+    drawn = _bars(places - 0.4, places + 0.4, bars, texts, x_axis, "" if aslant else x_label, y_label, ())
+    shown = range(0, len(bars), max(1, math.ceil(14 / room)))
+    names = [_bar_label(x, labels[i], aslant) for i, x in enumerate(x_axis(places).tolist()) if i in shown]
+    return _svg([*drawn, *names], f"{y_label} of each {x_label}")
+
+
+def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins: int = 24) -> str:
+    """Draw how many of the finite values lie in each of `bins` equal parts of their range; "" without any."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
+        return ""
+    counts, edges = np.histogram(finite, bins, _limits(finite))
+    edges = edges.astype(np.float64)
+    texts = [f"{_number(a)} to {_number(b)}: {n:,}" for a, b, n in zip(edges, edges[1:], counts.tolist())]
+    axis = Axis(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT)
+    return _svg(
+        _bars(edges[:-1], edges[1:], counts.astype(float), texts, axis, x_label, y_label, axis.ticks()),
+        f"{y_label} over {x_label}",
+    )
+
+
+def _svg(body: Sequence[str], name: str) -> str:
+    name = escape(name)
     return (
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="currentColor"><title>{name}</title>'
@@ -152,10 +192,40 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> str:
+def _bars(
+    starts: Floats,
+    ends: Floats,
+    values: Floats,
+    texts: Sequence[str],
+    x_axis: Axis,
+    x_label: str,
+    y_label: str,
+    x_ticks: Sequence[float],
+) -> list[str]:
+    """The frame, and a bar from each start to its end."""
+    y_axis = Axis(0.0, 1.06 * float(values.max()) or 1.0, _HEIGHT - _BOTTOM, _TOP - 20)
+    parts = [_frame(x_axis, y_axis, x_label, y_label, x_ticks)]
+    for start, end, top, text in zip(x_axis(starts), x_axis(ends), y_axis(values), texts):
+        parts.append(
+            f'<rect x="{start:.1f}" y="{top:.1f}" width="{max(end - start - 0.5, 0.5):.1f}" '
+            f'height="{y_axis.start - top:.1f}" fill="{_COLOURS[0]}"><title>{escape(text)}</title></rect>'
+        )
+    return parts
+
+
+def _bar_label(x: float, label: str, aslant: bool) -> str:
+    y = _HEIGHT - _BOTTOM + 16
+    if not aslant:
+        return f'<text x="{x:.1f}" y="{y}" text-anchor="middle" fill-opacity="0.75">{escape(label)}</text>'
+    label = escape(label if len(label) <= 11 else f"{label[:10]}…")
+    place = f'x="{x + 5:.1f}" y="{y - 3}" transform="rotate(-24 {x + 5:.1f} {y - 3})"'
+    return f'<text {place} text-anchor="end" fill-opacity="0.75">{label}</text>'
+
+
+def _frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str, x_values: Sequence[float] | None = None) -> str:
     left, right, top, bottom = _LEFT, _WIDTH - _RIGHT, y_axis.end, _HEIGHT - _BOTTOM
     parts = [f'<g stroke="currentColor"><path stroke-opacity="0.45" d="M{left} {bottom}H{right}"/>']
-    y_ticks, x_ticks = np.array(y_axis.ticks()), np.array(x_axis.ticks())
+    y_ticks, x_ticks = np.array(y_axis.ticks()), np.array(x_axis.ticks() if x_values is None else x_values)
     parts += [f'<path stroke-opacity="0.13" d="M{left} {y:.1f}H{right}"/>' for y in y_axis(y_ticks)]
     parts += [f'<path stroke-opacity="0.45" d="M{x:.1f} {bottom}v4"/>' for x in x_axis(x_ticks)]
     parts.append('</g><g fill-opacity="0.75">')

@@ -20,7 +20,7 @@ from unfog.reporting.records import write_atomic
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
-SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": "dim"}
+SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
 """From "training makes no sense" over "this will cost you" and "you may want to" to "looked at, and well"; and the
 style that a terminal shows each in."""
 
@@ -71,10 +71,16 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))
 
 
+def senseless(findings: Sequence[Finding]) -> bool:
+    """Whether one of them says that training makes no sense."""
+    return any(finding.severity == "fatal" for finding in findings)
+
+
 def say_findings(findings: Sequence[Finding]) -> None:
-    """Tell a person, the gravest first, and how many there are of each severity."""
+    """Tell a person what needs a thought, the gravest first, and how many there are of each severity."""
     for finding in ranked(findings):
-        say(f"  {finding}", style=SEVERITIES[finding.severity])
+        if finding.severity != "fine":
+            say(f"  {finding}", style=SEVERITIES[finding.severity])
     say(f"  {summary(findings)}")
 
 

@@ -7,11 +7,12 @@ import os
 import torch
 
 from unfog.config.tree import Config
+from unfog.data.augment import to_model_range
 from unfog.data.images import Prepared
+from unfog.data.nonleaking import CONDITIONS
 from unfog.errors import RequestError
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.models.unet import UNetModel
-from unfog.training.loop import to_model_range
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
@@ -27,7 +28,8 @@ def build_network(config: Config) -> UNetModel:
     config.network.check(config.data.size)
     with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
         torch.manual_seed(config.training.seed)
-        return UNetModel(config.network, config.data.channels, len(config.classes))
+        told = CONDITIONS if config.data.augment else 0
+        return UNetModel(config.network, config.data.channels, len(config.classes), told)
 
 
 def build_state(config: Config, device: torch.device) -> TrainState:
@@ -40,6 +42,7 @@ def build_state(config: Config, device: torch.device) -> TrainState:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     network = build_network(config).to(device)
+    network.checkpointing = config.training.checkpointing
     if config.training.compile:
         network.compile()  # in place, so that the names of the weights stay what they are
     return TrainState(network, config.optimizer, config.ema, Precision(config.training.precision, device))
@@ -52,5 +55,5 @@ def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> He
         return None
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     x0 = to_model_range(torch.from_numpy(images.pixels[index.numpy()])).to(device)
-    label = None if images.labels is None else torch.from_numpy(images.labels)[index].to(device)
+    label = None if images.labels is None else torch.from_numpy(images.labels[index.numpy()]).to(device)
     return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

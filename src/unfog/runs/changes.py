@@ -21,6 +21,7 @@ FREE = (
     "training.patience",
     "training.rollbacks",
     "training.grace",
+    "training.checkpointing",
     "training.compile",
     "optimizer.",
     "sampler.",
@@ -29,8 +30,10 @@ FREE = (
     "evaluate.",
     "checkpoint.",
     "data.cache",
+    "data.labels",  # where they are written; that they are the same is part of the fingerprint
     "data.flip",
     "data.jitter",
+    "data.crop",
     "network.dropout",
     "source",  # where the images are; that they are the same is checked
     "label_dropout",
@@ -51,8 +54,10 @@ WITH_FORCE = (
 INDIFFERENT = (
     "source",
     "data.cache",
+    "data.labels",
     "training.device",
     "training.grace",
+    "training.checkpointing",
     "training.compile",
     "sampler.",
     "guidance",

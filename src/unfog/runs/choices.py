@@ -9,13 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from unfog.config.request import check_device, seconds, unwise
+from unfog.config.request import check_device, seconds
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet
+from unfog.diagnosis.settings.intervals import guided
+from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
-from unfog.reporting.progress import warn
 from unfog.runs.build import build_network
+from unfog.runs.microbatch import choose_microbatch
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
@@ -59,6 +61,15 @@ class Settling:
         self._images, self._device, self._stop = images, device, stop
         self._measured: dict[str, float] = {}  # precision -> seconds per step
 
+    def everything(self) -> None:
+        """All that is open, for a new run, in the order in which one follows from another."""
+        self.network()
+        self.learning_rate()
+        self.microbatch()
+        self.precision()
+        self.length()
+        self.intervals()
+
     def network(self) -> None:
         """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
         size = self.config.data.size
@@ -73,6 +84,24 @@ class Settling:
         name = next((n for n in (wanted, "small", "tiny") if fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
         self._note("network", name, f"{reason} at {size} pixels")
+
+    def microbatch(self) -> None:
+        """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.
+
+        Raises:
+            RequestError: not even one image fits.
+        """
+        training = self.config.training
+        if training.microbatch:
+            return
+        fit = choose_microbatch(self.config, self._device)
+        if fit.microbatch < training.batch:
+            self._note("microbatch", fit.microbatch, fit.reason)
+            training = replace(training, microbatch=fit.microbatch)
+        if fit.checkpointing and not training.checkpointing:
+            self._note("checkpointing", True, "not even one image fits without")
+            training = replace(training, checkpointing=True)
+        self.config = replace(self.config, training=training)
 
     def precision(self) -> None:
         """What the hardware is made for on a GPU; on a CPU, whichever of fp32 and bf16 is faster here."""
@@ -97,10 +126,10 @@ class Settling:
         if optimizer.lr:
             return
         # In memory, as that is quick; on the "meta" device it would cost a second of imports.
-        millions = sum(p.numel() for p in build_network(self.config).parameters()) / 1e6
-        lr = float(f"{3e-3 * math.sqrt(batch / 64 / max(millions, 1)):.2g}")
+        parameters = sum(p.numel() for p in build_network(self.config).parameters())
+        lr = float(f"{usual_learning_rate(parameters, batch):.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
-        self._note("optimizer.lr", lr, f"for {millions:.2f}M parameters and batches of {batch}")
+        self._note("optimizer.lr", lr, f"for {parameters / 1e6:.2f}M parameters and batches of {batch}")
 
     def length(self, seen: int = 0) -> None:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
@@ -108,7 +137,7 @@ class Settling:
         images = training.images or training.steps * training.batch
         if not images:
             budget = training.budget or "1h"
-            pace = self._seconds_per_step(training.precision)
+            pace = self.seconds_per_step()
             possible = seconds(budget) / pace * training.batch
             images = seen + round(max(possible / 2, possible - self._images_not_trained()))
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
@@ -121,8 +150,6 @@ class Settling:
             )
         training = replace(training, images=steps * training.batch, steps=0, budget="")
         self.config = replace(self.config, training=training)
-        for line in unwise(self.config):
-            warn(line)
 
     def _images_not_trained(self) -> float:
         """About how many images could be trained in the time that previews and evaluations take.
@@ -130,7 +157,7 @@ class Settling:
         A training image costs three forward passes, and in bf16 about as much as two in fp32, which those use.
         """
         config = self.config
-        passes = 2 if config.sampler.kind == "heun" else 1
+        passes = (2 if config.sampler.kind == "heun" else 1) * (2 if guided(config) else 1)
         preview = config.preview.images * config.sampler.steps * passes * (config.preview.every >= 0)
         evaluation = config.evaluate.images * config.evaluate.levels * (config.evaluate.every >= 0)
         return ABOUT_TEN * (preview + evaluation) / (3 if config.training.precision == "fp32" else 2)
@@ -155,6 +182,14 @@ class Settling:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
             self._note("every", told, "ten to twenty times in the run, and no more than 1000 steps to lose")
         self.config = config
+
+    def seconds_per_step(self) -> float:
+        """Wall time of a training step as it is settled, measured once."""
+        return self._seconds_per_step(self.config.training.precision)
+
+    def pace(self) -> float:
+        """Seconds per step as things are settled, measured unless they were."""
+        return self._seconds_per_step(self.config.training.precision)
 
     def _seconds_per_step(self, precision: PrecisionName) -> float:
         if precision not in self._measured:

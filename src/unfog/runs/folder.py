@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -129,9 +130,12 @@ def remove_empty(folders: list[Path]) -> None:
                 folder.rmdir()
 
 
-def next_folder(source: str) -> Path:
-    """A free folder under runs/ named after the source: runs/photos, runs/photos-2, …"""
-    return free_name(Path("runs") / printable(Path(source).resolve().name or "run"))
+def next_folder(source: str, under: str = "runs") -> Path:
+    """A free folder named after the source: runs/photos, runs/photos-2, …; of an archive or URL its last part."""
+    url = source.partition("?")[0].rstrip("/")  # what follows may be a signature
+    last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
+    plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
+    return free_name(Path(under) / (plain or "run"))
 
 
 def printable(name: str) -> str:

@@ -57,7 +57,7 @@ def seconds_per_step(
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             build_state(config, device),
             ImageStream(images, config.training.seed),
-            Augment(config.data.flip, config.data.jitter),
+            Augment.of(config.data),
             Objective(config.diffusion, len(config.classes), config.label_dropout),
             clock,
         )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from unfog.config.request import check_request
+from unfog.config.request import check_request, check_source
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import SPLITS, FolderSource, open_source
+from unfog.data.sources import SPLITS, open_source
+from unfog.diagnosis.images.examine import glance
+from unfog.diagnosis.settings.examine import examine_settings
 from unfog.errors import RequestError, RunError
 from unfog.reporting.progress import Progress, say, warn
 from unfog.reporting.records import number, read_metrics
@@ -24,6 +28,10 @@ from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint, rotation
+
+_TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/")  # behind the folder at the top, or the word a shard is named by
+LOOKED_AT = 10_000
+"""How many names, evenly spread, are looked at for folders called train, test or such."""
 
 
 def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
@@ -43,11 +51,7 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     ):
         prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
-        settling.network()
-        settling.learning_rate()
-        settling.precision()
-        settling.length()
-        settling.intervals()
+        settling.everything()
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
         session = Session(folder, settling.config, prepared, device, stop, pulse)
         room = forecast(folder.checkpoints, session.state, session.config.checkpoint, session.steps)
@@ -56,7 +60,8 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         folder.checkpoints.mkdir()
         pulse.silent = False
         record_data(session)
-        return folder, session.run(settling.choices)
+        findings = [*glance(prepared, session.config), *examine_settings(session.config, prepared, device)]
+        return folder, session.run(settling.choices, findings)
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
@@ -74,11 +79,14 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     stored = folder.read_config()
     config = config or stored
     check_request(config)
-    if Path(config.source).is_absolute() and not Path(config.source).is_dir():
-        raise RequestError(
-            f"the images of this run were in {config.source}, which is not there; bring them back, or say where they "
-            "are now: --source FOLDER"
-        )
+    if Path(config.source).is_absolute():
+        try:
+            check_source(config.source)
+        except RequestError:
+            raise RequestError(
+                f"the images of this run were in {config.source}, which is not there; bring them back, or say where "
+                "they are now: --source FOLDER"
+            ) from None
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = where_to_go_on(folder)
@@ -104,7 +112,9 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             say(str(folder_and_reason))
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        return folder, session.run(settling.choices, saved, check_changes(trained, settling.config, force))
+        findings = examine_settings(session.config, prepared, device)
+        changes = check_changes(trained, settling.config, force)
+        return folder, session.run(settling.choices, findings, saved, changes)
 
 
 def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
@@ -137,25 +147,33 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
 
     Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
     """
-    source = open_source(config.source)
-    with Progress("decoding", None) as progress:
 
+    def counting(progress: Progress) -> Callable[[int, int], None]:
         def update(done: int, total: int) -> None:
             stop.leave_if_requested()
             progress.total = total
             progress.update(done)
 
-        prepared = prepare(source, config.data, update)
+        return update
+
+    with Progress("indexing shards (MB)", None) as progress:
+        source = open_source(config.source, counting(progress))
+    with Progress("decoding", None) as progress:
+        wanted = config.training.images or config.training.steps * config.training.batch
+        prepared = prepare(source, config.data, counting(progress), wanted, config.fingerprint)
     say(prepared.ledger.line())
+    if prepared.place:
+        say(f"  cache: {prepared.place}")
     if config.data.held_out not in (0, Data().held_out) and not len(prepared.held_out):
         warn(f"data.held_out = {config.data.held_out} holds nothing out: of fewer than 100 pictures each is trained on")
-    tops = {name.split("/")[0] for name in source.names}
+    names = source.names
+    looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))
+    tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
     if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
-        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give that folder as SOURCE")
+        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
     return prepared, replace(
         config,
-        # A folder by its full path, so that a resume finds it from anywhere.
-        source=str(source.folder.resolve()) if isinstance(source, FolderSource) else config.source,
+        source=source.resolved,  # so that a resume finds it from anywhere
         data=prepared.settings,
         classes=tuple(printable(name) for name in prepared.train.classes),
         fingerprint=prepared.train.fingerprint,

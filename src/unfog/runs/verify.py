@@ -103,7 +103,7 @@ def replay(
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             ImageStream(prepared.train, config.training.seed),
-            Augment(config.data.flip, config.data.jitter),
+            Augment.of(config.data),
             Objective(config.diffusion, len(config.classes), config.label_dropout),
             run,
         )

@@ -1,0 +1,1 @@
+"""What can be said of images before they are trained on."""

@@ -1,0 +1,1 @@
+"""Which learning rate a run should have."""

@@ -1,0 +1,125 @@
+"""From the curves of a learning-rate range test to a rate and its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FLAT = 0.02
+"""Share of its loss at the start that a network must lose to have learned something."""
+AS_GOOD = 1.03
+"""A trial this close to the best one is as good; of such, the lowest rate is suggested."""
+RAMP_ALONE = 0.3
+"""What the rate at the ramp's lowest loss is multiplied by, where there is no time for trials."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short run at one rate."""
+
+    lr: float
+    steps: int
+    loss: float
+    """Relative loss of the averaged weights at its end; infinite if it diverged."""
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Loss over growing rates. A relative loss is one over that of answering 0 at the same noise levels."""
+
+    start: float
+    """Relative loss of the fresh network."""
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Relative loss after the step at each rate; the last one may be nan or infinite."""
+    ended: str
+    """Why it did not go on: "diverged", "not finite", or "" for the end of the ramp."""
+
+    @property
+    def smooth(self) -> list[float]:
+        """Finite losses averaged over about a quarter of a decade, to both sides, so that no dip moves to the right."""
+        known = [loss for loss in self.losses if math.isfinite(loss)]
+        forward, backward = smoothed(known, self.memory), smoothed(known[::-1], self.memory)[::-1]
+        return [(before + after) / 2 for before, after in zip(forward, backward)]
+
+    @property
+    def memory(self) -> float:
+        """Steps in a quarter of a decade."""
+        growth = math.log10(self.rates[1] / self.rates[0]) if len(self.rates) > 1 else 1.0
+        return max(1.0, 0.25 / growth)
+
+    @property
+    def lowest(self) -> tuple[float, float]:
+        """Rate and smoothed loss where that is lowest."""
+        smooth = self.smooth or [math.inf]
+        best = min(range(len(smooth)), key=smooth.__getitem__)
+        return self.rates[best], smooth[best]
+
+    @property
+    def learns(self) -> bool:
+        """Whether the loss ever fell by more than nothing."""
+        return self.lowest[1] < (1 - FLAT) * self.start
+
+
+def how_it_ends(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
+    """Whether the last loss ends the ramp: "not finite", "diverged", or "" for neither.
+
+    Divergence is judged by the average up to here: half as high again as at the start, or three quarters of all that
+    was gained lost again.
+    """
+    if not math.isfinite(losses[-1]):
+        return "not finite"
+    smooth = smoothed(losses, Ramp(start, tuple(rates), tuple(losses), "").memory)
+    gain = start - min(smooth)
+    lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
+    return "diverged" if lost or smooth[-1] > 1.5 * start else ""
+
+
+def beyond(trials: Sequence[Trial]) -> list[float]:
+    """The rate to try next, where the best of the trials, highest first, is the highest or the lowest of them."""
+    best = min(trials, key=lambda trial: trial.loss)
+    if not math.isfinite(best.loss) or best is trials[-1]:
+        return [rounded(trials[-1].lr / 3)]
+    return [rounded(trials[0].lr * 3)] if best is trials[0] else []
+
+
+def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
+    """The rate and its reason, from the trials, or from the ramp alone where there are none."""
+    edge, lowest = ramp.lowest
+    if not ramp.learns:
+        until = f"up to {ramp.rates[-1]:.2g}" + (f", where it was {ramp.ended}" if ramp.ended else "")
+        return None, (
+            f"the loss never fell by more than {max(0.0, 1 - lowest / ramp.start):.1%} at any rate {until}; so look at "
+            "the data and the other settings first"
+        )
+    if not trials:
+        return rounded(edge * RAMP_ALONE), (
+            f"{RAMP_ALONE:g} of {edge:.2g}, where the ramp's loss was lowest: a rough guess, without time for trials"
+        )
+    best = min(trials, key=lambda trial: trial.loss)
+    if not best.loss < (1 - FLAT) * ramp.start:
+        return (
+            None,
+            f"no trial of {best.steps} steps learned anything, at rates from {trials[-1].lr:g} to {trials[0].lr:g}",
+        )
+    chosen = min((trial for trial in trials if trial.loss <= AS_GOOD * best.loss), key=lambda trial: trial.lr)
+    told = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
+    how = "the best" if chosen is best else f"as good as the best within {AS_GOOD - 1:.0%}, and lower,"
+    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps: loss {told} (1 is answering nothing)"
+
+
+def smoothed(values: Sequence[float], memory: float) -> list[float]:
+    """Exponential average over about `memory` values, corrected for its start (Kingma and Ba 2015)."""
+    keep = 1 - 1 / max(memory, 1.0)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        result.append(total / weight)
+    return result
+
+
+def rounded(rate: float) -> float:
+    """To two digits, as nobody knows it better."""
+    return float(f"{rate:.2g}")

@@ -1,0 +1,265 @@
+"""Recording what memory a computation takes, on tensors that have shapes and no values.
+
+Everything runs as it will, through PyTorch's dispatcher, but nothing is computed or allocated, so the trace of a step
+that needs 100 GB takes a second and no memory. What a kernel allocates inside itself is not seen by the dispatcher; the
+one case that matters, oneDNN's convolutions on a CPU, is put in: see `for_output`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unfog.models import layers
+
+ATEN = torch.ops.aten
+
+
+@dataclass
+class Trace:
+    """What was allocated and freed, in order."""
+
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each storage, by its number."""
+    kinds: list[str] = field(default_factory=list)
+    """What each storage is for."""
+    events: list[int] = field(default_factory=list)
+    """Storage `n` appears as n where it is allocated, and as ~n, which is negative, where it is freed."""
+
+    def at(self, batch: float, other: Trace, mine: int, its: int) -> Trace:
+        """This trace, of batch size `mine`, and another of batch size `its`, continued to `batch`.
+
+        Every tensor is affine in the batch size, so this is exact.
+
+        Raises:
+            ValueError: the two do not tell of the same computation.
+        """
+        if self.events != other.events or self.kinds != other.kinds:
+            raise ValueError("the traces are of different computations")
+        share = (batch - mine) / (its - mine)
+        sizes = [max(0, round(a + share * (b - a))) for a, b in zip(self.sizes, other.sizes)]
+        return Trace(sizes, self.kinds, self.events)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a `Trace` of what happens inside its `with`; to be entered after a `FakeTensorMode`.
+
+    `kind` is what new storages are for, until `name` says better.
+    """
+
+    def __init__(self, cpu: bool):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.kind = "workspace"
+        self._cpu = cpu
+        self._live: dict[int, int] = {}  # address of the storage -> its number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self._cpu and func is ATEN.convolution.default:
+            with self.passing(for_output(args, output)):
+                self._see(output)
+        elif self._cpu and func is ATEN.convolution_backward.default:
+            self._see_gradients(args, output)
+        else:
+            for tensor in tensors_of(output):
+                self._see(tensor)
+        return output
+
+    def _see_gradients(self, args: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Of a convolution's input, then of its weight and bias, each with what it takes for a moment."""
+        for_input, for_weight = for_gradients(args)
+        if output[0] is not None:
+            with self.passing(for_input):
+                self._see(output[0])
+        with self.passing(for_weight):
+            for tensor in output[1:]:
+                if tensor is not None:
+                    self._see(tensor)
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._live:
+            number = self._live[address] = self.allocate(storage.nbytes(), self.kind)
+            weakref.finalize(storage, self._free, address, number)
+
+    def allocate(self, size: int, kind: str) -> int:
+        """Note a storage that no operation here makes, for good; returns its number."""
+        trace = self.trace
+        trace.sizes.append(size)
+        trace.kinds.append(kind)
+        trace.events.append(len(trace.sizes) - 1)
+        return len(trace.sizes) - 1
+
+    def _free(self, address: int, number: int) -> None:
+        del self._live[address]
+        self.trace.events.append(~number)
+
+    @contextmanager
+    def passing(self, sizes: Iterable[int]) -> Iterator[None]:
+        """Note storages of these sizes that are there while what is inside is allocated."""
+        numbers = [self.allocate(size, "workspace") for size in sizes]
+        yield
+        self.trace.events += [~number for number in numbers]
+
+    def name(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say what the storages of these tensors are for."""
+        for tensor in tensors:
+            if tensor is not None:
+                self.trace.kinds[self._live[tensor.untyped_storage()._cdata]] = kind
+
+    @contextmanager
+    def keeping(self, kind: str) -> Iterator[None]:
+        """What is allocated inside and still there at the end is `kind`; all else is workspace."""
+        first = len(self.trace.sizes)
+        yield
+        for number in self._live.values():
+            if number >= first:
+                self.trace.kinds[number] = kind
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors of what an operation gives: one, a tuple or a list."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from tensors_of(part)
+
+
+def record(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
+    """Trace of `work`, as if on a device of this type.
+
+    Args:
+        work: builds what it needs; gets the recorder, to name things. May not look at values.
+        device: "cpu", or another, which is then imitated on fake CPU tensors, as PyTorch cannot differentiate fake
+            tensors of a device that is not there.
+        half: the type that the imitated device's autocast casts to.
+    """
+    recorder, attention = Recorder(device == "cpu"), layers.attention
+    forget_tables()
+    try:
+        with FakeTensorMode(), recorder:
+            if device == "cpu":
+                work(recorder)
+            else:
+                # It asks where its tensors are, and takes a way of its own for 16 bits on a CPU.
+                layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
+                with Imitation(half):
+                    work(recorder)
+    finally:
+        layers.attention = attention
+        forget_tables()  # fake ones must not be found by real work
+    return recorder.trace
+
+
+def forget_tables() -> None:
+    """Empty the caches of our functions, in which tensors may be kept; they fill themselves again."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "unfog":
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+class Imitation(TorchFunctionMode):
+    """Casts fake CPU tensors as autocast does elsewhere.
+
+    The lists are those of the CUDA autocast, as far as networks here use them: the CPU's differ, in that it leaves
+    group normalisation, whose output is kept for the backward pass, in 16 bits.
+    """
+
+    HALF: ClassVar[set[Any]] = {
+        torch.nn.functional.linear,
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.conv2d,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+    }
+    FULL: ClassVar[set[Any]] = {
+        torch.nn.functional.group_norm,
+        torch.nn.functional.layer_norm,
+        torch.nn.functional.softmax,
+        Tensor.softmax,
+    }
+
+    def __init__(self, half: torch.dtype | None):
+        super().__init__()
+        self.half = half
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # Gradient checkpointing calls functions from in there, and a mode is off while it handles one. The engine
+            # itself is called, because everything around it would come back here.
+            with self:
+                first = torch.ones((), dtype=args[0].dtype)
+                engine = torch.autograd.Variable._execution_engine
+                return engine.run_backward((args[0],), (first,), False, False, (), True, True)
+        if self.half is not None and (func in self.HALF or func in self.FULL):
+            to = self.half if func in self.HALF else torch.float32
+            args = tuple(cast(value, to) for value in args)
+            kwargs = {name: cast(value, to) for name, value in kwargs.items()}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            # Which keeps what the GPU's does; of 16-bit types, CPU tensors would take the long way.
+            return ATEN._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
+        return func(*args, **kwargs)
+
+
+def cast(value: Any, to: torch.dtype) -> Any:
+    """A floating-point tensor in another type; anything else as it is."""
+    return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+BLOCK = 16  # channels that oneDNN keeps side by side with AVX-512
+
+
+def for_output(args: tuple[Any, ...], output: Tensor) -> list[int]:
+    """Bytes that oneDNN allocates inside a convolution.
+
+    It computes in layouts of its own, in which channels come in blocks, and so copies input, weight and output.
+    """
+    return [blocked(args[0]), blocked_weight(args[1]), blocked(output)]
+
+
+def for_gradients(args: tuple[Any, ...]) -> tuple[list[int], list[int]]:
+    """Bytes that oneDNN allocates inside the backward pass of a convolution: for its input, for its weight."""
+    gradient, x, weight = args[:3]
+    return (
+        [blocked(gradient), blocked_weight(weight), blocked(x)],
+        [blocked(x), blocked(gradient), blocked_weight(weight)],
+    )
+
+
+def blocked(images: Tensor) -> int:
+    """Bytes of [B, C, H, W] in blocks of channels."""
+    batch, channels, *sides = images.shape
+    return batch * whole_blocks(channels) * math.prod(sides) * images.element_size()
+
+
+def blocked_weight(weight: Tensor) -> int:
+    """Bytes of a convolution's weight in blocks of both its channels."""
+    out, channels, *sides = weight.shape
+    return whole_blocks(out) * whole_blocks(channels) * math.prod(sides) * weight.element_size()
+
+
+def whole_blocks(channels: int) -> int:
+    """Channels, rounded up to whole blocks; few channels, as of pictures, are left as they are."""
+    return channels if channels < 4 else -(-channels // BLOCK) * BLOCK

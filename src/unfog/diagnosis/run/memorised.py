@@ -1,0 +1,160 @@
+"""Whether a network draws its training images: the nearest of them to each drawn picture, against how near real ones
+that it has not seen come to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from unfog.reporting.charts import Floats, line_chart
+from unfog.reporting.figures import Pixels, strip
+from unfog.reporting.findings import Exhibit, Finding
+
+SIDE = 16
+"""Pictures are compared at so many pixels a side, averaged down, so that a pixel's shift hardly counts."""
+NEIGHBOURS = 50
+"""The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
+of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
+COPY = 0.5
+"""A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
+FEWEST = 4
+"""Of fewer training images nothing can be said: all are near."""
+MOST = 100_000
+"""Training images that are compared with; of more, as many evenly spread."""
+SHOWN = 8
+CHUNK = 2048
+
+
+class Images(Protocol):
+    """uint8 [N, C, H, W], in memory or read on the way."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+class Nearest(NamedTuple):
+    """The training images near to each of N pictures."""
+
+    distance: Tensor
+    """float32 [N, K], ascending: root mean square difference in levels of 0 to 255."""
+    image: Tensor
+    """int64 [N, K]: which training images."""
+
+    @property
+    def ratio(self) -> Floats:
+        """[N] in [0, 1]: distance of the nearest over the mean of the next ones. About 1 where there is nothing
+        particular about the nearest one, and near 0 for a copy of it."""
+        rest = self.distance[:, 1:].double().mean(1)
+        return (self.distance[:, 0].double() / rest.clamp_min(1e-9)).clamp(0, 1).numpy()
+
+
+def features(pixels: Tensor) -> Tensor:
+    """uint8 [N, C, H, W] -> float32 [N, D]: what is compared."""
+    side = (min(SIDE, pixels.shape[2]), min(SIDE, pixels.shape[3]))
+    small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
+    return small.flatten(1)
+
+
+def nearest(
+    queries: Tensor,
+    images: Images,
+    rows: Sequence[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Nearest:
+    """The images nearest to each query, mirrored or not, of FEWEST or more; reads them chunk by chunk.
+
+    Args:
+        queries: uint8 [Q, C, H, W].
+        images: those to search, of the same shape.
+        rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
+        progress: told how many images are searched.
+    """
+    looked_at = np.unique(np.linspace(0, len(images) - 1, min(len(images), MOST)).round().astype(np.int64))
+    kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
+    wanted = features(queries)
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    best = torch.full((len(queries), 0), 0.0)
+    index = torch.zeros(len(queries), 0, dtype=torch.int64)
+    for first in range(0, len(looked_at), CHUNK):
+        chosen = looked_at[first : first + CHUNK]
+        chunk = torch.from_numpy(np.ascontiguousarray(images[chosen]))
+        distance = torch.minimum(distances(wanted, features(chunk)), distances(wanted, features(chunk.flip(3))))
+        here = torch.from_numpy(chosen).expand(len(queries), -1)
+        if own is not None:
+            distance = distance.masked_fill(here == own, torch.inf)
+        best, index = torch.cat([best, distance], 1), torch.cat([index, here], 1)
+        best, order = best.topk(min(kept, best.shape[1]), largest=False)
+        index = index.gather(1, order)
+        progress(first + len(chosen))
+    return Nearest(best, index)
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """Root mean square differences [A, B] of features [A, D] and [B, D]."""
+    a, b = a.double(), b.double()  # in float32 the product would leave a copy at a distance of rounding errors
+    squared = a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T
+    return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
+
+
+def memorised(drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, what: str, searched: int) -> Finding:
+    """run.memorised.
+
+    Args:
+        drawn: pictures, uint8 [N, H, W, C].
+        found: the training images nearest to them.
+        unseen: the same of real images that are not among those searched, or with themselves left out.
+        matches: the training image nearest to each drawn picture, [N, H, W, C].
+        what: what `unseen` are, for people: "held-out images".
+        searched: how many training images were searched.
+    """
+    ratio, usual = found.ratio, unseen.ratio
+    copies, share = int((ratio < COPY).sum()), float((ratio < COPY).mean())
+    expected = float((usual < COPY).mean())
+    # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.
+    spread = max(expected, 1 / (len(usual) + 2))
+    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(ratio) + 1 / len(usual))))
+    certain = share - expected > 3 * error
+    facts = {
+        "copies": copies,
+        "drawn": len(ratio),
+        "share": share,
+        "share_of_unseen": expected,
+        "median_ratio": float(np.median(ratio)),
+        "median_ratio_of_unseen": float(np.median(usual)),
+        "training_images": searched,
+    }
+    exhibits = (side_by_side(drawn, matches, ratio), distribution(ratio, usual, what))
+    evidence = (
+        f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {COPY:g} of the distance "
+        f"of the next ones; {expected:.0%} of {len(usual)} {what} do), of {searched:,} searched"
+    )
+    remedy = "train on more pictures, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
+    if certain and share - expected >= 0.1:
+        return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
+    if certain and copies > 1:
+        return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
+    return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
+
+
+def side_by_side(drawn: Pixels, matches: Pixels, ratio: Floats) -> Exhibit:
+    """The most suspicious pictures over the training images that are nearest to them."""
+    order = np.argsort(ratio)[:SHOWN]
+    captions = [f"{ratio[i]:.2f}" for i in order]
+    picture = strip({"drawn": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1]))
+    caption = "Over each pair: the distance of the two over that of the drawn one to the next training images."
+    return Exhibit("Drawn pictures and the training images nearest to them", picture, caption=caption)
+
+
+def distribution(ratio: Floats, usual: Floats, what: str) -> Exhibit:
+    """Share of pictures below each ratio."""
+    curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("drawn", ratio), (what, usual))}
+    chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
+    caption = f"Copies lie left of {COPY:g}. A curve left of that of the {what} means that training images return."
+    return Exhibit("How near to the training images", svg=chart, caption=caption)

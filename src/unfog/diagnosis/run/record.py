@@ -1,0 +1,126 @@
+"""What a run has written down, read once for all that is asked of it. Nothing in it has to be there, or be in order."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unfog.config.tree import Config
+from unfog.reporting.charts import Floats
+from unfog.reporting.records import Row, number, read_events, read_metrics
+from unfog.reporting.report_charts import column
+from unfog.training.checkpoint import Broken, Saved, described
+
+BEGINNINGS = ("started", "resumed")
+ENDS = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """A run folder's metrics, events, heartbeat, checkpoints by their manifests, and the account of its images."""
+
+    path: Path
+    config: Config
+    metrics: Sequence[Row] = ()
+    events: Sequence[Row] = ()
+    beat: Mapping[str, Any] | None = None
+    """The heartbeat with its age, as `runs.pulse.last_beat` gives it; None where there is none."""
+    saved: Sequence[Saved] = ()
+    """Oldest first."""
+    broken: Sequence[Broken] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """data.json, less its list of files; {} where there is none."""
+
+    @classmethod
+    def read(cls, path: Path, config: Config, beat: Mapping[str, Any] | None) -> RunRecord:
+        """The record of the run in this folder; what is missing or damaged is left out."""
+        saved, broken = described(path / "checkpoints")
+        metrics, events = read_metrics(path / "metrics.jsonl"), read_events(path / "events.jsonl")
+        return cls(path, config, metrics, events, beat, saved, broken, read_account(path / "data.json"))
+
+    @property
+    def batch(self) -> int:
+        """Images of a step."""
+        return self.config.training.batch
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run; 0 where its length was never settled."""
+        return self.config.training.images // self.batch or self.config.training.steps
+
+    @cached_property
+    def step(self) -> int:
+        """The last step that anything tells of."""
+        told = [number(row.get("step")) for row in (*self.metrics, *self.events, self.beat or {})]
+        told += [float(one.step) for one in self.saved]
+        return int(max((step for step in told if step > 0), default=0))
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run over all its resumes; 0 if not known."""
+        told = (number(row.get("seconds")) for row in self.metrics)
+        return max((seconds for seconds in told if seconds > 0), default=0.0)
+
+    def of(self, kind: str) -> list[Row]:
+        """The events of a kind, in order."""
+        return [row for row in self.events if row.get("kind") == kind]
+
+    def column(self, name: str) -> tuple[Floats, Floats]:
+        """(steps, values) of the lines of metrics that have a finite number of this name."""
+        return column(self.metrics, name)
+
+    def levels(self, name: str, lines: int = 1) -> Floats:
+        """Mean of the last so many lists of this name, over what is finite in them; empty if there is none."""
+        lists = [row[name] for row in self.metrics if isinstance(row.get(name), list) and row[name]]
+        lists = [one for one in lists[-lines:] if len(one) == len(lists[-1])]
+        if not lists:
+            return np.zeros(0)
+        values = np.array([[number(value) for value in one] for one in lists], np.float64).reshape(len(lists), -1)
+        known = np.isfinite(values)
+        counts = known.sum(axis=0)
+        return np.where(counts > 0, np.where(known, values, 0.0).sum(axis=0) / np.maximum(counts, 1), np.nan)
+
+    def command(self, verb: str, flags: str = "") -> str:
+        """`unfog VERB RUN FLAGS`, to be typed as it is."""
+        return f"unfog {verb} {shlex.quote(str(self.path))} {flags}".rstrip()
+
+    @property
+    def lr_scale(self) -> float:
+        """What roll-backs have left of the learning rate: half of it each."""
+        rates = [rate for row in self.of("rolled_back") if (rate := number(row.get("lr"))) > 0]
+        return min(1.0, rates[-1] / self.config.optimizer.lr) if rates and self.config.optimizer.lr else 1.0
+
+    def better_rate(self, usual: float | None) -> float:
+        """A learning rate to try where this one proved too high: the usual one, if that is known and lower."""
+        now = self.config.optimizer.lr * self.lr_scale
+        if usual and usual < 0.7 * self.config.optimizer.lr:
+            return min(usual, now)
+        # Far below the usual one it is not the rate that is to blame.
+        return max(now / 3, (usual or 0.0) / 10)
+
+
+def listed(row: Row, name: str) -> list[Any]:
+    """The list of this name in a row; [] where there is none."""
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def read_account(path: Path) -> dict[str, Any]:
+    """data.json without its list of files; {} where there is none that can be read."""
+    try:
+        account = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {k: v for k, v in account.items() if k != "files"} if isinstance(account, dict) else {}
+
+
+def plural(count: int, what: str) -> str:
+    """ "1 step", "2,000 steps"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,166 @@
+"""How fast the weights move, and how they are averaged: learning rate, warm-up, optimiser, EMA, batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from unfog.config.tree import Config
+from unfog.reporting.findings import Finding
+from unfog.training.settings import EmaProfile, learning_rate
+
+REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
+"""Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
+LINEAR_UP_TO = 512
+"""Batch beyond which nobody lets the learning rate grow in proportion."""
+HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
+"""Times the usual learning rate. Small networks in short runs bear ten times as much: of a loss of 0.80 (47k weights,
+14x14, 200 steps of 16) 0.30 was left at the usual rate, 0.26 at 3 times, 0.25 at 10 times, and 0.65 at 100 times."""
+LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
+"""Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
+
+
+def usual_learning_rate(parameters: int, batch: int) -> float:
+    """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there."""
+    return REFERENCE_LR * math.sqrt(batch / REFERENCE_BATCH / max(parameters / 1e6, 1))
+
+
+def linear_learning_rate(parameters: int, batch: int) -> float:
+    """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
+    proportional = min(batch, LINEAR_UP_TO)
+    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH)
+    return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
+
+
+def check_learning_rate(config: Config, parameters: int) -> Finding:
+    """The peak against what either rule allows at most, and the mean over the run against what both have at least."""
+    batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
+    by_root, by_line = usual_learning_rate(parameters, batch), linear_learning_rate(parameters, batch)
+    peak = config.optimizer.lr
+    mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
+    # Half of it is what a cosine leaves on average, and so no sign of anything.
+    above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
+    facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}
+    rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")
+    said = f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}"
+    remedy = f"--lr {by_root:.1g}"
+    if above >= HOPELESS:
+        said += "; so far above it a run stays finite and hardly learns"
+        return Finding("settings.lr", "fatal", said, remedy, facts)
+    if above >= FAR_TOO_HIGH:
+        said += "; the loss may jump, and pictures suffer"
+        return Finding("settings.lr", "warning", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+    if above > HIGH:
+        said += "; short runs of small networks may bear it, others do not"
+        return Finding("settings.lr", "hint", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+    if below < NEARLY_ZERO:
+        return Finding("settings.lr", "fatal", f"{said}; nothing will move", remedy, facts)
+    if below < FAR_TOO_LOW:
+        said += f"; at {mean:.2g} on average this run takes many times as long"
+        return Finding("settings.lr", "warning", said, remedy, facts)
+    if below < LOW:
+        return Finding("settings.lr", "hint", f"{said}; sound, and slow", remedy, facts)
+    return Finding("settings.lr", "fine", said, facts=facts)
+
+
+def check_warmup(config: Config) -> Finding:
+    """The share of the run that passes before the learning rate is at its peak."""
+    steps = max(1, config.training.images // config.training.batch)
+    warmup = config.optimizer.warmup
+    said = f"warm-up takes {warmup:,} of {steps:,} steps"
+    facts = {"warmup": warmup, "steps": steps}
+    remedy = f"--optimizer.warmup {max(1, min(5000, steps // 20))}"
+    if warmup >= steps and warmup > 1:
+        said += f", so the learning rate ends at {100 * steps / warmup:.0f}% of its peak"
+        return Finding("settings.warmup", "warning", said, remedy, facts)
+    if warmup >= steps / 2 and warmup > 1:
+        return Finding("settings.warmup", "warning", f"{said}, which leaves little at the peak", remedy, facts)
+    return Finding("settings.warmup", "fine", said, facts=facts)
+
+
+def check_average(config: Config) -> Finding:
+    """What the average is made of at the end: the share from the first tenth of the run, and the last steps' half."""
+    steps = max(1, config.training.images // config.training.batch)
+    early, half = share_before(config.ema, steps // 10, steps), half_from(config.ema, steps)
+    facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
+    said = f"half of the average of weights is from the last {half:,} of {steps:,} steps, {100 * early:.2g}% from the "
+    said += "first tenth"
+    remedy = "--ema power, whose window is a share of the run"
+    if early > 0.05 and steps >= 10:
+        return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
+    if half < 10 and steps >= 200:
+        return Finding("settings.ema", "warning", f"{said}; that averages next to nothing", remedy, facts)
+    return Finding("settings.ema", "fine", said, facts=facts)
+
+
+def share_before(profile: EmaProfile, step: int, steps: int) -> float:
+    """Share of the average at update `steps` that stems from the weights up to update `step` (0: the initial ones).
+
+    That is the product of the decays since, here by its logarithm, over some thousand of them where there are more.
+    """
+    if step >= steps:
+        return 1.0
+    updates = np.unique(np.geomspace(step + 1, steps, 4000).round().astype(np.int64))
+    with np.errstate(divide="ignore"):
+        logs = np.log([profile.decay(int(n)) for n in updates])
+    if len(updates) == steps - step:  # every one of them
+        return float(np.exp(logs.sum()))
+    return float(np.exp(np.trapezoid(logs, updates) + (logs[0] + logs[-1]) / 2))
+
+
+def half_from(profile: EmaProfile, steps: int) -> int:
+    """How many of the last updates make half of the average; by bisection."""
+    low, high = 0, steps  # more than half is from before `high`, and less from before `low`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if share_before(profile, middle, steps) > 0.5 else (middle, high)
+    return steps - low
+
+
+def check_optimizer(config: Config) -> Finding:
+    """Whether AdamW is AdamW: momentum within its bounds, eps below the gradients, decay slower than learning."""
+    settings = config.optimizer
+    (beta1, beta2), decay = settings.betas, settings.lr * settings.weight_decay
+    facts = {"betas": list(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
+    said = f"AdamW with betas {beta1:g} {beta2:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
+    if beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9:
+        return Finding(
+            "settings.optimizer",
+            "warning",
+            f"{said}: with a square that forgets as fast as the mean, steps have no steady size",
+            "--optimizer.betas 0.9 0.999",
+            facts,
+        )
+    if settings.eps > 1e-5:
+        why = "gradients of a large network are smaller than that, so their steps all but vanish"
+        return Finding("settings.optimizer", "warning", f"{said}: {why}", "--optimizer.eps 1e-8", facts)
+    if decay > 2e-3:
+        said += f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps"
+        return Finding("settings.optimizer", "warning", said, "--optimizer.weight-decay 0.01", facts)
+    return Finding("settings.optimizer", "fine", said, facts=facts)
+
+
+def check_clipping(config: Config) -> Finding:
+    """Whether a single bad batch can throw the weights about."""
+    clip = config.training.clip
+    if clip == 0:
+        said = "the gradient is not clipped, so that one strange batch can undo hours"
+        return Finding("settings.clip", "warning", said, "--training.clip 1", {"clip": clip})
+    return Finding("settings.clip", "fine", f"the gradient is clipped to a norm of {clip:g}", facts={"clip": clip})
+
+
+def check_batch(config: Config, images: int) -> Finding:
+    """The batch against the number of images, and against what a gradient needs."""
+    batch, at_once = config.training.batch, config.training.microbatch or config.training.batch
+    facts = {"batch": batch, "microbatch": at_once, "images": images}
+    said = f"{batch} of {images:,} images a step"
+    if batch > images:
+        said = f"a step of {batch} images takes each of the {images:,} about {batch / images:.2g} times, in other noise"
+        return Finding(
+            "settings.batch", "hint", said, f"--batch {max(8, images // 8 * 8)} makes more steps of it", facts
+        )
+    if batch < 8:
+        more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
+        return Finding("settings.batch", "hint", f"{said} make a gradient that is mostly noise", more, facts)
+    return Finding("settings.batch", "fine", said, facts=facts)

@@ -1,0 +1,118 @@
+"""`unfog doctor`: all that can be found out about images, settings and machine before a run, or about a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from unfog.config.places import check_out
+from unfog.config.request import check_request
+from unfog.config.tree import Config
+from unfog.data.augment import Augment
+from unfog.data.images import Prepared
+from unfog.diagnosis.images.examine import examine_data
+from unfog.diagnosis.settings.examine import examine_settings
+from unfog.diagnosis.settings.length import length_guide
+from unfog.diagnosis.settings.overfit import overfit_one_batch
+from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError
+from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
+from unfog.reporting.progress import Progress, say
+from unfog.runs.build import build_state
+from unfog.runs.choices import Settling, choose_device
+from unfog.runs.data_record import contact_sheet
+from unfog.runs.examination import examine_run
+from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.rehearsal import rehearse
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
+
+
+def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
+    """Examine images, settings and machine before a run; says what it found, and writes it down.
+
+    Args:
+        config: as for training; what is left open is chosen as it would be.
+        out: folder for report.html and findings.json; None is a free one under `doctor/`.
+        quick: leave out the dry run and the overfit test.
+
+    Returns:
+        The page, and the findings.
+
+    Raises:
+        RequestError: there is no such source, none of its images can be used, or `out` will not do.
+        Interrupted: a stop was requested.
+    """
+    check_request(config)
+    page = out or next_folder(config.source, "doctor")
+    check_out(page, config.source, "the folder of the findings")
+    device = choose_device(config.training.device)
+    with StopSignals() as stop:
+        prepared, config = load_images(config, stop)
+        findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
+    return _tell(page, f"What training on {config.source} will meet", findings), findings
+
+
+def examine_run_folder(run: RunFolder, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
+    """Examine a run that goes on, has ended or has failed; says what it found, and writes it down outside the run.
+
+    Args:
+        run: the run.
+        out: as for `examine_source`.
+        quick: draw no pictures, which takes longest.
+
+    Raises:
+        RequestError: it is no run, or `out` will not do.
+        Interrupted: a stop was requested.
+    """
+    run.check_is_run()
+    page = out or next_folder(str(run.path), "doctor")
+    check_out(page, what="the folder of the findings")
+    with StopSignals():
+        findings = examine_run(run, samples=0 if quick else 64)
+    return _tell(page, f"What became of {run.path}", findings), findings
+
+
+def _images(prepared: Prepared, config: Config, stop: StopSignals) -> list[Finding]:
+    """What can be said of the images alone, and how the network sees them."""
+    with Progress("looking at the images", None) as progress:
+
+        def update(done: int, total: int) -> None:
+            stop.leave_if_requested()
+            progress.total = total
+            progress.update(done)
+
+        findings = examine_data(prepared, config, update)
+    sheet = Exhibit("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
+    return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", exhibits=(sheet,))]
+
+
+def _prospects(
+    prepared: Prepared, config: Config, device: torch.device, stop: StopSignals, quick: bool
+) -> list[Finding]:
+    """What the settings will make of these images, on this machine."""
+    settling = Settling(config, prepared.train, device, stop)
+    try:
+        settling.everything()
+    except RequestError as error:  # with these images they will not do
+        return [Finding("settings.request", "fatal", str(error))]
+    for choice in settling.choices:
+        say(f"  {choice}")
+    config, pace = settling.config, settling.seconds_per_step()
+    findings = examine_settings(config, prepared, device, pace)
+    if findings[0].severity != "fatal":
+        findings.append(length_guide(config, prepared, pace))
+        if not quick:
+            objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+            state = build_state(config, device)
+            findings.append(overfit_one_batch(config, state, objective, prepared.train, stop=stop))
+            findings += rehearse(config, prepared, device, stop)
+    return findings
+
+
+def _tell(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
+    """Say the findings, write the page, and return its path."""
+    say_findings(findings)
+    return write_findings(folder, title, findings)

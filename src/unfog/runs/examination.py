@@ -1,0 +1,260 @@
+"""`unfog doctor RUN`: what a finished, running or failed run has written down, and what its newest weights do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unfog.config.toml import read_toml
+from unfog.config.tree import Config
+from unfog.data.augment import to_model_range
+from unfog.data.images import ImageSet, Prepared
+from unfog.diagnosis.run.costs import run_costs
+from unfog.diagnosis.run.losses import Looked, answers, average_against_raw, losses, overfitting
+from unfog.diagnosis.run.memorised import FEWEST, Nearest, memorised, nearest
+from unfog.diagnosis.run.record import RunRecord
+from unfog.diagnosis.run.state import run_state
+from unfog.diagnosis.run.tint import blank, comparison, contrast, measure, saturated, tint
+from unfog.diagnosis.run.trends import run_trends
+from unfog.diagnosis.settings.rates import usual_learning_rate
+from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError, RunError
+from unfog.evaluation.held_out import midpoints
+from unfog.reporting.charts import Floats
+from unfog.reporting.figures import Pixels
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import Progress
+from unfog.runs.build import build_network
+from unfog.runs.choices import choose_device
+from unfog.runs.folder import RunFolder
+from unfog.runs.pulse import last_beat
+from unfog.runs.sampling import Drawing, draw
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
+from unfog.training import checkpoint
+
+MEASURED = 128
+"""Images of each kind whose loss is measured."""
+COMPARED = 2000
+"""Training images that drawn ones are compared with as a whole."""
+REAL = 256
+"""Real images that say how near to the training images an unseen one usually comes."""
+
+
+class Weights(NamedTuple):
+    """The newest whole checkpoint, and the settings that trained it."""
+
+    saved: checkpoint.Saved
+    config: Config
+    updates: int
+
+
+def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
+    """Examine a run; changes nothing in it. What is not there to be examined is left out, and said to be.
+
+    Args:
+        folder: of the run, which may be at work meanwhile.
+        device: where to measure and to draw: auto, cpu, cuda, cuda:1 or mps.
+        samples: pictures to draw; 0 draws none.
+
+    Raises:
+        RequestError: it is no run, its settings cannot be read, or there is no such device.
+    """
+    config = folder.read_config()
+    where = choose_device(device)
+    record = RunRecord.read(folder.path, config, last_beat(folder.path))
+    skipped: list[str] = []
+    weights = newest_weights(folder, skipped)
+    prepared = images_of(config, skipped)
+    usual = usual_rate(config)
+    findings, relative, beaten = [], None, None
+    if weights is not None and prepared is not None:
+        try:
+            found, relative, beaten = by_losses(record, weights, prepared, where, skipped)
+            findings += found
+            if samples > 0:
+                if weights.saved.step < 0.2 * record.steps:
+                    unready = "go on training; this is early"
+                else:
+                    unready = "make it learn first" if beaten > 0.9 else ""
+                findings += by_pictures(weights, prepared, where, samples, unready, skipped)
+        except torch.OutOfMemoryError:
+            skipped.append(f"what needs the weights, as {where} has too little memory free (try --device cpu)")
+    by_heart = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
+    before = [*run_state(record, usual), *run_trends(record, usual, relative, beaten, by_heart)]
+    findings = [*before, *findings, *run_costs(record)]
+    if skipped:
+        findings.append(Finding("run.skipped", "hint", f"not looked at: {'; '.join(skipped)}"))
+    return findings
+
+
+def newest_weights(folder: RunFolder, skipped: list[str]) -> Weights | None:
+    """The newest whole checkpoint after the first step; None if there is none."""
+    try:
+        saved, _ = checkpoint.newest(folder.checkpoints)
+        updates = 0 if saved is None else int(checkpoint.read_state(saved.folder)["updates"])
+        if saved is None or not updates:
+            skipped.append("what needs weights, as nothing that was trained is saved yet")
+            return None
+        return Weights(saved, read_toml(saved.folder / checkpoint.CONFIG, Config()), updates)
+    except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
+        # A run at work may remove the checkpoint at this moment; whatever is wrong, the record can still be examined.
+        skipped.append(f"what needs weights ({error})")
+        return None
+
+
+def images_of(config: Config, skipped: list[str]) -> Prepared | None:
+    """The images of the run, from the cache where they are in it; None if they are not there, or not the same."""
+    try:
+        prepared, found = load_images(config, StopSignals())
+    except (RequestError, RunError, OSError) as error:
+        skipped.append(f"what needs the images ({error})")
+        return None
+    if config.fingerprint and found.fingerprint != config.fingerprint:
+        skipped.append(f"what needs the images, as those in {config.source} are not those that it was trained on")
+        return None
+    return prepared
+
+
+def usual_rate(config: Config) -> float | None:
+    """The learning rate that would be chosen for this network and batch; None for a network that is not settled."""
+    if config.network is None:
+        return None
+    return usual_learning_rate(sum(p.numel() for p in build_network(config).parameters()), config.training.batch)
+
+
+def by_losses(
+    record: RunRecord, weights: Weights, prepared: Prepared, device: torch.device, skipped: list[str]
+) -> tuple[list[Finding], float, float]:
+    """Findings from losses on fixed noise.
+
+    Returns:
+        They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
+    """
+    config, network = weights.config, build_network(weights.config).to(device).eval()
+    objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+    seen, unseen = looked_at(prepared.train, device), looked_at(prepared.held_out, device)
+    levels = midpoints(config.evaluate.levels)
+    batch = config.training.microbatch or config.training.batch
+    own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
+    assert seen is not None, "nobody trains on nothing"
+    work = [("ema", seen)] + [("ema", unseen)] * (unseen is not None) + [("model", own)]
+    passes = len(levels) * sum(len(images.x0) for _, images in work if images is not None)
+
+    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
+
+    results: dict[tuple[str, int], Floats] = {}
+    with Progress("measuring losses", passes) as progress:
+        done = 0
+
+        def advance(images: int) -> None:
+            nonlocal done
+            done += images
+            progress.update(done)
+
+        loaded = ""
+        for kind, images in work:
+            assert images is not None
+            if kind != loaded:
+                checkpoint.load_weights(weights.saved.folder, kind, network)
+                loaded = kind
+            results[kind, id(images)] = losses(loss_at, images, levels, batch, progress=advance)
+    assert own is not None
+    average, raw = results["ema", id(own)], results["model", id(own)]
+    what = "training images" if own is seen else "held-out images"
+    findings = [average_against_raw(record, average, raw, weights.updates, what)]
+    if unseen is None:
+        skipped.append("overfitting, as no images are held out (--data.held_out 0.05 would, of 100 or more)")
+    else:
+        findings.append(overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
+    zero, pixelwise = answers(config.diffusion, everything(prepared.train, COMPARED), levels)
+    # Of the two weights the better one: the average may be behind without that nothing was learned.
+    lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
+    return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
+
+
+def by_pictures(
+    weights: Weights, prepared: Prepared, device: torch.device, samples: int, unready: str, skipped: list[str]
+) -> list[Finding]:
+    """Findings from pictures drawn with the average of the weights, without guidance, which would shift them.
+
+    `unready`: what to do before anything can be expected of them; "" where the network has learned something.
+    """
+    config, network = weights.config, build_network(weights.config)
+    checkpoint.load_weights(weights.saved.folder, "ema", network)
+    # Of more classes than pictures, as many evenly spread.
+    classes = len(config.classes)
+    labels = tuple(np.unique(np.linspace(0, classes - 1, min(classes, samples)).round().astype(int)).tolist())
+    batch = config.training.microbatch or config.training.batch
+    with Progress("drawing pictures", samples) as progress:
+        drawing = Drawing(samples, config.sampler, labels, batch=min(batch, 64))
+        drawn = draw(network.to(device), config, drawing, progress.update)
+    data, data_labels = pictures_of(prepared.train, labels)
+    own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
+    mine, theirs = measure(drawn, own), measure(data, data_labels)
+    shown = comparison(drawn, data)
+    findings = [
+        blank(mine, theirs, shown, unready),
+        tint(mine, theirs, shown, unready),
+        contrast(mine, theirs, unready),
+        saturated(mine, theirs, unready),
+    ]
+    if len(prepared.train) < FEWEST:
+        skipped.append(f"copies of training images, as there are only {len(prepared.train)} of them")
+    else:
+        findings.append(by_neighbours(drawn, prepared))
+    return findings
+
+
+def by_neighbours(drawn: Pixels, prepared: Prepared) -> Finding:
+    """Whether drawn pictures copy training images, against how near held-out images are to them, or, with few of
+    those, how near training images are to each other."""
+    train, held_out = prepared.train, prepared.held_out
+    enough = len(held_out) >= 20
+    rows = spread(held_out if enough else train, REAL)
+    real = torch.from_numpy(np.ascontiguousarray((held_out if enough else train).pixels[rows]))
+    queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), real])
+    own = [-1] * len(drawn) + ([-1] * len(rows) if enough else rows.tolist())
+    with Progress("searching copies", len(train)) as progress:
+        both = nearest(queries, train.pixels, own, progress.update)  # at once, as reading may be what takes long
+    found, unseen = (
+        Nearest(both.distance[part], both.image[part]) for part in (slice(len(drawn)), slice(len(drawn), None))
+    )
+    matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
+    what = "held-out images" if enough else "training images among the others"
+    return memorised(drawn, found, unseen, matches, what, len(train))
+
+
+def spread(images: ImageSet, count: int) -> NDArray[np.int64]:
+    """At most `count` rows of a set, evenly spread."""
+    return np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(np.int64)
+
+
+def looked_at(images: ImageSet, device: torch.device) -> Looked | None:
+    """Images to measure, evenly spread over the set; None of none."""
+    if not len(images):
+        return None
+    rows = spread(images, MEASURED)
+    x0 = to_model_range(torch.from_numpy(np.ascontiguousarray(images.pixels[rows]))).to(device)
+    label = None if images.labels is None else torch.from_numpy(np.asarray(images.labels[rows])).to(device)
+    return Looked(x0, label)
+
+
+def everything(images: ImageSet, count: int) -> Tensor:
+    """Up to `count` images as the network sees them."""
+    return to_model_range(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(images, count)])))
+
+
+def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
+    """Up to COMPARED images [N, H, W, C] of these classes, all for (), and their labels."""
+    if images.labels is None or not labels:
+        rows = spread(images, COMPARED)
+        return images.pixels[rows].transpose(0, 2, 3, 1), None
+    wanted = np.flatnonzero(np.isin(images.labels, labels))
+    rows = wanted[np.linspace(0, len(wanted) - 1, min(COMPARED, len(wanted))).round().astype(np.int64)]
+    return images.pixels[rows].transpose(0, 2, 3, 1), np.asarray(images.labels[rows])

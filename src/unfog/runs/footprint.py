@@ -1,0 +1,210 @@
+"""The memory that a configuration will take, from traces of its real network, its real step and its real sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unfog.config.tree import Config
+from unfog.data.augment import Augment
+from unfog.diagnosis.plan.memory import CUDA_CONTEXT, HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, peak_of
+from unfog.diagnosis.plan.trace import Recorder, Trace, record
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.objective import Objective
+from unfog.models.settings import UNet
+from unfog.runs.build import build_network
+from unfog.runs.sampling import usual_guidance
+from unfog.training.precision import DTYPES, Precision
+from unfog.training.settings import PrecisionName
+from unfog.training.state import TrainState
+
+TRACED = (2, 4)
+"""Batch sizes that are traced; what lies beyond follows, as every tensor is affine in the batch size. Not 1: PyTorch
+takes a short cut here and there for a dimension of 1, which saves a copy."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Predicted bytes on the device and in host memory, which on a CPU are the same."""
+
+    device: str
+    step: Peak
+    """A training step, and what the run holds all the time: weights, their average, the optimiser's moments."""
+    drawing: int
+    """Highest point of drawing a preview, likewise with what is held all the time; fp32, without gradients."""
+    measuring: int
+    """Of the held-out loss."""
+    snapshot: int
+    """Host memory that a checkpoint takes while it is written."""
+    images: int
+    """Host memory of the decoded images, where they are not in a file."""
+
+    @property
+    def peak(self) -> int:
+        """The most that is needed on the device."""
+        return on_top(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
+
+
+class Traces:
+    """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of."""
+
+    def __init__(self, config: Config, device: str):
+        self.config, self.device = config, device
+        self._made: dict[tuple[int, int, bool], Trace] = {}
+
+    def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
+        """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
+        config, step = self.config, self.step(microbatch, checkpointing)
+        doubled = 1 + (usual_guidance(config) != 1)
+        drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
+        measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
+        return Footprint(self.device, step, drawing, measuring, snapshot_of(step), images)
+
+    def step(self, microbatch: int, checkpointing: bool) -> Peak:
+        """The highest point of training with so many images at once."""
+        # The second pass of a step finds the gradients of the first; further ones repeat it.
+        whole = microbatch == self.config.training.batch
+        passes = 1 if whole else 2
+        if whole or microbatch == 1:
+            trace = self._traced(microbatch, passes, checkpointing)
+        else:
+            few, more = (self._traced(n, passes, checkpointing) for n in TRACED)
+            trace = few.at(microbatch, more, *TRACED)
+        return peak_of(trace, self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
+
+    def training(self, microbatch: int, checkpointing: bool) -> int:
+        """Bytes that training takes at the most, checkpoints included; drawing with as many at once takes less."""
+        step = self.step(microbatch, checkpointing)
+        return on_top(step.total, snapshot_of(step), self.device)
+
+    def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
+        key = (microbatch, passes, checkpointing)
+        if key not in self._made:
+            self._made[key] = trace_step(self.config, self.device, *key)
+        return self._made[key]
+
+    def _beside(self, step: Peak, images: int) -> int:
+        """Calls of the network without gradients for so many images, beside what the run holds all the time."""
+        call = peak_of(trace_call(self.config, self.device, images), self.device)
+        return held_by(step) + call.total - call.parts["parameters"]
+
+
+def held_by(step: Peak) -> int:
+    """Bytes of what a run holds all the time: weights, moments, average."""
+    return sum(step.parts[part] for part in ("parameters", "moments", "average"))
+
+
+def snapshot_of(step: Peak) -> int:
+    """Host memory that a checkpoint takes while it is written and read back: all tensors, the largest file twice."""
+    return held_by(step) + 2 * step.parts["parameters"]
+
+
+def on_top(peak: int, snapshot: int, device: str) -> int:
+    """A peak with what is beside it on that device."""
+    return peak + {"cpu": snapshot, "cuda": CUDA_CONTEXT}.get(device, 0)
+
+
+def trace_step(config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False) -> Trace:
+    """What training steps of `passes` micro-batches allocate, from the building of the network on."""
+    training, cpu = config.training, torch.device("cpu")
+    # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
+    here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
+    augment, shape = Augment.of(config.data), images_shape(config, microbatch)
+
+    def work(recorder: Recorder) -> None:
+        if here == "bf16":
+            recorder.allocate(ONEDNN_HALF, "library")
+        recorder.kind = "parameters"
+        network = build_network(config)
+        network.checkpointing = checkpointing
+        recorder.kind = "workspace"
+        state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu))
+        objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+        recorder.name("average", [*state.ema.parameters, *state.ema.buffers])
+        make_moments(recorder, state)
+        for _ in range(passes):
+            label = labels_for(config, microbatch)
+            with recorder.keeping("activations"):
+                x0, condition = augment(torch.zeros(shape, dtype=torch.uint8))
+                with state.precision.autocast():
+                    loss = objective(network, x0, label, condition)
+                total = loss.per_image.sum() / training.batch
+                del x0, condition
+            state.precision.backward(total)
+            recorder.name("gradients", (p.grad for p in network.parameters()))
+            del loss, total, label
+        norm = state.precision.gradient_norm(state.optimizer)
+        state.precision.update(state.optimizer, training.clip, norm, True)
+        state.optimizer.zero_grad(set_to_none=True)
+        state.ema.update(network, 1)
+
+    return record(work, device, DTYPES.get(training.precision))
+
+
+def make_moments(recorder: Recorder, state: TrainState) -> None:
+    """Let the optimiser allocate what it keeps, as its first step does."""
+    for parameter in state.model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    recorder.name("moments", (value for moments in state.optimizer.state.values() for value in moments.values()))
+
+
+def trace_call(config: Config, device: str, images: int) -> Trace:
+    """What drawing allocates for each call of the network: fp32, no gradients."""
+    shape = images_shape(config, images)
+
+    def work(recorder: Recorder) -> None:
+        recorder.kind = "parameters"
+        network = build_network(config).eval()
+        recorder.kind = "workspace"
+        with torch.no_grad():
+            x, logsnr = torch.zeros(shape), torch.zeros(images)
+            x0 = Denoiser(network, config.diffusion)(x, logsnr, labels_for(config, images))
+            del x, x0
+
+    return record(work, device)
+
+
+def images_shape(config: Config, images: int) -> tuple[int, int, int, int]:
+    """[B, C, H, W] of so many."""
+    return (images, config.data.channels, config.data.size, config.data.size)
+
+
+def labels_for(config: Config, images: int) -> Tensor | None:
+    """Labels of so many images, where there are classes."""
+    return torch.zeros(images, dtype=torch.int64) if config.classes else None
+
+
+def at_most(config: Config) -> float:
+    """Bytes that training surely does not exceed, in host memory or on a device; infinite where nothing is known.
+
+    A glance at the channels of a U-Net, for the usual case in which memory is no question at all: every layer of a
+    residual block keeps what it gets in fp32, twice.
+    """
+    network = config.network
+    if not isinstance(network, UNet):
+        return float("inf")
+    batch = config.training.microbatch or config.training.batch
+    weights = activations = 0.0
+    first = last = network.channels[0]
+    for level, channels in enumerate(network.channels):
+        pixels = (config.data.size / 2**level) ** 2
+        attends = network.attention[level] or (network.mid_attention and level == len(network.channels) - 1)
+        blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
+        wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
+        weights += blocks * (9 * wide * channels + 9 * channels**2 + 8 * first * channels + 5 * channels**2 * attends)
+        activations += blocks * pixels * (6 * wide + 12 * channels + 16 * channels * attends)
+        heads = channels / (network.head_channels or channels)
+        activations += blocks * attends * 4 * heads * pixels**2
+        last = channels
+    return 4 * (8 * weights + 2 * batch * activations)
+
+
+def with_precision(config: Config) -> Config:
+    """The same with a precision, as traces need one: fp32 where it is open, which takes the most."""
+    if config.training.precision != "auto":
+        return config
+    return replace(config, training=replace(config.training, precision="fp32"))

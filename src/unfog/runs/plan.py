@@ -1,0 +1,264 @@
+"""`unfog plan`: what training will take, before it is begun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unfog.config.request import check_request, seconds
+from unfog.config.tree import Config
+from unfog.data.images import Prepared
+from unfog.diagnosis.plan.cost import Range, Work, call_time, work_of
+from unfog.diagnosis.plan.devices import Device, find_device
+from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
+from unfog.errors import RequestError
+from unfog.reporting.findings import Finding
+from unfog.runs.build import build_network
+from unfog.runs.choices import Choice, Settling, choose_device
+from unfog.runs.disk import forecast, size
+from unfog.runs.folder import next_folder
+from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
+from unfog.runs.microbatch import MARGIN, choose_microbatch
+from unfog.runs.signals import StopSignals
+from unfog.runs.timing import at_once, seconds_per_call, step_of, times_of, told_time
+from unfog.runs.train import load_images
+from unfog.training.precision import Precision
+from unfog.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. All of it is predicted, but for the times of the machine at hand, which are measured."""
+
+    config: Config
+    """With all choices made."""
+    choices: tuple[Choice, ...]
+    images: int
+    """To train on."""
+    machine: str
+    estimated: bool
+    """Whether the machine is another, so that times come from its data sheet."""
+    parameters: int
+    work: Work
+    memory: Footprint
+    available: int
+    """Bytes of memory on the device."""
+    times: dict[str, Range]
+    """Seconds by what takes them: step, training, previews, evaluations, total, and those of drawing pictures."""
+    disk: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def lines(self) -> list[str]:
+        """The plan, for people to read."""
+        training = self.config.training
+        pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
+        title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
+        rows = [
+            ("machine", f"{self.machine}, {training.precision}" + (", estimated" if self.estimated else "")),
+            *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
+            ("arithmetic", f"{amount_of(self.work.forward)} an image, {amount_of(self.work.training)} to train on it"),
+            ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available"),
+            *self._memory_rows(),
+            *((name, told_time(time)) for name, time in self.times.items()),
+            *(("disk", line) for line in self.disk),
+        ]
+        return [title, *(f"  {name:<24} {text}" for name, text in rows)]
+
+    def _memory_rows(self) -> list[tuple[str, str]]:
+        memory = self.memory
+        parts = {"step: " + name: count for name, count in memory.step.parts.items()}
+        parts |= {"step": memory.step.total, "drawing a preview": memory.drawing, "held-out loss": memory.measuring}
+        parts |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
+        return [(f"  {name}", size(count)) for name, count in parts.items() if count]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON."""
+        memory = self.memory
+        return {
+            "machine": self.machine,
+            "estimated": self.estimated,
+            "images": self.images,
+            "parameters": self.parameters,
+            "flops": {"forward": self.work.forward, "training": self.work.training},
+            "training": {
+                name: getattr(self.config.training, name)
+                for name in ("batch", "microbatch", "checkpointing", "precision", "images")
+            },
+            "choices": [{"name": c.name, "value": str(c.value), "reason": c.reason} for c in self.choices],
+            "memory": {
+                "available": self.available,
+                "peak": memory.peak,
+                "step": memory.step.total,
+                "parts": dict(memory.step.parts),
+                "drawing": memory.drawing,
+                "measuring": memory.measuring,
+                "snapshot": memory.snapshot,
+                "images": memory.images,
+            },
+            "seconds": {name: list(time) for name, time in self.times.items()},
+            "disk": list(self.disk),
+            "findings": [
+                {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
+                for f in self.findings
+            ],
+        }
+
+
+def plan(config: Config, device_for: str = "") -> Plan:
+    """Predict what training takes. Decodes the images as training does, trains nothing but a few steps to time them.
+
+    Args:
+        config: as asked for.
+        device_for: "", or the name of a device in place of the one at hand: see `diagnosis.devices`.
+
+    Raises:
+        RequestError: the settings, the source or the device will not do.
+    """
+    check_request(config)
+    other = find_device(device_for) if device_for else None
+    device = torch.device("cuda") if other else choose_device(config.training.device)
+    with StopSignals() as stop:
+        prepared, config = load_images(config, stop)
+        settling = Settling(config, prepared.train, device, stop)
+        settling.network()
+        settling.learning_rate()
+        available = other.memory - CUDA_CONTEXT if other else available_memory(device)
+        fatal = settle_memory(settling, device, available)
+        work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
+        if other:
+            settle_elsewhere(settling, work, other)
+        elif fatal:
+            settling.config = with_length(with_precision(settling.config), 0.0)
+        else:
+            settling.precision()
+            settling.length()
+        settling.intervals()
+        now = settling.config
+        if other:
+            step, call = step_of(now, work, other), call_time(work, at_once(now), other).times(1 / at_once(now))
+        elif fatal:
+            step = call = Range(float("nan"), float("nan"))
+        else:
+            pace, once = settling.pace(), seconds_per_call(now, device) / at_once(now)
+            step, call = Range(pace, pace), Range(once, once)
+    in_memory = 0 if in_file(prepared) else image_bytes(prepared, now)
+    memory = Traces(now, device.type).footprint(at_once(now), now.training.checkpointing, in_memory)
+    disk, findings = disk_of(now, prepared, in_memory)
+    if not fatal:
+        findings.append(memory_finding(memory, available))
+    return Plan(
+        now,
+        tuple(settling.choices),
+        len(prepared.train),
+        other.name if other else str(device),
+        other is not None,
+        memory.step.parts["parameters"] // 4,
+        work,
+        memory,
+        available,
+        times_of(now, step, call, len(prepared.held_out)),
+        tuple(disk),
+        tuple(fatal + findings),
+    )
+
+
+def settle_memory(settling: Settling, device: torch.device, available: int) -> list[Finding]:
+    """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
+    asked = settling.config.training.microbatch
+    try:
+        fit = choose_microbatch(replace_training(settling.config, microbatch=0), device, available)
+    except RequestError as error:
+        return [Finding("plan.memory", "fatal", str(error), "give a smaller --size or --network")]
+    if not asked:
+        if fit.microbatch < settling.config.training.batch:
+            settling.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
+            settling.config = replace_training(settling.config, microbatch=fit.microbatch)
+        settling.config = replace_training(settling.config, checkpointing=fit.checkpointing)
+        return []
+    if asked <= fit.microbatch and fit.checkpointing == settling.config.training.checkpointing:
+        return []
+    traces = Traces(with_precision(settling.config), device.type)
+    needed = traces.training(asked, settling.config.training.checkpointing)
+    if needed < available:
+        return []
+    evidence = f"{asked:,} images at once need about {size(needed)}, and {device} has {size(available)} available"
+    extra = " --checkpointing" if fit.checkpointing else ""
+    facts = {"needed": needed, "available": available, "microbatch": fit.microbatch}
+    return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
+
+
+def memory_finding(memory: Footprint, available: int) -> Finding:
+    """Whether the whole run fits, drawing and measuring included."""
+    evidence = f"{size(memory.peak)} of memory at the most, of {size(available)} available"
+    facts = {"needed": memory.peak, "available": available}
+    if memory.peak < MARGIN * available:
+        return Finding("plan.memory", "fine", evidence, facts=facts)
+    remedy = "lower --microbatch, --preview.images or --evaluate.images"
+    return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
+
+
+def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
+    """Precision and length on a device that is not here, from its data sheet."""
+    if settling.config.training.precision == "auto":
+        settling.config = replace_training(settling.config, precision=other.precision)
+        settling.choices.append(Choice("precision", other.precision, f"native to {other.name}"))
+    step = step_of(settling.config, work, other)
+    settling.config = with_length(settling.config, (step.low + step.high) / 2)
+    settling.length()
+
+
+def with_length(config: Config, pace: float) -> Config:
+    """The length as a number of images; of a budget, how many it takes at this pace, or one step where that is 0."""
+    training = config.training
+    if training.images or training.steps:
+        images = training.images or training.steps * training.batch
+    else:
+        steps = int(seconds(training.budget or "1h") / pace) if pace else 1
+        images = max(1, steps) * training.batch
+    return replace_training(config, images=images, steps=0, budget="")
+
+
+def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[str], list[Finding]]:
+    """Lines on what will be written, and whether there is room for it."""
+    lines: list[str] = []
+    if not in_memory:
+        lines.append(f"{size(image_bytes(prepared, config))} of decoded images, in the cache already")
+    steps = config.training.images // config.training.batch
+    with FakeTensorMode():  # only its sizes are asked for
+        state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
+    try:
+        line = forecast(next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps)
+    except RequestError as error:
+        return lines, [Finding("plan.disk", "fatal", str(error))]
+    waits = "may have to wait" in line
+    lines.append(line.removeprefix("disk: "))
+    return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
+
+
+def image_bytes(prepared: Prepared, config: Config) -> int:
+    """Bytes of the decoded set."""
+    return (len(prepared.train) + len(prepared.held_out)) * int(np.prod(images_shape(config, 1)))
+
+
+def in_file(prepared: Prepared) -> bool:
+    """Whether the pixels are in a file, which takes no memory that is not given back."""
+    pixels: Any = prepared.train.pixels
+    while isinstance(pixels, np.ndarray):
+        if isinstance(pixels, np.memmap):
+            return True
+        pixels = pixels.base
+    return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels
+
+
+def replace_training(config: Config, **changes: Any) -> Config:
+    """The same with other settings of training."""
+    return replace(config, training=replace(config.training, **changes))
+
+
+def amount_of(flops: float) -> str:
+    """Operations in words."""
+    return f"{flops / 1e9:.3g} GFLOP"

@@ -1,0 +1,333 @@
+"""The checks behind the examination of a run, each on its own, against closed forms, brute force, planted numbers."""
+
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+import torch
+
+from unfog.config.presets import preset
+from unfog.diagnosis.run.costs import data_wait, memory, noise_scale, overhead, pace, unused
+from unfog.diagnosis.run.losses import Looked, answers, ema_horizon, held_out_history, losses, overfitting
+from unfog.diagnosis.run.record import RunRecord
+from unfog.diagnosis.run.state import how_it_ended, where_it_is
+from unfog.diagnosis.run.trends import loss, loss_trend, rate, run_trends, stability
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
+from unfog.training.settings import FixedEma, PowerEma
+
+LR = 1e-3
+
+
+def a_record(path, metrics=(), events=(), steps=1000, lr=LR, **more):
+    config = preset("default")
+    training = replace(config.training, images=steps * 32, batch=32, steps=0)
+    config = replace(config, source="photos", training=training, optimizer=replace(config.optimizer, lr=lr))
+    return RunRecord(path, config, metrics, events, **more)
+
+
+def lines(steps=1000, every=20, **columns):
+    """Lines of metrics with these columns, each a function of the step."""
+    return [
+        {"step": step, "seconds": step * 0.1, **{name: f(step) for name, f in columns.items()}}
+        for step in range(every, steps + 1, every)
+    ]
+
+
+def noisy(f, size=0.01):
+    return lambda step: f(step) * (1 + size * math.sin(12.9898 * step))
+
+
+# Trends.
+
+
+@pytest.mark.parametrize("exponent", [0.05, 0.15, 0.5])
+def test_the_fall_with_twice_the_images_is_that_of_the_power_law(tmp_path, exponent):
+    record = a_record(tmp_path, lines(loss=noisy(lambda step: 3 * step**-exponent)))
+    trend = loss_trend(record)
+    assert trend.fall == pytest.approx(1 - 2**-exponent, abs=0.01)
+    assert trend.last == pytest.approx(3 * 1000**-exponent, rel=0.02)
+
+
+def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
+    record = a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)))
+    found = loss(record, 0.3, 0.4)
+    assert (found.code, found.severity) == ("run.loss", "hint")
+    assert f"unfog resume {tmp_path} --steps 2000" in found.remedy
+    assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(2000**-0.2, rel=0.02)
+    assert loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
+    assert loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity == "fine"
+
+
+def test_a_loss_that_has_levelled_off_is_fine_and_a_rising_one_is_not(tmp_path):
+    flat = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
+    assert flat.severity == "fine"
+    assert "levelled off" in flat.evidence
+    rising = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    assert rising.severity == "warning"
+    assert "rises" in rising.evidence
+
+
+def test_a_loss_no_network_would_need_is_fatal(tmp_path):
+    record = a_record(tmp_path, lines(loss=noisy(lambda step: 1.4)))
+    assert loss(record, 0.8, 1.3).code == "run.not_learning"
+    assert loss(record, 0.99, 0.99).severity == "fatal"
+    early = a_record(tmp_path, lines(steps=120, loss=noisy(lambda step: 1.4)))
+    assert loss(early, 0.8, 1.3).severity == "warning"
+
+
+def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
+    assert loss(a_record(tmp_path), None, None) is None
+    few = loss(a_record(tmp_path, lines(steps=60, loss=lambda step: 1 / step)), None, None)
+    assert "too early" in few.evidence
+    # Resumed from a record whose beginning is lost: no doubling is left in it.
+    late = a_record(tmp_path, lines(loss=lambda step: 0.2)[-8:])
+    assert loss_trend(late) is None
+
+
+def test_a_rate_is_never_blamed_alone(tmp_path):
+    well = lines(loss=noisy(lambda step: step**-0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
+    for usual in (LR / 100, LR * 4, LR, None):
+        assert rate(a_record(tmp_path, well), usual, 0.3).code == "run.lr"
+    assert rate(a_record(tmp_path, well), LR / 100, 1.2).code == "run.lr_high"
+    low = rate(a_record(tmp_path, well), LR * 100, 0.3)
+    assert (low.code, low.severity) == ("run.lr_low", "warning")
+    assert f"--lr {LR * 100:.2g}" in low.remedy
+    assert rate(a_record(tmp_path, well), LR * 15, 0.3).severity == "hint"
+    done = lines(loss=noisy(lambda step: 0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
+    assert rate(a_record(tmp_path, done), LR * 100, 0.3).code == "run.lr", "it has learned what there is"
+
+
+def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path):
+    def grows(step):
+        return 2.0 + step / 50
+
+    wild = lines(loss=noisy(lambda step: 0.5 + step / 1000), gradient_norm=grows, lr=lambda step: LR)
+    found = {f.code: f for f in run_trends(a_record(tmp_path, wild), LR / 10, 0.5, 0.6)}
+    assert found["run.lr_high"].severity == "warning"
+    assert f"--lr {LR / 10:.2g}" in found["run.lr_high"].remedy
+    assert found["run.gradient"].facts["clipped"] == 1.0
+
+
+def test_refused_steps_name_the_images_that_did_it(tmp_path):
+    events = [
+        {
+            "kind": "step_refused",
+            "step": step,
+            "images": ["bad.png", f"{step}.png"],
+            "levels": [0.5, 0.25],
+            "layer": "x",
+        }
+        for step in (100, 200, 300)
+    ]
+    found = stability(a_record(tmp_path, lines(loss=lambda step: 0.5), events))
+    assert found.severity == "hint"
+    assert found.facts["images"]["bad.png"] == 3
+    assert found.remedy.endswith("bad.png")
+    assert tuple(found.exhibits[0].table[1][i] for i in (0, 3, 4)) == ("100", "bad.png, 100.png", "0.50, 0.25")
+    back = {"kind": "rolled_back", "step": 400, "reason": "it rose", "lr": LR / 4}
+    found = stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
+    assert found.severity == "warning"
+    assert found.facts["lr_scale"] == pytest.approx(0.25)
+    assert f"--lr {LR / 10:.2g}" in found.remedy
+
+
+# Where it is.
+
+
+@pytest.mark.parametrize(
+    ("kinds", "beat", "state", "severity"),
+    [
+        ("started finished", None, "finished", "fine"),
+        ("started finished resumed", {"alive": True, "doing": "training"}, "running", "fine"),
+        ("started finished resumed", {"alive": False, "doing": "training", "age": 9.0}, "killed", "warning"),
+        ("started stopped", {"alive": False, "doing": "stopped"}, "stopped", "hint"),
+        ("started failed", None, "failed", "warning"),
+        ("started", {"alive": False, "doing": "stopped"}, "stopped", "hint"),
+        ("started", None, "killed", "warning"),
+        ("", None, "not begun", "warning"),
+        ("started", {"alive": True, "doing": "waiting for disk space"}, "running", "warning"),
+    ],
+)
+def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds, beat, state, severity):
+    events = [{"kind": kind, "step": 40} for kind in kinds.split()]
+    record = a_record(tmp_path, lines(steps=40), events, beat=beat)
+    assert how_it_ended(record)[0] == state
+    assert where_it_is(record).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("reason", "severity", "remedy"),
+    [
+        ("RunError: training diverged 9 times", "fatal", f"--lr {LR / 10:.2g}"),
+        ("OSError: No space left on device", "warning", "make room"),
+        ("OutOfMemoryError: CUDA out of memory", "warning", "--microbatch 16"),
+        ("KeyError: 'x'", "warning", "--debug"),
+    ],
+)
+def test_a_failure_says_what_to_do(tmp_path, reason, severity, remedy):
+    events = [{"kind": "started", "step": 0}, {"kind": "failed", "step": 40, "reason": reason}]
+    found = where_it_is(a_record(tmp_path, lines(steps=40), events), LR / 10)
+    assert found.severity == severity
+    assert remedy in found.remedy
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.01, "fine"), (0.07, "hint"), (0.4, "warning")])
+def test_waiting_for_data_is_weighed_by_time_and_without_the_start(tmp_path, share, severity):
+    rows = lines(data_wait=lambda step: share)
+    rows[0]["data_wait"] = 1.0
+    found = data_wait(a_record(tmp_path, rows))
+    assert found.facts["share"] == pytest.approx(share)
+    assert found.severity == severity
+    assert severity == "fine" or "unfog pack photos" in found.remedy
+
+
+def test_a_short_wait_between_two_logs_is_a_short_wait(tmp_path):
+    rows = [{"step": step, "data_wait": wait} for step, wait in ((10, 0.0), (20, 0.0), (40, 0.5), (1000, 0.0))]
+    assert data_wait(a_record(tmp_path, rows)).facts["share"] == pytest.approx(0.5 * 20 / 990)
+
+
+def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
+    events = [{"kind": "preview", "step": step, "seconds": 4.0} for step in range(0, 1000, 20)]
+    rows = lines(images_per_second=lambda step: 320.0)  # 0.1 s a step
+    for row in rows:
+        row["seconds"] = row["step"] * 0.3
+    record = a_record(tmp_path, rows, events, steps=100_000)
+    record = replace(record, config=replace(record.config, preview=replace(record.config.preview, every=20)))
+    found = overhead(record)
+    assert found.severity == "warning"
+    assert found.facts["share"] == pytest.approx(200 / 300)
+    assert found.remedy == f"unfog resume {tmp_path} --preview.every 1000"
+    assert 4.0 / (1000 * 0.1) <= 0.05
+
+
+def test_a_run_that_slows_down_is_told(tmp_path):
+    assert pace(a_record(tmp_path, lines(images_per_second=noisy(lambda step: 300, 0.1)))).severity == "fine"
+    slow = pace(a_record(tmp_path, lines(images_per_second=lambda step: 300 if step < 500 else 100)))
+    assert slow.severity == "hint"
+    assert (slow.facts["before"], slow.facts["now"]) == (300, 100)
+
+
+@pytest.mark.parametrize(("scale", "severity"), [(1.5, "hint"), (20, "fine"), (200, "fine"), (5000, "hint")])
+def test_a_batch_unlike_the_noise_scale_is_told(tmp_path, scale, severity):
+    columns = {"gradient_signal": lambda step: 2.0, "gradient_noise": noisy(lambda step: 2.0 * scale, 0.3)}
+    found = noise_scale(a_record(tmp_path, lines(noise_scale=noisy(lambda step: scale, 0.3), **columns)))
+    assert found.facts["noise_scale"] == pytest.approx(scale, rel=0.1)
+    assert found.severity == severity
+    if severity == "hint":
+        batch = int(found.remedy.split("--batch ")[1].split()[0].rstrip(","))
+        assert abs(math.log(batch / scale)) < abs(math.log(32 / scale))
+
+
+def test_windows_in_which_the_gradient_drowned_count_as_well(tmp_path):
+    """The ratio of means over all windows: those with a negative estimate would else be left out, and it be too low."""
+    signal = lambda step: 3.0 if step % 40 else -1.0  # noqa: E731
+    columns = {"noise_scale": lambda step: 10 / 3 if step % 40 else None, "gradient_signal": signal}
+    found = noise_scale(a_record(tmp_path, lines(**columns, gradient_noise=lambda step: 10.0)))
+    assert found.facts["noise_scale"] == pytest.approx(250 / 23)  # of the later half, 12 windows of 3 and 13 of -1
+
+
+def test_memory_that_did_not_suffice_is_told(tmp_path):
+    assert memory(a_record(tmp_path)) is None
+    events = [{"kind": "out_of_memory", "step": 3, "microbatch": n, "checkpointing": False} for n in (16, 8)]
+    found = memory(a_record(tmp_path, events=events))
+    assert (found.severity, found.facts["times"]) == ("hint", 2)
+    assert found.remedy.endswith("--microbatch 8")
+
+
+def test_unused_images_are_counted(tmp_path):
+    assert unused(a_record(tmp_path, data={"found": 100, "used": 100})).severity == "fine"
+    assert unused(a_record(tmp_path, data={"found": 1000, "used": 990})).severity == "hint"
+    assert unused(a_record(tmp_path, data={"found": 100, "used": 80})).severity == "warning"
+    assert unused(a_record(tmp_path, data={"found": "?"})) is None
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "loss": null, "loss_by_level": [1, null]}\n{"step": 40, "lo')
+    (tmp_path / "events.jsonl").write_text('{"kind": "started", "step": 0}\n\xff\n')
+    (tmp_path / "data.json").write_text(json.dumps({"found": 3, "files": [1, 2, 3]}))
+    beat = {"step": 55, "time": datetime.now(UTC).isoformat()}
+    record = RunRecord.read(tmp_path, preset("default"), beat)
+    assert (len(record.metrics), len(record.events), record.step) == (1, 1, 55)
+    assert record.data == {"found": 3}
+    assert np.array_equal(record.levels("loss_by_level"), [1, np.nan], equal_nan=True)
+    assert not len(record.levels("held_out_by_level"))
+    assert record.seconds == 0
+
+
+# Losses.
+
+DIFFUSIONS = [
+    Diffusion(path=Flow(), schedule=LogitNormal(), target=FlowVelocity()),
+    Diffusion(path=VP(), schedule=Cosine(), target=V()),
+    Diffusion(path=VP(), schedule=Cosine(steps=1000), target=Eps()),
+    Diffusion(path=VE(), schedule=LogNormal(), target=EdmF(), conditioning="logsnr", scale_input=True),
+]
+
+
+@pytest.mark.parametrize("diffusion", DIFFUSIONS)
+def test_what_no_learning_loses_is_what_it_is_measured_to(diffusion):
+    generator = torch.Generator().manual_seed(0)
+    x0 = (torch.randn(4000, 1, 2, 2, generator=generator) * 0.3 - 0.4).clamp(-1, 1)
+    noise = torch.randn(x0.shape, generator=generator)
+    levels = torch.tensor([0.1, 0.5, 0.9])
+    zero, linear = answers(diffusion, x0, levels)
+    for i, u in enumerate(levels):
+        logsnr = diffusion.schedule(u.expand(len(x0)))
+        x_t, y = diffusion.add_noise(x0, noise, logsnr), diffusion.network_target(x0, noise, logsnr)
+        weight = float(diffusion.weight(logsnr)[0])
+        assert weight * float(y.square().mean()) == pytest.approx(zero[i], rel=0.03)
+        least = 0.0  # least squares at each pixel, which sees the mean image as its offset
+        for row, column in np.ndindex(2, 2):
+            a, b = x_t[:, 0, row, column].double(), y[:, 0, row, column].double()
+            slope = ((a - a.mean()) * (b - b.mean())).mean() / (a - a.mean()).square().mean()
+            least += float((b - b.mean() - slope * (a - a.mean())).square().mean()) / 4
+        assert weight * least == pytest.approx(linear[i], rel=0.05)
+
+
+def test_an_image_meets_the_same_noise_whatever_the_batch():
+    network = torch.nn.Conv2d(1, 1, 3, padding=1)
+    objective = Objective(DIFFUSIONS[0])
+
+    def loss_at(x0, label, u, noise):
+        return objective.at(lambda x, c, label: network(x), x0, label, DIFFUSIONS[0].schedule(u), noise)
+
+    x0, levels, seen = torch.rand(7, 1, 4, 4) * 2 - 1, torch.tensor([0.2, 0.8]), []
+    one = losses(loss_at, Looked(x0, None), levels, 3, progress=seen.append)
+    assert sum(seen) == 14
+    assert np.allclose(one, losses(loss_at, Looked(x0, None), levels, 100), rtol=1e-5)
+    assert np.allclose(one[:, :5], losses(loss_at, Looked(x0[:5], None), levels, 2), rtol=1e-5)
+    assert len({round(float(value), 6) for value in one.flat}) == 14
+
+
+def test_overfitting_needs_a_gap_and_is_grave_when_the_held_out_loss_rises(tmp_path):
+    random = np.random.default_rng(0)
+
+    def measured(mean, count=60):
+        return mean * (1 + 0.3 * random.normal(size=(4, count)))
+
+    rising = a_record(tmp_path, lines(held_out_loss=lambda step: 0.3 + abs(step - 400) / 4000))
+    falling = a_record(tmp_path, lines(held_out_loss=lambda step: 0.5 - step / 4000))
+    assert overfitting(rising, measured(0.3), measured(0.45)).severity == "warning"
+    assert overfitting(rising, measured(0.3), measured(0.45)).facts["lowest_at"] == 400
+    assert overfitting(falling, measured(0.3), measured(0.45)).severity == "hint"
+    assert overfitting(rising, measured(0.3), measured(0.3)).severity != "warning", "it rises, but not by heart"
+    assert overfitting(falling, measured(0.3), measured(0.3)).severity == "fine"
+    assert "--best" in overfitting(rising, measured(0.3), measured(0.45)).remedy
+    bumpy = a_record(tmp_path, lines(held_out_loss=noisy(lambda step: 0.5 - step / 4000, 0.005)))
+    assert held_out_history(bumpy)[2] < 0.01
+
+
+def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
+    record = a_record(tmp_path)
+    for ema, updates, low, high in ((PowerEma(), 1000, 100, 150), (FixedEma(), 300, 25, 40), (FixedEma(), 1, 1, 1)):
+        horizon = ema_horizon(replace(record, config=replace(record.config, ema=ema)), updates)
+        assert low <= horizon <= high

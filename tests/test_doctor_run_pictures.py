@@ -1,0 +1,153 @@
+"""Drawn pictures against training images, and against the data as a whole: what is planted is found, and no more."""
+
+import numpy as np
+import pytest
+import torch
+
+from unfog.diagnosis.run.memorised import COPY, features, memorised, nearest
+from unfog.diagnosis.run.tint import blank, comparison, measure, saturated, tint
+
+# Copies.
+
+
+def blobs(count, seed, size=16):
+    """Pictures of three random waves each, uint8 [N, 3, S, S]."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:size, :size] / size * 2 * np.pi
+    waves = np.zeros((count, 3, size, size))
+    for _ in range(3):
+        a, b, phase = random.uniform(-2, 2, (3, count, 1, 1))
+        waves += random.normal(0, 35, (count, 3, 1, 1)) * np.sin(a * x + b * y + 3 * phase)[:, None]
+    return (128 + waves).clip(0, 255).astype(np.uint8)
+
+
+def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
+    bank, queries = blobs(300, 0), blobs(5, 1)
+    queries[0] = bank[17][:, :, ::-1]
+    queries[1] = bank[250]
+    found = nearest(torch.from_numpy(queries), bank)
+    plain, mirrored = (features(torch.from_numpy(b.copy())).double() for b in (bank, bank[..., ::-1]))
+    wanted = features(torch.from_numpy(queries)).double()
+    both = torch.minimum(*((wanted[:, None] - b[None]).square().mean(2).sqrt() for b in (plain, mirrored)))
+    assert torch.equal(found.image[:, :10], both.argsort(1)[:, :10])
+    assert torch.allclose(found.distance.double(), both.sort(1).values[:, : found.distance.shape[1]], atol=1e-3)
+    assert found.image[0, 0] == 17
+    assert found.image[1, 0] == 250
+    assert found.distance[:2, 0].max() < 1e-3
+    itself = nearest(torch.from_numpy(bank[:5]), bank, rows=range(5))
+    assert not (itself.image == torch.arange(5)[:, None]).any()
+    assert itself.distance.isfinite().all()
+
+
+def test_the_nearest_are_found_across_chunks(monkeypatch):
+    bank, queries = blobs(100, 0), torch.from_numpy(blobs(4, 1))
+    whole = nearest(queries, bank)
+    monkeypatch.setattr("unfog.diagnosis.run.memorised.CHUNK", 7)
+    parts = nearest(queries, bank)
+    assert torch.equal(whole.image, parts.image)
+    assert torch.allclose(whole.distance, parts.distance)
+
+
+def verdict(drawn, bank, unseen=None):
+    found = nearest(torch.from_numpy(drawn), bank)
+    if unseen is None:
+        rows = range(min(len(bank), 256))
+        usual = nearest(torch.from_numpy(bank[: len(rows)]), bank, rows=rows)
+    else:
+        usual = nearest(torch.from_numpy(unseen), bank)
+    pictures = drawn.transpose(0, 2, 3, 1)
+    return memorised(pictures, found, usual, bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1), "others", len(bank))
+
+
+@pytest.mark.parametrize("count", [20, 140, 1000])
+def test_copies_are_told_from_fresh_pictures_of_the_same_kind(count):
+    bank = blobs(count, 0)
+    random = np.random.default_rng(9)
+    copies = bank[random.choice(count, 64)] + random.normal(0, 8, (64, 3, 16, 16))
+    assert verdict(copies.clip(0, 255).astype(np.uint8), bank).severity == "warning"
+    assert verdict(copies[..., ::-1].clip(0, 255).astype(np.uint8), bank).severity == "warning"
+    for seed in range(1, 7):
+        assert verdict(blobs(64, seed), bank).severity == "fine"
+        assert verdict(blobs(64, seed), bank, blobs(60, 100 + seed)).severity == "fine"
+
+
+def test_near_duplicates_in_the_data_are_not_held_against_the_network():
+    twice = np.concatenate([blobs(200, 0), (blobs(200, 0) * 0.98).astype(np.uint8)])
+    like_the_data = np.concatenate([blobs(32, 3), (twice[:32] * 0.97).astype(np.uint8)])
+    assert verdict(like_the_data, twice).severity == "fine"
+    assert verdict(twice[100:164], twice).facts["share_of_unseen"] > 0.9
+
+
+def test_a_few_copies_among_many_are_a_hint():
+    bank = blobs(2000, 0)
+    mixed = np.concatenate([blobs(60, 5), bank[:4]])
+    found = verdict(mixed, bank, blobs(256, 6))
+    assert (found.severity, found.facts["copies"]) == ("hint", 4)
+    assert found.exhibits[0].picture is not None
+    assert COPY == 0.5
+
+
+# Drawn pictures against data.
+
+
+def solid(count, seed, spread=60, shift=(0, 0, 0)):
+    random = np.random.default_rng(seed)
+    colours = random.normal(120, spread, (count, 1, 1, 3)) + random.normal(0, 2, (count, 16, 16, 3)) + shift
+    return colours.clip(0, 255).astype(np.uint8)
+
+
+def tinted(drawn, data, labels=(None, None)):
+    return tint(measure(drawn, labels[0]), measure(data, labels[1]), comparison(drawn, data))
+
+
+def test_solid_colours_are_within_tolerance_and_tinted_ones_are_not():
+    data = solid(300, 0, spread=30)
+    severities = [tinted(solid(64, seed, spread=30), data).severity for seed in range(1, 41)]
+    assert severities.count("warning") == 0
+    assert severities.count("hint") <= 1
+    for seed in range(1, 11):
+        found = tinted(solid(64, seed, spread=30, shift=(30, 0, 0)), data)
+        assert found.severity == "warning"
+        assert "in red" in found.evidence
+        dark = tinted(solid(64, seed, spread=20, shift=(-35, -35, -35)), data)
+        assert dark.severity == "warning"
+        assert dark.facts["brightness"][0] < -20
+
+
+def test_a_faint_tint_shows_among_pictures_of_all_brightnesses():
+    random = np.random.default_rng(4)
+
+    def grey(count, shift=(0, 0, 0)):
+        level = random.uniform(20, 235, (count, 1, 1, 1)) + random.normal(0, 3, (count, 8, 8, 3)) + shift
+        return level.clip(0, 255).astype(np.uint8)
+
+    assert tinted(grey(64), grey(300)).severity in ("fine", "hint")
+    assert tinted(grey(64, (0, 15, 0)), grey(300)).severity == "warning"
+
+
+def test_classes_of_other_sizes_are_no_tint():
+    random = np.random.default_rng(0)
+
+    def of_classes(labels):
+        pixels = np.where(labels[:, None, None, None] == 0, 40, 200) + random.normal(0, 10, (len(labels), 16, 16, 3))
+        return pixels.clip(0, 255).astype(np.uint8)
+
+    rare, balanced = (random.random(2000) < 0.05).astype(np.int64), np.arange(64) % 2
+    found = tinted(of_classes(balanced), of_classes(rare), (balanced, rare))
+    assert found.severity == "fine"
+    assert found.facts["brightness"][1] < 2, "what varies between the classes is no error"
+
+
+def test_noise_blank_and_clipped_pictures_are_found():
+    data = blobs(200, 0).transpose(0, 2, 3, 1)
+    fresh, random = blobs(64, 1).transpose(0, 2, 3, 1), np.random.default_rng(0)
+    shown = comparison(fresh, data)
+    assert blank(measure(fresh), measure(data), shown).severity == "fine"
+    noise = (fresh + random.normal(0, 40, fresh.shape)).clip(0, 255).astype(np.uint8)
+    assert "noise" in blank(measure(noise), measure(data), shown).evidence
+    assert blank(measure(np.full_like(fresh, 90)), measure(data), shown).severity == "warning"
+    assert blank(measure(np.full_like(fresh, 90)), measure(data), shown, "wait").severity == "hint"
+    harsh = np.where(fresh > 128, 255, 0).astype(np.uint8)
+    assert saturated(measure(harsh), measure(data)).severity == "warning"
+    assert saturated(measure(fresh), measure(data)).severity == "fine"
+    assert saturated(measure(harsh), measure(harsh[:32])).severity == "fine"

@@ -1,0 +1,379 @@
+"""The doctor on settings: each planted fault gives its finding and no other, and sound settings give none."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import unfog.data.augment
+from conftest import NETWORK
+from unfog.config.presets import preset
+from unfog.config.toml import update
+from unfog.data.images import ImageSet, Prepared
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import open_source
+from unfog.diagnosis.settings import intervals as interval_checks
+from unfog.diagnosis.settings import machine
+from unfog.diagnosis.settings import rates as rate_checks
+from unfog.diagnosis.settings.examine import examine_settings
+from unfog.diagnosis.settings.machine import check_precision
+from unfog.diagnosis.settings.noise import check_range, check_timesteps, some
+from unfog.diagnosis.settings.overfit import LEARNED, STUCK, overfit_one_batch
+from unfog.diagnosis.settings.rates import half_from, share_before, usual_learning_rate
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNormal
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
+from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
+from unfog.errors import Interrupted
+from unfog.runs.build import build_network, build_state
+from unfog.runs.choices import Settling
+from unfog.training.settings import FixedEma, PowerEma
+
+CPU = torch.device("cpu")
+SEVERE = ("fatal", "warning")
+
+
+@pytest.fixture(scope="module")
+def fashion():
+    return prepare(open_source("fashion"), Data(cache="memory"))
+
+
+def settled(prepared, name="default", **settings):
+    """A configuration with every choice made; the length in images so that nothing is measured."""
+    base = preset(name)
+    base = replace(base, training=replace(base.training, budget=""))
+    settings = {"network": NETWORK, "training": {}, **settings}
+    settings["training"] = {"images": 200_000, "precision": "fp32", "device": "cpu", **settings["training"]}
+    config = replace(update(base, settings, ""), source="fashion")
+    data = replace(config.data, size=prepared.settings.size, channels=prepared.settings.channels)
+    config = replace(config, data=data, classes=prepared.train.classes)
+    settling = Settling(config, prepared.train, CPU, lambda: False)
+    settling.network()
+    settling.learning_rate()
+    settling.length()
+    settling.intervals()
+    return settling.config
+
+
+def examined(config, prepared, **more):
+    return {f.code: f for f in examine_settings(config, prepared, CPU, **more)}
+
+
+def severe(findings):
+    return {code: f.severity for code, f in findings.items() if f.severity in SEVERE}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("default", {}),
+        ("default", {"network": "auto"}),
+        ("default", {"training": {"images": 5_000_000, "batch": 256}}),
+        ("default", {"training": {"images": 2_000_000}, "ema": "fixed"}),
+        ("demo", {"network": "tiny", "training": {"images": 92_224}}),
+        ("ddpm", {"training": {"images": 200_000 * 64}}),
+        ("ddpm", {"network": "tiny", "training": {"images": 20_000 * 64}}),
+        ("ddpm", {"diffusion": {"schedule": "linear"}, "training": {"images": 10_000_000, "batch": 128}}),
+        (
+            "default",
+            {
+                "diffusion": {
+                    "path": "ve",
+                    "schedule": "lognormal",
+                    "target": "edm",
+                    "weighting": "edm",
+                    "conditioning": "logsnr",
+                    "scale_input": True,
+                }
+            },
+        ),
+    ],
+)
+def test_sound_settings_raise_no_alarm(fashion, name, settings):
+    findings = examined(settled(fashion, name, **settings), fashion)
+    assert len(findings) == 20
+    assert severe(findings) == {}, [str(f) for f in findings.values() if f.severity in SEVERE]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "code", "severity"),
+    [
+        ("default", {"optimizer": {"lr": 0.015}}, "lr", "hint"),
+        ("default", {"optimizer": {"lr": 0.06}}, "lr", "warning"),
+        ("default", {"optimizer": {"lr": 0.3}}, "lr", "fatal"),
+        ("default", {"optimizer": {"lr": 2e-4}}, "lr", "hint"),
+        ("default", {"optimizer": {"lr": 5e-5}}, "lr", "warning"),
+        ("default", {"optimizer": {"lr": 1e-7}}, "lr", "fatal"),
+        ("default", {"optimizer": {"warmup": 1_600}}, "warmup", "warning"),
+        ("default", {"optimizer": {"warmup": 4_000}}, "warmup", "warning"),
+        ("default", {"optimizer": {"betas": [0.99, 0.9]}}, "optimizer", "warning"),
+        ("default", {"optimizer": {"eps": 1e-3}}, "optimizer", "warning"),
+        ("default", {"optimizer": {"weight_decay": 2.0}}, "optimizer", "warning"),
+        ("default", {"training": {"clip": 0.0}}, "clip", "warning"),
+        ("default", {"training": {"batch": 10_000, "images": 10**7}, "optimizer": {"lr": 3e-2}}, "batch", "hint"),
+        ("default", {"training": {"batch": 2}, "optimizer": {"lr": 3e-4}}, "batch", "hint"),
+        ("default", {"ema": "power:width=0.28"}, "ema", "warning"),
+        ("default", {"ema": "fixed:decay_max=0.5"}, "ema", "warning"),
+        ("default", {"training": {"images": 9_600}}, "length", "warning"),
+        ("default", {"training": {"images": 9_000 * 2_100}}, "length", "warning"),
+        ("default", {"guidance": 3.0, "label_dropout": 0.0}, "guidance", "warning"),
+        ("default", {"label_dropout": 1.0}, "guidance", "warning"),
+        ("default", {"guidance": 20.0}, "guidance", "hint"),
+        ("default", {"sampler": {"steps": 4}}, "sampler", "hint"),
+        ("ddpm", {"sampler": {"kind": "ddpm", "steps": 20}}, "sampler", "hint"),
+        ("default", {"preview": {"every": 5}}, "asides", "warning"),
+        ("default", {"evaluate": {"every": 10}}, "asides", "warning"),
+        ("default", {"evaluate": {"images": 4}}, "held_out", "hint"),
+        ("default", {"checkpoint": {"every": -1}}, "checkpoints", "warning"),
+        ("ddpm", {"diffusion": {"schedule": "linear:beta_end=0.005"}}, "terminal_snr", "warning"),
+        ("ddpm", {"diffusion": {"schedule": "linear:beta_end=0.001"}}, "terminal_snr", "fatal"),
+        ("default", {"diffusion": {"path": "ve", "schedule": "lognormal"}}, "input_scale", "warning"),
+        ("default", {"network": "unet:channels=32/32/32/32,attention=0/0/0/0"}, "network", "fatal"),
+    ],
+)
+def test_a_planted_fault_gives_its_finding_and_no_other(fashion, name, settings, code, severity):
+    """The confusion table: one row a fault."""
+    network = settings.get("network")
+    sound = {**settings, "network": NETWORK} if network else settings
+    length = {"images": 200_000 if name == "default" else 2_000_000}
+    config = settled(fashion, name, **{**sound, "training": {**length, **sound.get("training", {})}})
+    config = update(config, {"network": network}, "") if network else config
+    findings = examined(config, fashion)
+    found = {c: f.severity for c, f in findings.items() if f.severity in SEVERE or c == f"settings.{code}"}
+    assert found == {f"settings.{code}": severity}, [str(f) for f in findings.values() if f.severity != "fine"]
+    assert findings[f"settings.{code}"].remedy
+
+
+def few(images):
+    """The first images of a set, none held out."""
+    first = ImageSet(images.train.pixels[:12], images.train.labels[:12], images.train.names[:12], images.train.classes)
+    empty = ImageSet(first.pixels[:0], first.labels[:0], (), first.classes)
+    return Prepared(images.settings, first, empty, images.ledger)
+
+
+def test_small_sets_are_measured_by_themselves(fashion):
+    small = few(fashion)
+    findings = examined(settled(small, training={"images": 100_000}), small)
+    assert severe(findings) == {"settings.length": "warning"}  # each is seen 8,000 times
+    assert findings["settings.length"].facts["epochs"] == pytest.approx(100_032 / 12)
+    assert findings["settings.batch"].severity == "hint"
+    assert findings["settings.held_out"].severity == "fine"  # of so few none can be spared
+
+
+def test_labels_beyond_the_classes_are_fatal(fashion):
+    config = settled(fashion)
+    assert severe(examined(replace(config, classes=config.classes[:4]), fashion)) == {"settings.labels": "fatal"}
+
+
+def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monkeypatch):
+    augment = unfog.data.augment.Augment()
+    assert check_range(some(fashion.train), augment).severity == "fine"
+    for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
+        monkeypatch.setattr(unfog.data.augment, "to_model_range", wrong)
+        assert check_range(some(fashion.train), augment).severity == "fatal"
+
+
+def test_timesteps_that_leave_out_zero_are_fatal(monkeypatch):
+    diffusion = Diffusion(schedule=Cosine(steps=250))
+    found = check_timesteps(diffusion)
+    assert found.severity == "fine"
+    assert (found.facts["from"], found.facts["to"], found.facts["met"]) == (0, 249, 250)
+    quantile = Cosine.quantile
+    monkeypatch.setattr(Cosine, "quantile", lambda self, logsnr: quantile(self, logsnr) + 1 / self.steps)  # 1 … T
+    assert check_timesteps(diffusion).severity == "fatal"
+    monkeypatch.setattr(Cosine, "quantile", lambda self, logsnr: quantile(self, logsnr) + 0.5 / self.steps)
+    assert "fractions" in check_timesteps(diffusion).evidence
+
+
+def test_pace_tells_costs_in_time(fashion):
+    config = update(settled(fashion), {"checkpoint": {"every": 1_000}}, "")
+    slow = examined(config, fashion, seconds_per_step=5.0)
+    assert slow["settings.checkpoints"].severity == "warning"  # 1,000 steps of 5 s are more than an hour
+    assert slow["settings.asides"].facts["seconds"] > 60
+    assert examined(config, fashion, seconds_per_step=0.1)["settings.checkpoints"].severity == "fine"
+
+
+def test_passes_are_counted_as_they_are_made(fashion):
+    config = settled(fashion, training={"images": 64_000}, sampler={"kind": "heun", "steps": 10}, guidance=2.0)
+    config = update(config, {"preview": {"every": 100, "images": 3}, "evaluate": {"every": 250, "images": 50}}, "")
+    counted = interval_checks.passes(config, held_out=20)
+    # Before the first step, after 100 … 900, and after the last; two calls a step for Heun, two for guidance.
+    assert counted["preview"] == 11 * 3 * 10 * 2 * 2
+    assert counted["evaluate"] == 5 * 20 * 8
+    assert counted["training"] == 3 * 64_000
+    plain = interval_checks.passes(replace(config, guidance=1.0), held_out=20)
+    assert plain["preview"] == counted["preview"] / 2
+
+
+def test_no_room_for_checkpoints_is_fatal(fashion, monkeypatch):
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 10_000)
+    assert severe(examined(settled(fashion), fashion)) == {"settings.disk": "fatal"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "seconds", "severity", "remedy"),
+    [
+        ("bf16", {torch.bfloat16: 0.5}, "fine", ""),
+        ("bf16", {torch.bfloat16: 3.0}, "warning", "--precision fp32"),
+        ("fp16", {torch.float16: 60.0, torch.bfloat16: 0.5}, "warning", "--precision bf16"),
+        ("fp16", {torch.float16: 60.0, torch.bfloat16: 3.0}, "warning", "--precision fp32"),
+        ("fp16", {torch.float16: 0.5, torch.bfloat16: 0.5}, "hint", "--precision bf16"),
+        ("fp32", {}, "fine", ""),
+    ],
+)
+def test_precision_is_judged_by_what_it_costs_here(fashion, monkeypatch, precision, seconds, severity, remedy):
+    monkeypatch.setattr(machine, "multiply_seconds", lambda dtype, device: seconds.get(dtype, 1.0))
+    found = check_precision(settled(fashion, training={"precision": precision}), CPU)
+    assert found.severity == severity
+    assert remedy in found.remedy
+
+
+def test_products_are_really_measured():
+    assert 0 < machine.multiply_seconds(torch.float32, CPU) < 1
+    with pytest.raises(RuntimeError):
+        machine.multiply_seconds(torch.uint16, CPU)
+
+
+@pytest.mark.parametrize(("millions", "batch"), [("tiny", 64), ("small", 256), ("small", 16)])
+def test_the_usual_learning_rate_is_what_is_chosen(fashion, millions, batch):
+    config = settled(fashion, network=millions, training={"batch": batch})
+    parameters = sum(p.numel() for p in build_network(config).parameters())
+    assert usual_learning_rate(parameters, batch) == pytest.approx(config.optimizer.lr, rel=0.03)
+
+
+@pytest.mark.parametrize("profile", [PowerEma(), PowerEma(0.2), FixedEma(), FixedEma(0.99)])
+def test_shares_of_the_average_are_those_of_the_recursion(profile):
+    """Against the average itself, of weights that are 1 up to a step and 0 from then on; also where it is a sum."""
+    for steps, until in ((50, 5), (6_000, 600), (20_000, 15_000)):
+        value = 0.0
+        for n in range(1, steps + 1):
+            decay = profile.decay(n)
+            value = decay * value + (1 - decay) * (n <= until)
+        initial = np.prod([profile.decay(n) for n in range(1, steps + 1)])  # of weight 1 before the first update
+        assert share_before(profile, until, steps) == pytest.approx(value + initial, rel=0.01, abs=1e-12)
+        half = half_from(profile, steps)
+        assert share_before(profile, steps - half, steps) <= 0.5 <= share_before(profile, steps - half + 1, steps)
+
+
+DIFFUSIONS = {
+    "default": preset("default").diffusion,
+    "ddpm": preset("ddpm").diffusion,
+    "eps, linear, min-snr": Diffusion(schedule=Linear(), target=Eps(), weighting=MinSnr()),
+    "eps, linear, 1/snr": Diffusion(schedule=Linear(), target=Eps(), weighting=InverseSnr()),
+    "x0, snr": Diffusion(schedule=Cosine(), target=X0(), weighting=Snr()),
+    "v, zero terminal": Diffusion(schedule=Linear(zero_terminal=True), target=V()),
+    "v, continuous": Diffusion(schedule=Cosine(steps=0)),
+    "edm": Diffusion(VE(), LogNormal(), EdmF(), Edm(), conditioning="logsnr", scale_input=True),
+    "flow, uniform": Diffusion(Flow(), FlowUniform(), FlowVelocity()),
+}
+
+
+def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False):
+    config = replace(settled(fashion), diffusion=diffusion)
+    if lr is not None:
+        config = replace(config, optimizer=replace(config.optimizer, lr=lr))
+    state = build_state(config, CPU)
+    spoil(state.model)
+    objective = Objective(diffusion, len(config.classes), config.label_dropout)
+    torch.manual_seed(0)
+    images = replace(fashion.train, pixels=fashion.train.pixels[:4000, :, ::2, ::2], labels=fashion.train.labels[:4000])
+    return overfit_one_batch(config, state, objective, images, 1e6, stop, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFUSIONS)
+def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
+    found = lesson(fashion, DIFFUSIONS[name])
+    assert found.severity == "fine", str(found)
+    assert found.facts["loss_to_blind"] < LEARNED
+    assert found.facts["loss_to_first"] < STUCK / 2
+    assert found.exhibits[0].picture is not None
+    assert found.exhibits[1].svg
+
+
+def cut(network):
+    """The gradient does not arrive."""
+    forward = network.forward
+    bias = network.conv_out.bias
+    network.forward = lambda *inputs: forward(*inputs).detach() + 0 * bias.sum()
+
+
+def ignoring(which):
+    """One of the inputs is not looked at."""
+
+    def spoil(network):
+        forward = network.forward
+
+        def deaf(x, c_noise, label=None):
+            inputs = {"image": x, "level": c_noise, "label": label}
+            inputs[which] = None if which == "label" else torch.zeros_like(inputs[which])
+            return forward(*inputs.values())
+
+        network.forward = deaf
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", ["default", "ddpm", "edm"])
+def test_what_cannot_learn_is_found(fashion, name):
+    for found in (
+        lesson(fashion, DIFFUSIONS[name], 0.0, steps=22),
+        lesson(fashion, DIFFUSIONS[name], None, cut, 22),
+    ):
+        assert found.severity == "fatal"
+        assert found.facts["loss_to_first"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("which", ["image", "level", "label"])
+def test_an_input_that_is_not_looked_at_is_found(fashion, which):
+    found = lesson(fashion, DIFFUSIONS["default"], 0.01, ignoring(which), 12)
+    assert found.severity == "fatal"
+    assert which in found.evidence
+    assert not {"image", "level", "label"} - {which} & set(found.evidence.split("depend on")[1].split())
+
+
+def test_a_loss_that_is_not_finite_is_found(fashion):
+    def explode(network):
+        forward = network.forward
+        network.forward = lambda *inputs: forward(*inputs) + float("nan")
+
+    found = lesson(fashion, DIFFUSIONS["default"], None, explode, steps=3)
+    assert found.severity == "fatal"
+    assert "3 steps were refused" in found.evidence
+    assert json.loads(json.dumps(dict(found.facts), allow_nan=False))["loss_to_first"] is None
+
+
+def test_a_loss_that_rises_asks_for_a_lower_rate(fashion):
+    found = lesson(fashion, DIFFUSIONS["ddpm"], 1.0, steps=25)
+    assert found.severity == "fatal"
+    assert "rose" in found.evidence
+    assert found.remedy == "a lower --lr"
+
+
+def test_fewer_images_than_eight_are_learned_at_several_levels(fashion):
+    config = settled(fashion)
+    one = replace(fashion.train, pixels=fashion.train.pixels[:1, :, ::2, ::2], labels=fashion.train.labels[:1])
+    objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+    found = overfit_one_batch(config, build_state(config, CPU), objective, one, 1e6, steps=25)
+    assert found.facts["steps"] == 25
+    assert found.facts["loss_to_first"] < STUCK
+
+
+def test_a_slow_learner_is_no_fault(fashion):
+    found = lesson(fashion, DIFFUSIONS["default"], 2e-4, steps=22)
+    assert found.severity == "hint"
+
+
+def test_leaving_a_lesson_leaves_at_once(fashion):
+    with pytest.raises(Interrupted):
+        lesson(fashion, DIFFUSIONS["default"], stop=lambda: True)
+
+
+def test_rates_scale_by_both_rules():
+    assert rate_checks.linear_learning_rate(10**6, 128) == pytest.approx(6e-3)
+    assert rate_checks.usual_learning_rate(10**6, 256) == pytest.approx(6e-3)
+    assert rate_checks.linear_learning_rate(10**6, 2048) == pytest.approx(3e-3 * 8 * 2)

@@ -1,0 +1,113 @@
+"""How long to train: the tables, and what the length of a run comes to."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from unfog.config.presets import preset
+from unfog.data.settings import Data
+from unfog.diagnosis.settings.length import FOUNDING, KNOWN, MILESTONES, check_length, count, length_guide, milestones
+
+
+def case(images, pictures=8_000, side=64, batch=64):
+    base = preset("default")
+    config = replace(
+        base,
+        data=Data(size=side, channels=3),
+        training=replace(base.training, images=images, batch=batch, budget=""),
+    )
+    return config, SimpleNamespace(train=range(pictures))  # of which only the length counts
+
+
+def test_the_guide_counts_steps_epochs_and_hours_for_this_data_and_pace():
+    found = length_guide(*case(12_800_000), seconds_per_step=0.64)
+    assert found.severity == "fine"
+    rows = {row[0]: row[1:] for row in found.exhibits[0].table}
+    assert rows["this run"] == ["12.8 million", "200,000", "1,600", "1 d 11 h"]
+    assert rows["recognisable"] == ["50,000 to 2 million", "781 to 31,250", "6.2 to 250", "8 min 20 s to 5 h 33 min"]
+    assert "12.8 million in 1 d 11 h, which is where pictures become good" in found.evidence
+
+
+def test_hours_are_left_out_where_the_pace_is_not_known():
+    found = length_guide(*case(12_800_000))
+    assert found.exhibits[0].table[-1][-1] == "not measured"
+    assert {row[-1] for row in found.exhibits[2].table[1:]} == {"not measured"}
+
+
+def test_the_usual_table_is_computed_for_this_pace():
+    rows = {(row[0], row[1]): row for row in length_guide(*case(10**6), seconds_per_step=0.64).exhibits[2].table[1:]}
+    assert len(rows) == len(FOUNDING)
+    assert rows["10,000 images", "64"][2:] == [
+        "200,000", "12.8 million", "1,280", "1 day on a V100", "1 d 11 h"
+    ]  # fmt: skip
+    assert rows["50,000 images", "256"][-1] == "59 d 06 h"  # 32 million images of 16 times the pixels, 0.01 s each
+    assert rows["CIFAR-10", "32"][-1] == "22 h 13 min"
+
+
+@pytest.mark.parametrize(
+    ("images", "place"),
+    [
+        (10_000, "too few for anything to be recognised"),
+        (500_000, "become recognisable"),
+        (5_000_000, "beyond where they become recognisable"),
+        (30_000_000, "become good"),
+        (10**9, "become saturated"),
+        (10**10, "beyond where they become saturated"),
+    ],
+)
+def test_a_length_is_placed(images, place):
+    assert length_guide(*case(images, 10**7)).evidence.endswith(place)
+
+
+def test_small_sets_are_learned_by_heart_before_they_saturate():
+    table = {row[0]: row for row in length_guide(*case(10**5, pictures=500)).exhibits[0].table}
+    assert "by heart" in table["saturated"][3]
+    assert "by heart" not in table["recognisable"][3]
+
+
+def test_milestones_follow_one_another_and_the_side():
+    for side in (28, 64, 256):
+        lows, highs = zip(*milestones(side).values())
+        assert list(lows) == sorted(lows)
+        assert list(highs) == sorted(highs)
+        assert all(low <= high for low, high in zip(lows, highs))
+    assert milestones(28) != milestones(64) != milestones(256)
+
+
+def test_ranges_hold_what_is_known():
+    """Each published run that says how good it was lies in the range of its level, or beyond a narrow set's."""
+    for known in KNOWN:
+        level = (
+            "recognisable" if "recognisable" in known.level else "saturated" if known.level.startswith("FID") else ""
+        )
+        if level:
+            low, high = milestones(known.side)[level]
+            assert low / 4 <= known.images <= high, known
+    assert set(MILESTONES) == {"recognisable", "good", "saturated"}
+
+
+@pytest.mark.parametrize(
+    ("images", "pictures", "severity"),
+    [
+        (20_000, 10_000, "warning"),
+        (60_000, 10_000, "fine"),
+        (10**6, 400, "warning"),
+        (700_000, 400, "fine"),
+        (10**8, 40_000, "hint"),
+        (10**6, 10**7, "hint"),
+    ],
+)
+def test_a_length_is_judged_by_need_and_by_supply(images, pictures, severity):
+    found = check_length(*case(images, pictures))
+    assert found.severity == severity
+    if severity == "warning":
+        assert found.remedy.startswith("--images")
+
+
+def test_the_default_hour_of_a_slow_cpu_is_no_fault():
+    assert check_length(*case(200_000, 500)).severity == "fine"
+
+
+def test_numbers_as_people_say_them():
+    assert [count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == ["0.2", "7", "50,000", "1.5 million", "2.5 billion"]

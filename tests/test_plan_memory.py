@@ -1,0 +1,277 @@
+"""Memory predicted from a trace: what it consists of, that it is what real tensors take, and what is chosen by it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unfog.config.tree import Config
+from unfog.data.settings import Data
+from unfog.diagnosis.plan.memory import CUDA_BLOCK, MB, _control_group, available_memory, peak_of
+from unfog.diagnosis.plan.trace import Trace, record
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError
+from unfog.models.settings import SIZES, UNet
+from unfog.runs.build import build_network
+from unfog.runs.footprint import Traces, at_most, trace_step
+from unfog.runs.microbatch import MARGIN, choose_microbatch, largest
+from unfog.training.settings import Training
+
+CPU = torch.device("cpu")
+SMALL = UNet((8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.1)
+
+
+def config(batch=8, size=16, network=SMALL, **training) -> Config:
+    training = {"precision": "fp32", **training}
+    return Config(network=network, data=Data(size=size, channels=3), training=Training(batch=batch, **training))
+
+
+def live(trace: Trace) -> int:
+    now = most = 0
+    for event in trace.events:
+        now += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
+        most = max(most, now)
+    return most
+
+
+def test_a_trace_holds_what_is_alive_and_no_more():
+    def work(recorder):
+        a = torch.zeros(1000)
+        b = a + 1  # a and b
+        del a
+        c = b.view(10, 100) @ torch.zeros(100, 7)  # b, 100 x 7, 10 x 7
+        del b, c
+
+    trace = record(work, "cpu")
+    assert live(trace) == 8000
+    assert sum(e >= 0 for e in trace.events) == sum(e < 0 for e in trace.events) == len(trace.sizes) == 4
+
+
+def test_parts_of_a_step():
+    wanted = sum(p.numel() for p in build_network(config()).parameters()) * 4
+    for device in ("cpu", "cuda"):
+        peak = Traces(config(), device).step(8, False)
+        assert peak.parts["parameters"] == peak.parts["average"] == wanted
+        assert 2 * wanted < peak.parts["moments"] < 2 * wanted + 1000  # and a count of steps for each
+        assert sum(peak.parts.values()) == peak.total
+    assert Traces(config(), "cpu").step(4, False).parts["gradients"] == wanted  # from the pass before
+
+
+def test_recomputing_is_imitated_too():
+    """In the types of the device that is not there, also within the backward pass."""
+    given = config(8, precision="bf16")
+    kept, recomputed = (peak_of(trace_step(given, "cuda", 8, 1, again), "cuda") for again in (False, True))
+    assert recomputed.parts["activations"] < 0.6 * kept.parts["activations"]
+    assert recomputed.total < kept.total
+
+
+def test_every_tensor_is_affine_in_the_batch():
+    few, more, many = (trace_step(config(), "cpu", n, 2) for n in (2, 4, 11))
+    assert few.at(11, more, 2, 4) == many
+
+
+def test_traces_of_different_computations_are_not_continued():
+    few, more = trace_step(config(), "cpu", 2, 1), trace_step(config(), "cpu", 4, 2)
+    with pytest.raises(ValueError, match="different"):
+        few.at(8, more, 2, 4)
+
+
+@pytest.mark.slow
+def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
+    full = Traces(config(32), "cpu").step(32, False).parts["activations"]
+    half = Traces(config(32, precision="bf16"), "cpu").step(32, False).parts["activations"]
+    on_gpu = Traces(config(32, precision="bf16"), "cuda").step(32, False).parts["activations"]
+    assert 0.45 < half / full < 0.7
+    assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
+    assert Traces(config(32), "cpu").step(8, False).parts["activations"] < 0.3 * full
+    assert Traces(config(32), "cpu").step(32, True).parts["activations"] < 0.5 * full
+
+
+def test_a_trace_leaves_no_trace():
+    before = torch.get_rng_state()
+    objective = Objective(Diffusion())  # whose table of levels is cached
+    trace_step(config(), "cpu", 2, 1)
+    loss = objective(lambda x, c_noise, *rest: x, torch.zeros(2, 3, 8, 8)).per_image
+    assert type(loss) is torch.Tensor
+    assert loss.isfinite().all()
+    torch.set_rng_state(before)
+    trace_step(config(), "cuda", 2, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_cuda_rounds_up_and_glibc_loses_some_of_what_is_not_too_large():
+    trace = Trace([1, CUDA_BLOCK + 1], ["activations"] * 2, [0, 1])
+    assert peak_of(trace, "mps").total == 3 * CUDA_BLOCK
+    large, small, kept = 40 * MB, 10 * MB, 5 * MB
+    trace = Trace([large, small, kept], ["activations", "activations", "parameters"], [0, 1, 2])
+    peak = peak_of(trace, "cpu")
+    assert large + small + kept < peak.total < large + 1.5 * small + kept
+    assert peak.parts["allocator"] == peak.total - large - small - kept
+
+
+SCRIPT = """
+import sys, torch, numpy as np
+sys.path.insert(0, {tests!r})
+torch.set_num_threads(1)
+from test_plan_memory import config
+from unfog.data.augment import Augment
+from unfog.data.images import ImageSet
+from unfog.data.stream import ImageStream
+from unfog.diffusion.objective import Objective
+from unfog.runs.build import build_state
+from unfog.training.loop import Every, train
+from unfog.training.protocols import Silent
+
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+
+def run(config):
+    pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
+    images = ImageSet(pixels, None, tuple("abcdefgh"), ())
+    state = build_state(config, torch.device("cpu"))
+    train(config.training, config.optimizer, Every(0, 0, 0, 0), state, ImageStream(images, 0), Augment(),
+          Objective(config.diffusion), Silent())
+
+run(config(2, images=2))
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+run(config(48, 32, images=96, precision={precision!r}))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_real_tensors_take_what_the_trace_says(precision):
+    """With memory of its own for each tensor, which leaves the allocator's holes aside."""
+    script = SCRIPT.format(tests=str(Path(__file__).parent), precision=precision)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    predicted = live(trace_step(config(48, 32, precision=precision), "cpu", 48, 1))
+    assert predicted > 60e6
+    assert 0.88 < predicted / int(done.stdout) < 1.12
+
+
+@given(st.integers(1, 5000), st.integers(0, 6000))
+def test_largest_that_fits(batch, limit):
+    found = largest(batch, lambda n: n <= limit)
+    if limit == 0:
+        assert found == 0
+    elif batch <= limit:
+        assert found == batch
+    else:
+        assert 1 <= found <= limit
+        assert 2 * found > limit or -(-batch // found) == -(-batch // limit)  # as few passes, or nearly
+        if batch % found:  # only where no divisor is near
+            assert all(batch % n for n in range(limit // 2 + 1, limit + 1))
+
+
+def test_micro_batch_follows_from_what_is_available():
+    given = config(24, 32)
+    traces = Traces(given, "cpu")
+    assert choose_microbatch(given, CPU, 10**12)[:2] == (24, False)
+    found = []
+    for share in (0.6, 0.35):
+        room = int(share * traces.training(24, False) / MARGIN)
+        fit = choose_microbatch(given, CPU, room)
+        assert 24 % fit.microbatch == 0
+        assert not fit.checkpointing
+        assert traces.training(fit.microbatch, False) < MARGIN * room
+        assert "all 24 would need" in fit.reason
+        found.append(fit.microbatch)
+    assert 24 > found[0] > found[1]
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
+    given = config(4, 64)
+    one, recomputed = (Traces(given, "cpu").training(1, again) for again in (False, True))
+    assert recomputed < 0.9 * one
+    fit = choose_microbatch(given, CPU, int((one + recomputed) / 2 / MARGIN))
+    assert fit.checkpointing
+    assert fit.microbatch >= 1
+    with pytest.raises(RequestError, match=r"one image of 64 pixels .* smaller --size or --network"):
+        choose_microbatch(given, CPU, int(0.9 * recomputed / MARGIN))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [config(3, 32), *(pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow) for n in ("tiny", "small"))],
+)
+def test_the_glance_is_never_below_the_prediction(given):
+    """So that no trace is needed where even that fits."""
+    for device in ("cpu", "cuda"):
+        traces = Traces(given, device)
+        context = traces.training(given.training.batch, False) - traces.step(given.training.batch, False).total
+        assert at_most(given) > traces.training(given.training.batch, False) - context * (device == "cuda")
+
+
+def test_what_a_control_group_leaves(tmp_path):
+    """Version 2, nested; and version 1."""
+    inner = tmp_path / "two" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for folder, limit, used in ((inner.parent, "1000000", 400000), (inner, "max", 300000)):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(used))
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    me = tmp_path / "me"
+    me.write_text("0::/outer/inner\n")
+    assert _control_group(tmp_path / "two", me) == 1000000 - 400000 + 50000
+    old = tmp_path / "one" / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("2000000")
+    (old / "memory.usage_in_bytes").write_text("500000")
+    (old / "memory.stat").write_text("total_inactive_file 0\n")
+    me.write_text("5:cpu,memory:/job\n0::/\n")
+    assert _control_group(tmp_path / "one", me) == 1500000
+    assert _control_group(tmp_path / "none", me) is None
+
+
+LIMITED = """
+import dataclasses, json, resource, sys, torch
+sys.path.insert(0, {tests!r})
+torch.set_num_threads(1)
+from test_plan_memory import config
+from unfog.data.settings import Data
+from unfog.runs.train import start
+asked = config(256, 32, steps=2)
+asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
+asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, images=1))
+size = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (size + {room}, resource.RLIM_INFINITY))
+folder, done = start(asked, __import__("pathlib").Path({out!r}))
+print(json.dumps([done, folder.read_config().training.microbatch]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and counted as Linux does")
+def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
+    script = LIMITED.format(
+        tests=str(Path(__file__).parent), source="fashion", out=str(tmp_path / "run"), room=600 * MB
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ended, microbatch = json.loads(done.stdout.splitlines()[-1])
+    assert ended
+    assert 1 <= microbatch < 256
+    assert "microbatch" in done.stderr
+    assert "available" in done.stderr
+
+
+def test_available_memory_is_limited_by_the_address_space():
+    script = (
+        "import resource, torch; from unfog.diagnosis.plan.memory import available_memory as a;"
+        "n = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmSize'));"
+        "resource.setrlimit(resource.RLIMIT_AS, (n + 2**28, -1)); print(a(torch.device('cpu')))"
+    )
+    found = int(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+    if sys.platform == "linux":
+        assert 2**27 < found <= 2**28
+    assert available_memory(CPU) > found

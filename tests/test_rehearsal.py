@@ -1,0 +1,195 @@
+"""The dry run: all that a run does later happens in it, by the code that will do it, and what fails is named."""
+
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import NETWORK
+from unfog.config.presets import preset
+from unfog.config.toml import update
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import open_source
+from unfog.diffusion.noise import VP, Cosine
+from unfog.diffusion.target import V
+from unfog.errors import Interrupted
+from unfog.evaluation.held_out import HeldOut
+from unfog.runs import rehearsal, session
+from unfog.runs.choices import Settling
+from unfog.runs.in_small import in_small
+from unfog.runs.rehearsal import rehearse
+from unfog.runs.signals import StopSignals
+
+CPU = torch.device("cpu")
+RUN = ["training", "ema", "preview", "evaluation", "checkpoint", "report"]
+PARTS = [*RUN, "reload", "repeat", "resume", "sample", "export", "memory"]
+
+
+@pytest.fixture(scope="module")
+def fashion():
+    return prepare(open_source("fashion"), Data(cache="memory"))
+
+
+def settled(prepared, **settings):
+    base = preset("default")
+    base = replace(base, source="fashion", data=prepared.settings, classes=prepared.train.classes)
+    base = replace(base, training=replace(base.training, budget="", images=100_000, precision="fp32"))
+    small = {
+        "network": NETWORK,
+        "training": {"batch": 8},
+        "sampler": {"steps": 2},
+        "preview": {"images": 2},
+        "evaluate": {"images": 4, "levels": 2},
+    }
+    settling = Settling(update(update(base, small, ""), settings, ""), prepared.train, CPU, lambda: False)
+    settling.network()
+    settling.learning_rate()
+    settling.length()
+    settling.intervals()
+    return settling.config
+
+
+def rehearsed(config, prepared, folder):
+    with StopSignals() as stop:
+        findings = rehearse(config, prepared, CPU, stop, folder)
+    assert not list(folder.iterdir()), "something was left behind"
+    return {f.code.removeprefix("rehearsal."): f for f in findings}
+
+
+@pytest.fixture(scope="module")
+def sound(fashion, tmp_path_factory):
+    before = torch.get_rng_state()
+    findings = rehearsed(settled(fashion), fashion, tmp_path_factory.mktemp("rehearsal"))
+    assert torch.equal(torch.get_rng_state(), before)
+    return findings
+
+
+def test_every_part_of_a_sound_run_is_fine(sound):
+    assert list(sound) == PARTS
+    assert {code: f.severity for code, f in sound.items()} == dict.fromkeys(PARTS, "fine"), list(
+        map(str, sound.values())
+    )
+
+
+def test_parts_tell_what_they_took(sound):
+    assert 0 < sound["training"].facts["seconds_per_step"] < 60
+    assert 0 < sound["preview"].facts["seconds"] < 60
+    assert sound["checkpoint"].facts["bytes"] > 4 * 4 * 10_000  # weights, average and moments in fp32
+    assert sound["ema"].facts["updates"] == 2
+    assert 0 < sound["ema"].facts["average_moved"] <= 1.01 * sound["ema"].facts["moved"]
+    assert sound["reload"].facts["tensors"] > 100
+    assert sound["export"].facts["difference"] < 1e-5
+    memory = sound["memory"].facts
+    assert 0 < memory["before"] <= memory["peak"]
+
+
+def test_nothing_is_said_but_progress(fashion, tmp_path, capsys):
+    rehearsed(settled(fashion, label_dropout=0.0, guidance=1.0), fashion, tmp_path)
+    told = capsys.readouterr()
+    assert "training" not in told.out + told.err.replace("rehearsing 0 · training", "")
+
+
+@pytest.mark.parametrize("part", ["preview", "evaluation", "report", "sample", "export"])
+def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, monkeypatch, part):
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted\nwith a second line")
+
+    place = {
+        "preview": (session, "draw"),
+        "evaluation": (HeldOut, "measure"),
+        "report": (session, "write_report"),
+        "sample": (rehearsal.Run, "sample"),
+        "export": (rehearsal, "to_unet2d"),
+    }
+    monkeypatch.setattr(*place[part], fail)
+    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    assert {code for code, f in findings.items() if f.severity == "fatal"} == {part}
+    assert f"{part} failed: RuntimeError: planted" in findings[part].evidence
+    assert "second" not in findings[part].evidence
+    first_of_run = part in ("preview", "evaluation", "report")
+    assert list(findings) == ([part, "memory"] if first_of_run else [p for p in PARTS if p != "export" or part == p])
+
+
+def test_it_is_the_run_in_small_without_trackers(fashion):
+    config = settled(fashion, log={"sinks": ["tensorboard"]}, training={"microbatch": 4}, preview={"images": 100})
+    small = in_small(config, 2)
+    assert small.log.sinks == ()
+    assert small.training.images == 2 * config.training.batch
+    assert small.preview.images == 4  # one pass as large as those of training
+    same = ("network", "diffusion", "optimizer", "ema", "sampler", "guidance", "data", "classes", "label_dropout")
+    assert all(getattr(small, name) == getattr(config, name) for name in same)
+
+
+def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
+    config = settled(fashion)
+    diffusion = replace(config.diffusion, path=VP(), schedule=Cosine(steps=10), target=V())
+    config = replace(config, diffusion=diffusion, sampler=replace(config.sampler, steps=20))
+    findings = rehearsed(config, fashion, tmp_path)
+    assert findings["training"].severity == "fatal"
+    assert "10" in findings["training"].evidence
+
+
+def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
+    config = settled(fashion)
+    config = replace(config, optimizer=replace(config.optimizer, lr=0.0, weight_decay=0.0))
+    findings = rehearsed(config, fashion, tmp_path)
+    assert {code: f.severity for code, f in findings.items() if f.severity != "fine"} == {"ema": "fatal"}
+    assert "what they were before" in findings["ema"].evidence
+
+
+def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
+    real = rehearsal.compare
+
+    def spoiled(tensors, saved):
+        next(iter(tensors["ema"].values())).add_(1)
+        return real(tensors, saved)
+
+    monkeypatch.setattr(rehearsal, "compare", spoiled)
+    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    assert findings["reload"].severity == "fatal"
+    assert "ema: " in findings["reload"].evidence
+    assert findings["repeat"].severity == "hint"
+
+
+def test_an_export_that_answers_otherwise_is_fatal(fashion, tmp_path, monkeypatch):
+    real = rehearsal.to_unet2d
+
+    def spoiled(network, size):
+        config, state = real(network, size)
+        return config, {**state, "conv_out.bias": state["conv_out.bias"] + 1}
+
+    monkeypatch.setattr(rehearsal, "to_unet2d", spoiled)
+    assert rehearsed(settled(fashion), fashion, tmp_path)["export"].severity == "fatal"
+
+
+def test_without_diffusers_the_export_is_left_open(fashion, tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None)
+    found = rehearsed(settled(fashion, evaluate={"every": -1}), fashion, tmp_path)
+    assert found["export"].severity == "hint"
+    assert "pip install" in found["export"].remedy
+    assert "evaluation" not in found  # nobody asked for it
+
+
+def test_a_request_to_leave_leaves_nothing(fashion, tmp_path):
+    with StopSignals() as stop:
+        stop.request("the test")
+        with pytest.raises(Interrupted):
+            rehearse(settled(fashion), fashion, CPU, stop, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_in_the_middle_leaves_nothing(fashion, tmp_path, monkeypatch):
+    real = session.draw
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(session, "draw", interrupted)
+    with StopSignals() as stop:
+        with pytest.raises(Interrupted):
+            rehearse(settled(fashion), fashion, CPU, stop, tmp_path)
+        assert stop.received == "SIGTERM"
+    assert not list(tmp_path.iterdir())
