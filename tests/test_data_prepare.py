@@ -14,7 +14,7 @@ from unfog.data import prepare as preparing
 from unfog.data.images import Prepared
 from unfog.data.ledger import Ledger
 from unfog.data.packs import writing as packing
-from unfog.data.prepare import prepare
+from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
 from unfog.data.sources import FolderSource, open_source
 from unfog.data.stream import ImageStream
@@ -235,6 +235,19 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path: Path, cache_folder: Path)
     for path in [*cache_folder.glob("*/pack.json"), *cache_folder.glob("*.json")]:
         path.write_text("{")
     assert np.array_equal(run(folder, asked).train.pixels, good)
+
+
+def test_an_entry_that_another_process_has_made_meanwhile_is_used(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for it and its making; to remove it would take it from whoever maps it."""
+    source, settings = open_source(fill(tmp_path / "set", 20)), Data(cache="disk", size=16)
+    found = survey_of(source, settings)
+    other = cache.make(found[0].sampled(), found[1])
+    before = (other.path / "pixels.u8").stat().st_ino
+    monkeypatch.setattr(packing, "decode_all", None)
+    assert cache.make(found[0].sampled(), found[1]).path == other.path
+    assert (other.path / "pixels.u8").stat().st_ino == before
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,22 @@ import pytest
 import torch
 from PIL import Image
 
+import unfog
+from conftest import NETWORK
+from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import ImageSet, Prepared
 from unfog.data.ledger import ACTIONS, PLAIN, Ledger, Quarantined
-from unfog.data.prepare import prepare
+from unfog.data.packs.writing import write_pack
+from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
 from unfog.data.sources import open_source
+from unfog.data.survey import held_out_split
 from unfog.runs import data_record
 from unfog.runs.data_record import contact_sheet, data_json, write_data_record
 from unfog.runs.folder import RunFolder
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -169,3 +176,76 @@ def test_it_is_quick(tmp_path: Path) -> None:
         started = time.perf_counter()
         write_data_record(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.perf_counter() - started < limit
+
+
+# What is said of images while a run begins and goes on.
+
+
+def pictures(folder: Path, n: int) -> Path:
+    folder.mkdir()
+    for i in range(n):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i:03}.png")
+    return folder
+
+
+def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
+    load_images(replace(Config(), source=str(source), data=data), StopSignals())
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Data(size=8, cache="memory", held_out=0.0001)
+    assert "of fewer than 100 pictures each is trained on" in said(pictures(tmp_path / "few", 20), asked, capsys)
+    assert "none of the 140 pictures fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
+
+
+def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    survey, key = survey_of(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
+    made = write_pack(survey.sampled(), tmp_path / "pack", key, "").path
+    assert "background = black changes nothing: the pack was made with white" in said(
+        made, Data(background="black"), capsys
+    )
+    assert "background" not in said(made, Data(), capsys)
+
+
+def test_damaged_images_are_told_of_once_also_those_held_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pictures(tmp_path / "set", 120)
+    asked = Data(size=8, channels=3, cache="none", held_out=0.2)
+    names = open_source(folder).names
+    order, train = held_out_split(open_source(folder), 0.2)
+    bad = {names[order[0]], names[order[train]]}
+    for name in bad:
+        (folder / name).write_bytes(b"")
+    unfog.train(
+        folder,
+        out=tmp_path / "run",
+        steps=14,
+        batch=8,
+        sampler={"steps": 2},
+        network=NETWORK,
+        device="cpu",
+        precision="fp32",
+        data=asked,
+        log={"every": 5},
+        evaluate={"every": 10, "images": 8, "levels": 2},
+        preview={"every": 0, "images": 2},
+    )
+    told = capsys.readouterr().err
+    for name in bad:
+        assert told.count(f"{name} cannot be used: empty; the next image stands in for it") == 1
+
+
+def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in range(2):
+        (tmp_path / f"set/{kind}").mkdir(parents=True)
+        for i in range(20):
+            Image.new("RGB", (8, 8), (200 * kind, 0, 0)).save(tmp_path / f"set/{kind}/{i:02}.png")
+    for i in range(10, 20):  # the first of the other class stands in for all of them
+        (tmp_path / f"set/0/{i}.png").write_bytes(b"")
+    fly = prepare(open_source(tmp_path / "set"), Data(size=8, channels=3, cache="none"))
+    monkeypatch.setattr(
+        data_record, "grid", lambda pixels, labels: [str(int(one[0, 0, 0] > 99)) for one in pixels] == labels
+    )
+    assert contact_sheet(fly, Augment(), 0) is True

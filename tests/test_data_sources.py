@@ -3,8 +3,12 @@
 import hashlib
 import os
 import sys
+import tarfile
 import time
+import zipfile
+from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ from PIL import Image
 from unfog.data.formats.files import Unusable
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import FASHION, FashionSource, labels_of, open_source
+from unfog.data.sources import FASHION, FashionSource, FolderSource, labels_of, member_of, open_source
+from unfog.data.survey import held_out_split
 from unfog.errors import RequestError
 
 
@@ -84,6 +89,96 @@ def test_automatic_labels_need_a_layout_that_shows_them(tmp_path: Path) -> None:
     assert labels_of(open_source(tmp_path / "few"), "folders")[0] == ("0", "1", "2", "3")
     with pytest.raises(RequestError, match=r"loose\.png is in none"):
         labels_of(open_source(tmp_path / "mixed"), "folders")
+
+
+LAYOUTS = {
+    "flat": ["{i}.png"],
+    "classes": ["cats/{i}.png", "dogs/{i}.png"],
+    "deeper": ["a/cats/{i}.png", "a/dogs/x/{i}.png"],
+    "mixed": ["a/{i}.png", "b/{i}.png", "{i}.png"],
+    "split": ["train/{i}.png", "test/{i}.png"],
+    "split of classes": ["train/cats/{i}.png", "train/dogs/{i}.png", "val/cats/{i}.png", "val/dogs/{i}.png"],
+    "split of one class": ["train/cats/{i}.png", "val/cats/{i}.png"],
+    "split, one side loose": ["train/cats/{i}.png", "train/dogs/{i}.png", "val/{i}.png"],
+    "one split": ["train/cats/{i}.png", "train/dogs/{i}.png"],
+    "below one more": ["set/Train/cats/{i}.png", "set/TEST/dogs/{i}.png"],
+    "one class": ["cats/{i}.png"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_what_is_settled_gives_the_same_again(tmp_path: Path, layout: str, cache: Literal["memory", "none"]) -> None:
+    for place in LAYOUTS[layout]:
+        for i in range(4):
+            put(tmp_path / place.format(i=i))
+    for labels in ("auto", "folders", "none"):
+        try:
+            asked = prepare(open_source(tmp_path), Data(size=8, channels=3, cache=cache, labels=labels))
+        except RequestError:
+            assert (layout, labels) in {("flat", "folders"), ("mixed", "folders")}
+            continue
+        known = asked.train.fingerprint
+        again = prepare(open_source(tmp_path), asked.settings, known=known)
+        assert (again.settings, again.train.classes) == (asked.settings, asked.train.classes)
+        assert again.train.fingerprint == known
+    if layout in ("split of classes", "below one more"):
+        for mode in ("auto", "folders"):
+            assert labels_of(open_source(tmp_path), mode)[0] == ("cats", "dogs")
+
+
+def test_a_shard_is_left_out_of_a_name_however_it_is_spelt() -> None:
+    assert [member_of(name) for name in ("a.tar/b/1.png", "A.TAR/b.tar/1.png", "b/1.png", "x.target/1.png")] == [
+        "b/1.png",
+        "b.tar/1.png",
+        "b/1.png",
+        "x.target/1.png",
+    ]
+
+
+def test_a_source_that_knows_its_folders_is_not_asked_for_names(animals: Path) -> None:
+    class Knows(FolderSource):
+        folders = ["dogs", "cats"], np.repeat(np.array([1, 0], np.uint8), 5)
+
+    source = Knows(animals, "animals")
+    source.names = range(10)  # type: ignore[assignment]  # none of them is text
+    classes, labels = labels_of(source, "auto")
+    assert classes == ("cats", "dogs")
+    assert labels is not None
+    assert labels.dtype == np.int64
+    assert labels.tolist() == [0] * 5 + [1] * 5
+
+
+def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    for kind in ("cats", "dogs"):
+        for i in range(60):
+            put(folder / kind / f"{i}.png")
+    for name, below in (("inside", folder), ("whole", tmp_path)):
+        with tarfile.open(tmp_path / f"{name}.TAR", "w") as tar, zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as zip_:
+            for path in sorted(folder.rglob("*.png"), reverse=True):
+                tar.add(path, path.relative_to(below))
+                zip_.write(path, path.relative_to(below))
+    held = []
+    for place in ("set", "inside.TAR", "whole.TAR", "inside.zip", "whole.zip"):
+        source = open_source(tmp_path / place)
+        order, train = held_out_split(source, 0.2)
+        held.append({"/".join(source.names[i].split("/")[-2:]) for i in order[train:]})
+    assert 10 < len(held[0]) < 40
+    assert held == [held[0]] * 5
+
+
+def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_path: Path) -> None:
+    put(tmp_path / "x.png")
+    for shard in range(40):
+        with tarfile.open(tmp_path / f"{shard:02}.tar", "w") as tar:
+            for i in range(5):
+                tar.add(tmp_path / "x.png", f"{i}.png")
+    source = open_source(str(tmp_path / "*.tar"))
+    order, train = held_out_split(source, 0.2)
+    members = [member_of(source.names[i]) for i in order[train:]]
+    assert 20 < len(members) < 60
+    assert max(Counter(members).values()) < 30  # and not all 40 of one name
 
 
 def test_one_folder_of_images_can_be_made_one_class(tmp_path: Path) -> None:

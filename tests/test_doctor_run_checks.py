@@ -11,12 +11,20 @@ import torch
 
 from unfog.config.presets import preset
 from unfog.diagnosis.run.costs import data_wait, memory, noise_scale, overhead, pace, unused
-from unfog.diagnosis.run.losses import Looked, answers, ema_horizon, held_out_history, losses, overfitting
+from unfog.diagnosis.run.losses import (
+    Looked,
+    answers,
+    average_against_raw,
+    ema_horizon,
+    held_out_history,
+    losses,
+    overfitting,
+)
 from unfog.diagnosis.run.record import RunRecord
 from unfog.diagnosis.run.state import how_it_ended, where_it_is
 from unfog.diagnosis.run.trends import loss, loss_trend, rate, run_trends, stability
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
 from unfog.training.settings import FixedEma, PowerEma
@@ -161,6 +169,13 @@ def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds,
     assert where_it_is(record).severity == severity
 
 
+def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
+    record = a_record(tmp_path, lines(steps=800), [{"kind": "started", "step": 0}])
+    for every, better in ((100, 50), (-1, 200)):
+        config = replace(record.config, checkpoint=replace(record.config.checkpoint, every=every))
+        assert where_it_is(replace(record, config=config)).remedy.endswith(f"--checkpoint.every {better}")
+
+
 @pytest.mark.parametrize(
     ("reason", "severity", "remedy"),
     [
@@ -175,6 +190,13 @@ def test_a_failure_says_what_to_do(tmp_path, reason, severity, remedy):
     found = where_it_is(a_record(tmp_path, lines(steps=40), events), LR / 10)
     assert found.severity == severity
     assert remedy in found.remedy
+
+
+def test_where_one_image_is_too_much_checkpointing_is_what_is_left(tmp_path):
+    events = [{"kind": "failed", "step": 40, "reason": "OutOfMemoryError: CUDA out of memory"}]
+    record = a_record(tmp_path, lines(steps=40), events)
+    record = replace(record, config=replace(record.config, training=replace(record.config.training, microbatch=1)))
+    assert where_it_is(record).remedy.endswith("--training.checkpointing")
 
 
 # What it costs.
@@ -235,12 +257,33 @@ def test_windows_in_which_the_gradient_drowned_count_as_well(tmp_path):
     assert found.facts["noise_scale"] == pytest.approx(250 / 23)  # of the later half, 12 windows of 3 and 13 of -1
 
 
+def drowned(signal, noise):
+    rows = {"gradient_signal": lambda step: signal, "gradient_noise": lambda step: noise}
+    return lines(**rows, noise_scale=lambda step: None if signal <= 0 else max(noise / signal, 0.0))
+
+
+def test_a_gradient_without_noise_or_without_signal_is_no_accident(tmp_path):
+    still = noise_scale(a_record(tmp_path, drowned(1.0, -1e-6)))
+    assert (still.severity, still.facts["noise_scale"]) == ("hint", 0.0)
+    assert "--batch 2 " in still.remedy.replace(",", " ")
+    noise = noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
+    assert (noise.severity, noise.facts["noise_scale"]) == ("hint", None)
+    assert "larger than can be measured" in noise.evidence
+    assert "--batch 256 --microbatch 32" in noise.remedy
+    assert noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
+    words = [row | {"gradient_noise": "much"} for row in drowned(1.0, 10.0)]
+    assert noise_scale(a_record(tmp_path, words)) is None
+
+
 def test_memory_that_did_not_suffice_is_told(tmp_path):
     assert memory(a_record(tmp_path)) is None
     events = [{"kind": "out_of_memory", "step": 3, "microbatch": n, "checkpointing": False} for n in (16, 8)]
     found = memory(a_record(tmp_path, events=events))
     assert (found.severity, found.facts["times"]) == ("hint", 2)
     assert found.remedy.endswith("--microbatch 8")
+    events.append({"kind": "out_of_memory", "step": 3, "microbatch": 1, "checkpointing": True})
+    again = memory(a_record(tmp_path, events=events)).remedy
+    assert again.endswith("--microbatch 1 --training.checkpointing")
 
 
 def test_unused_images_are_counted(tmp_path):
@@ -258,8 +301,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     record = RunRecord.read(tmp_path, preset("default"), beat)
     assert (len(record.metrics), len(record.events), record.step) == (1, 1, 55)
     assert record.data == {"found": 3}
-    assert np.array_equal(record.levels("loss_by_level"), [1, np.nan], equal_nan=True)
-    assert not len(record.levels("held_out_by_level"))
     assert record.seconds == 0
 
 
@@ -291,6 +332,40 @@ def test_what_no_learning_loses_is_what_it_is_measured_to(diffusion):
             slope = ((a - a.mean()) * (b - b.mean())).mean() / (a - a.mean()).square().mean()
             least += float((b - b.mean() - slope * (a - a.mean())).square().mean()) / 4
         assert weight * least == pytest.approx(linear[i], rel=0.05)
+
+
+def test_pixels_that_are_always_the_same_need_no_guessing():
+    """Objects centred on white: the best guess of each pixel by itself is right about the border at once."""
+    generator, (inside, spread) = torch.Generator().manual_seed(0), (4, 0.3)
+    x0 = torch.ones(4000, 1, 16, 16)
+    x0[..., 6:10, 6:10] = torch.randn(4000, 1, inside, inside, generator=generator) * spread
+    levels = torch.tensor([0.05, 0.5, 0.9])
+    alpha, sigma = 1 - levels, levels  # of the flow path, whose target is eps - x0
+    diffusion = Diffusion(path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
+    expected = spread**2 / (alpha**2 * spread**2 + sigma**2) * (inside / 16) ** 2
+    assert answers(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
+    one = answers(diffusion, x0[:1], levels)[1]
+    assert (one > 0.1).all(), "one image says nothing of how they vary, which is not that they do not"
+
+
+def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):
+    found = overfitting(a_record(tmp_path), np.full((4, 30), 0.3), np.full((4, 1), 0.9))
+    assert found.facts["error"] is None
+    assert json.dumps(dict(found.facts), allow_nan=False)
+    assert found.evidence.startswith("1 held-out image lose")
+    assert found.severity == "fine"
+    behind = average_against_raw(a_record(tmp_path), np.full((4, 1), 0.9), np.full((4, 1), 0.3), 10, "training images")
+    assert behind.facts["error"] is None
+
+
+def test_a_remedy_does_something_to_a_finished_run(tmp_path):
+    half = a_record(tmp_path, lines(steps=500))
+    assert half.go_on("--lr 1") == f"unfog resume {tmp_path} --lr 1"
+    assert a_record(tmp_path, lines()).go_on("--lr 1") == f"unfog resume {tmp_path} --lr 1 --steps 2000"
+    rising = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    assert "--steps 2000" in rising.remedy
+    refused = [{"kind": "step_refused", "step": 100, "layer": "x"}]
+    assert "--precision fp32 --steps 2000" in stability(a_record(tmp_path, lines(), refused)).remedy
 
 
 def test_an_image_meets_the_same_noise_whatever_the_batch():

@@ -75,7 +75,39 @@ def test_near_duplicates_in_the_data_are_not_held_against_the_network():
     twice = np.concatenate([blobs(200, 0), (blobs(200, 0) * 0.98).astype(np.uint8)])
     like_the_data = np.concatenate([blobs(32, 3), (twice[:32] * 0.97).astype(np.uint8)])
     assert verdict(like_the_data, twice).severity == "fine"
-    assert verdict(twice[100:164], twice).facts["share_of_unseen"] > 0.9
+    copied = verdict(twice[100:164], twice)
+    assert copied.facts["unseen_with_relatives"] > 0.9
+    assert copied.severity == "warning", "these are copies whatever relatives others have"
+
+
+def of_a_kind(count, kinds, seed, noise=12.0):
+    """Pictures of so many kinds, each a pattern with its own noise: an unseen one is near to others of its kind."""
+    patterns = np.random.default_rng(1).integers(0, 255, (kinds, 1, 8, 8)).repeat(2, 2).repeat(2, 3)
+    random = np.random.default_rng(seed)
+    pixels = patterns[random.integers(0, kinds, count)] + random.normal(0, noise, (count, 1, 16, 16))
+    return pixels.clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(300, 150), (1000, 600), (600, 300)])
+def test_copies_are_found_among_pictures_with_near_relatives(count, kinds):
+    bank, random = of_a_kind(count, kinds, 0), np.random.default_rng(5)
+    assert verdict(bank[random.choice(count, 64)], bank).severity == "warning"
+    some = np.concatenate([bank[random.choice(count, 20)], of_a_kind(44, kinds, 6)])
+    assert verdict(some, bank).severity == "warning"
+    for seed in range(10, 15):
+        fresh = verdict(of_a_kind(64, kinds, seed), bank, of_a_kind(50, kinds, 100 + seed))
+        assert fresh.severity == "fine"
+        assert "copy a training image" not in fresh.evidence
+        assert verdict(of_a_kind(64, kinds, seed), bank).severity == "fine"
+        # A network leaves out the noise of a photograph, which brings it nearer to all of them.
+        assert verdict(of_a_kind(64, kinds, seed, 2.0), bank, of_a_kind(50, kinds, 200 + seed)).severity == "fine"
+
+
+def test_pictures_that_are_all_alike_are_no_copies_of_each_other():
+    bank = np.full((200, 3, 16, 16), 120, np.uint8) + np.random.default_rng(0).integers(0, 3, (200, 3, 1, 1)).astype(
+        np.uint8
+    )
+    assert verdict(bank[:64], bank).severity == "fine"
 
 
 def test_a_few_copies_among_many_are_a_hint():

@@ -21,14 +21,15 @@ from unfog.diagnosis.settings import rates as rate_checks
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.diagnosis.settings.machine import check_precision
 from unfog.diagnosis.settings.noise import check_range, check_timesteps, some
-from unfog.diagnosis.settings.overfit import LEARNED, STUCK, overfit_one_batch
+from unfog.diagnosis.settings.overfit import LEARNED, STUCK, Lesson, overfit_one_batch
 from unfog.diagnosis.settings.rates import half_from, share_before, usual_learning_rate
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
-from unfog.errors import Interrupted
+from unfog.errors import Interrupted, RequestError
+from unfog.runs import disk
 from unfog.runs.build import build_network, build_state
 from unfog.runs.choices import Settling
 from unfog.training.settings import FixedEma, PowerEma
@@ -214,6 +215,24 @@ def test_no_room_for_checkpoints_is_fatal(fashion, monkeypatch):
     assert severe(examined(settled(fashion), fashion)) == {"settings.disk": "fatal"}
 
 
+def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
+    """No room by the doctor's sum is no room by that of the run, and enough for one is enough for the other."""
+    config = settled(fashion)
+    state, steps = build_state(config, CPU), config.training.images // config.training.batch
+    parameters = sum(p.numel() for p in state.model.parameters())
+    room = machine.room_for(parameters, config.checkpoint, steps)
+    for free, severity in ((room.least - 1, "fatal"), (room.least, "warning"), (room.ample + 1, "fine")):
+        for module in (machine, disk):
+            monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
+        assert machine.check_disk(config, parameters, tmp_path).severity == severity
+        if severity == "fatal":
+            with pytest.raises(RequestError, match=machine.size(2 * room.one)):
+                disk.forecast(tmp_path, state, config.checkpoint, steps)
+        else:
+            line = disk.forecast(tmp_path, state, config.checkpoint, steps)
+            assert ("may have to wait" in line) == (severity == "warning")
+
+
 @pytest.mark.parametrize(
     ("precision", "seconds", "severity", "remedy"),
     [
@@ -272,8 +291,8 @@ DIFFUSIONS = {
 }
 
 
-def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False):
-    config = replace(settled(fashion), diffusion=diffusion)
+def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, stop=lambda: False, microbatch=0):
+    config = replace(settled(fashion, training={"microbatch": microbatch}), diffusion=diffusion)
     if lr is not None:
         config = replace(config, optimizer=replace(config.optimizer, lr=lr))
     state = build_state(config, CPU)
@@ -361,6 +380,38 @@ def test_fewer_images_than_eight_are_learned_at_several_levels(fashion):
     found = overfit_one_batch(config, build_state(config, CPU), objective, one, 1e6, steps=25)
     assert found.facts["steps"] == 25
     assert found.facts["loss_to_first"] < STUCK
+
+
+def test_a_lesson_fits_where_the_run_does(fashion):
+    """The network never sees more images at a time than the run gives it, also when it is questioned and drawn."""
+    sizes = []
+
+    def spy(network):
+        forward = network.forward
+
+        def counted(x, *rest):
+            sizes.append(len(x))
+            return forward(x, *rest)
+
+        network.forward = counted
+
+    whole = lesson(fashion, DIFFUSIONS["default"], 0.01, spy, 12)
+    assert set(sizes) == {8}
+    sizes.clear()
+    parts = lesson(fashion, DIFFUSIONS["default"], 0.01, spy, 12, microbatch=3)
+    assert set(sizes) == {3, 2}
+    assert parts.facts["loss_to_first"] == pytest.approx(whole.facts["loss_to_first"], rel=0.1)
+
+
+def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
+    """A pixel that is the same in all eight images needs no guessing, and counts as known."""
+    objective = Objective(DIFFUSIONS["default"])
+    pixels = np.full((8, 1, 16, 16), 255, np.uint8)
+    pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
+    of_white = Lesson.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
+    alone = Lesson.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
+    alone.noise = of_white.noise[:, :, 6:10, 6:10]
+    assert torch.allclose(of_white.blind(), alone.blind() * (4 / 16) ** 2, rtol=1e-4)
 
 
 def test_a_slow_learner_is_no_fault(fashion):

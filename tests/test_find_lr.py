@@ -102,6 +102,21 @@ def test_network_that_learns_nothing_gets_no_suggestion():
     assert "never fell by more than 0.0%" in found.reason
 
 
+def test_only_a_micro_batch_goes_through_at_once_and_random_numbers_are_left_alone():
+    sizes = []
+
+    class Small(Mute):
+        def forward(self, x, c_noise, label=None):
+            sizes.append(len(x))
+            return super().forward(x, c_noise)
+
+    given = subject(Small)
+    before = torch.get_rng_state()
+    find_lr_range(replace(given, training=replace(given.training, microbatch=3)), seconds=1e-3)
+    assert max(sizes) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_trials_tell_a_rate_that_learns_from_one_that_does_not():
     whole = subject()
     pace = 1.0

@@ -16,7 +16,7 @@ ALLOWED = {
     "diagnosis": {"diagnosis", "config", "training"} | LEAVES,
     "runs": {"runs", "diagnosis", "config", "training", "export"} | LEAVES,
     "cli": {"cli", "runs", "config", "training"} | LEAVES,
-    "__init__": {"runs", "config", "reporting"},
+    "__init__": {"runs", "config", "reporting", "data"},
     "__main__": {"cli"},
     "errors": set(),
     "version": set(),

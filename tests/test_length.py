@@ -105,6 +105,17 @@ def test_a_length_is_judged_by_need_and_by_supply(images, pictures, severity):
         assert found.remedy.startswith("--images")
 
 
+def test_a_set_that_is_too_small_is_not_told_to_train_until_it_is_learned_by_heart():
+    for images in (5_000, 20_000, 60_000):
+        found = check_length(*case(images, pictures=6))
+        assert found.severity == "warning"
+        assert "6 are too few" in found.evidence
+        assert "--images" not in found.remedy
+    for pictures in (25, 40, 200):  # what is advised is nothing that is warned of
+        advised = int(check_length(*case(5_000, pictures)).remedy.split("--images ")[1].split()[0])
+        assert check_length(*case(advised, pictures)).severity == "fine"
+
+
 def test_the_default_hour_of_a_slow_cpu_is_no_fault():
     assert check_length(*case(200_000, 500)).severity == "fine"
 

@@ -5,12 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
+import unfog
+from conftest import NETWORK
 from test_training import Diary, denoising, linear_state, reconstruction, run, weights
 from unfog.errors import RunError
+from unfog.models.unet import UNetModel
 from unfog.training.loop import Every
 from unfog.training.memory import is_out_of_memory
 from unfog.training.noise_scale import noise_scale
@@ -110,6 +115,27 @@ def test_noise_scale_is_logged_under_accumulation_only():
     assert all(record["gradient_noise"] > 0 for record in records)
     assert noise_scale(records) > 0
     assert all("noise_scale" not in record for _, _, record in whole.records)
+
+
+def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_path, monkeypatch):
+    settings = {"network": NETWORK, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
+    settings |= {"preview": {"images": 20}, "evaluate": {"images": 30}}
+    unfog.train("fashion", out=tmp_path / "whole", **settings)
+    forward = UNetModel.forward
+
+    def hungry(self, x, *others):
+        if not self.training and len(x) > 3:
+            torch.empty(2**60)
+        return forward(self, x, *others)
+
+    monkeypatch.setattr(UNetModel, "forward", hungry)
+    unfog.train("fashion", out=tmp_path / "parts", **settings)
+    for name in ("model", "ema", "optimizer"):
+        file = Path("checkpoints", "00000004", f"{name}.safetensors")
+        assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    pictures = [np.asarray(Image.open(tmp_path / run / "samples" / "00000004.png"), int) for run in ("whole", "parts")]
+    assert abs(pictures[0] - pictures[1]).max() <= 1
+    assert json.loads((tmp_path / "parts" / "checkpoints" / "00000004" / "state.json").read_text())["microbatch"] == 0
 
 
 LIMITED = """

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from unfog.diffusion.objective import Loss
-from unfog.errors import RequestError
-from unfog.training.noise_scale import NoiseScale, batch_advice, measure_noise_scale, noise_scale, squared_norm
+from unfog.training.noise_scale import NoiseScale, batch_advice, noise_scale, squared_norm
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
@@ -100,44 +99,6 @@ def test_accumulated_gradients_of_a_network_agree_with_those_of_each_image():
     found, (signal, noise) = window.close(), truth(state, images)
     assert found["gradient_signal"] == pytest.approx(signal, rel=1e-9)
     assert found["gradient_noise"] == pytest.approx(noise, rel=1e-9)
-
-
-def test_measured_from_two_passes_is_exact_on_average_too():
-    state = line()
-    images = torch.randn(4, 3, dtype=torch.float64)
-    found = [
-        measure_noise_scale(state, lambda first, count, pair=pair: losses(state, images[[pair[first]]]), 1, passes=2)
-        for pair in itertools.product(range(4), repeat=2)
-    ]
-    signal, noise = truth(state, images)
-    assert sum(one["gradient_signal"] for one in found) / 16 == pytest.approx(signal, rel=1e-9)
-    assert sum(one["gradient_noise"] for one in found) / 16 == pytest.approx(noise, rel=1e-9)
-
-
-def test_measured_without_an_update():
-    state = line()
-    state.seen = 7
-    images = torch.randn(2000, 3, dtype=torch.float64)
-    asked = []
-
-    def forward(first: int, count: int) -> Loss:
-        asked.append((first, count))
-        return losses(state, images[first - 7 : first - 7 + count])
-
-    before = [p.clone() for p in state.model.parameters()]
-    found = measure_noise_scale(state, forward, batch=4, passes=500)
-    signal, noise = truth(state, images)
-    assert asked[:2] == [(7, 4), (11, 4)]
-    assert len(asked) == 500
-    # The mean over all of these images is known exactly, so only the noise's estimate has an error of its own.
-    assert found["gradient_noise"] == pytest.approx(noise, rel=0.1)
-    assert found["gradient_signal"] == pytest.approx(signal - noise / 2000, rel=0.02)
-    assert found["noise_scale"] == pytest.approx(found["gradient_noise"] / found["gradient_signal"])
-    assert state.seen == 7
-    assert not state.optimizer.state
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, state.model.parameters()))
-    with pytest.raises(RequestError, match="passes = 1"):
-        measure_noise_scale(state, forward, batch=4, passes=1)
 
 
 def test_window_begins_anew_and_survives_a_resume_to_the_bit():

@@ -4,13 +4,16 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,7 +178,7 @@ def interrupted(source: Path, out: Path, at: int, asked: Data = ASKED) -> None:
         packed(source, out, asked, stop)
 
 
-def test_of_other_images_or_settings_it_begins_anew(
+def test_what_was_begun_of_other_images_or_settings_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
@@ -185,7 +188,14 @@ def test_of_other_images_or_settings_it_begins_anew(
         interrupted(photos, out, 48)
         if change == "images":
             Image.new("RGB", (20, 20), "red").save(photos / "class 0/0000.png")
-        pack(replace(config, source=str(photos), data=replace(ASKED, size=8 if change == "settings" else 16)), out)
+        asked = replace(config, source=str(photos), data=replace(ASKED, size=8 if change == "settings" else 16))
+        if change != "none":
+            before = contents(out)
+            with pytest.raises(RequestError, match=f"unfinished pack, 32 images .* with {said}"):
+                pack(asked, out)
+            assert contents(out) == before
+            continue
+        pack(asked, out)
         assert said in capsys.readouterr().err
         assert_same(prepare(open_source(out), Data()), prepare(open_source(photos), Pack.open(out).settled(Data())))
 
@@ -234,6 +244,30 @@ def test_a_finished_pack_is_not_made_again(
     monkeypatch.setattr(packing, "decode_all", None)
     assert pack(replace(Config(), source=str(photos), data=ASKED), made) == made
     assert "is whole already" in capsys.readouterr().err
+
+
+def test_a_pack_that_another_process_finishes_at_that_moment_stays(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the folder and the lock."""
+    out, lock, before = tmp_path / "out", packing.locked, []
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[None]:
+        monkeypatch.setattr(packing, "locked", lock)
+        before.append(contents(packed(photos, out)))
+        with lock(folder):
+            yield
+
+    monkeypatch.setattr(packing, "locked", late)
+    assert packed(photos, out, progress=lambda done, total: pytest.fail("it is decoded")) == out
+    assert [contents(out)] == before
+    (tmp_path / "other").mkdir()
+    out = tmp_path / "other/out"
+    monkeypatch.setattr(packing, "locked", late)
+    with pytest.raises(RequestError, match="another pack by now"):
+        packed(photos, out, replace(ASKED, size=8))
+    assert contents(out)["pixels.u8"] == before[0]["pixels.u8"]
 
 
 def test_no_room_is_found_before_decoding_and_a_full_disk_is_gone_on_from(
@@ -398,6 +432,60 @@ def test_labels_and_treatments_that_there_are_not_are_refused_when_met(made: Pat
         ImageStream(prepared.train, 0).batch(0, 4)
     with pytest.raises(RequestError, match=r"treatment\.npy"):
         prepared.ledger.treatment_of(slice(3))
+
+
+@pytest.mark.parametrize("cache", ["memory", "none", "disk"])
+@pytest.mark.parametrize("label", [-1, 2, 2**40])
+def test_such_labels_are_refused_at_another_size_too(made: Path, tmp_path: Path, cache: Any, label: int) -> None:
+    forged = copied(made, tmp_path / "forged")
+    labels = np.load(forged / "labels.npy")
+    labels[3] = label
+    np.save(forged / "labels.npy", labels)
+    with pytest.raises(RequestError, match="a label that is none of its 2 classes"):
+        prepare(PackSource(forged, "forged"), Data(size=8, cache=cache))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"done": value} for value in ("x", None, 10**9, -1, 2.5, 2**70)),
+        *({"rows": value} for value in ("x", 10**9, -1)),
+        *({"reasons": value} for value in (3, {"x": "a"}, {"3": 4}, {"999": "a"}, {"9" * 5000: "a"})),
+        *({"treatments": value} for value in ([1], [[1]], "x", {})),
+        *({"sums": value} for value in (None, [[1], [1]], [[1, 2, 3]], [["a"] * 3, [1] * 3])),
+        *({"modes": value} for value in (7, {"RGB": "x"})),
+        {"sha256": 3},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_damaged_journal_begins_anew(
+    begun: tuple[Path, Path, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, object],
+) -> None:
+    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    source, stopped, whole = begun
+    out = tmp_path / "out"
+    shutil.copytree(stopped, out)
+    header, *lines = (out / "journal.jsonl").read_text().splitlines()
+    for damaged in range(len(lines)):  # the last one counts for what is done, the others for their reasons
+        now = [json.dumps(json.loads(line) | change) if i == damaged else line for i, line in enumerate(lines)]
+        (out / "journal.jsonl").write_text("\n".join([header, *now, ""]))
+        assert contents(packed(source, out)) == whole
+        shutil.rmtree(out)
+        shutil.copytree(stopped, out)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, bytes]]:
+    """(images, what is left of an attempt to pack them, the files of the pack)."""
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unfog.data.bulk._CHUNK", 16)
+        source = fill(folder / "photos", 40)
+        interrupted(source, folder / "stopped", 32)
+        return source, folder / "stopped", contents(packed(source, folder / "whole"))
 
 
 JSON = st.recursive(

@@ -1,5 +1,8 @@
 """Arrays and Hugging Face datasets as sources: the images, their labels, and what is refused."""
 
+import os
+import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
+from unfog.data.formats import arrays
 from unfog.data.formats.arrays import store
 from unfog.data.formats.files import Unusable
 from unfog.data.prepare import prepare
@@ -236,6 +240,8 @@ def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tm
     with pytest.raises(RequestError, match=r"has no split 'val'; it has t\w+, t\w+"):
         HubSource(place, "set", "val")
     assert len(open_source(place).names) == 5  # known by its dataset_dict.json
+    with pytest.raises(RequestError, match="has no splits, and so no 'test'"):
+        HubSource(str(saved(dataset(datasets), tmp_path / "flat")), "flat", "test")
     assert len(open_source(saved(dataset(datasets), tmp_path / "one")).names) == 12
 
 
@@ -268,3 +274,142 @@ def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) 
     with pytest.raises(RequestError, match="text cannot be loaded") as error:
         HubSource(str(place), "text")
     assert "\n" not in str(error.value)
+
+
+def test_the_split_is_found_again_by_what_the_source_resolves_to(
+    datasets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = datasets.DatasetDict({"train": dataset(datasets, 5), "test": dataset(datasets, 3)})
+    for folder in ("set", "a:b"):
+        place = saved(splits, tmp_path / folder)
+        monkeypatch.chdir(tmp_path)
+        source = open_source(f"hf:{folder}:test")
+        assert source.resolved == f"hf:{place}:test"
+        monkeypatch.chdir("/")
+        again = open_source(source.resolved)
+        assert (len(again.names), again.stamp(), again.resolved) == (3, source.stamp(), source.resolved)
+        assert open_source(place).resolved == f"hf:{place}:train"
+        assert len(open_source(open_source(place).resolved).names) == 5
+
+
+def test_a_parquet_file_is_the_same_wherever_and_whenever_it_is_read(datasets: Any, tmp_path: Path) -> None:
+    dataset(datasets).to_parquet(str(tmp_path / "a.parquet"))
+    stamp = open_source(tmp_path / "a.parquet").stamp()
+    kept = Path(os.environ["UNFOG_CACHE"]) / "hf"
+    assert any(kept.rglob("*.arrow")), "what is made of it is in the program's own cache"
+    shutil.rmtree(kept)
+    assert open_source(tmp_path / "a.parquet").stamp() == stamp
+    os.utime(tmp_path / "a.parquet", (1, 1))
+    assert open_source(tmp_path / "a.parquet").stamp() != stamp
+
+
+def test_a_row_opens_no_file_outside_its_dataset(datasets: Any, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "set").mkdir()
+    for name in ("secret.png", "set/own.png"):
+        Image.fromarray(RGB[0]).save(tmp_path / name)
+    (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
+    paths = ["own.png", str(tmp_path / "set/own.png"), str(tmp_path / "secret.png"), "../secret.png", "link.png"]
+    rows = [{"bytes": None, "path": path} for path in paths]
+    parquet.write_table(pyarrow.table({"image": rows}), tmp_path / "set/a.parquet")
+    source = open_source(tmp_path / "set/a.parquet")
+    assert np.array_equal(opened(source, 2), RGB[[0, 0]])
+    for i in range(2, 5):
+        with pytest.raises(Unusable, match="leads out of its dataset"):
+            source.open(i)
+
+
+# What a file's size and time of change do not tell
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_files_of_one_size_and_time_that_hold_other_images_are_others(tmp_path: Path, suffix: str) -> None:
+    other = RGB.copy()
+    other[7, 3, 3] ^= 1
+    for name, images in (("a", RGB), ("b", other)):
+        path = tmp_path / f"{name}.{suffix}"
+        np.save(path, images) if suffix == "npy" else np.savez(path, images=images)
+        os.utime(path, (10**9, 10**9))
+    a, b = (prepare(open_source(tmp_path / f"{name}.{suffix}"), Data(cache="disk")) for name in "ab")
+    assert a.train.fingerprint != b.train.fingerprint
+    assert np.array_equal(b.train.pixels[np.arange(12)], other.transpose(0, 3, 1, 2))
+
+
+def test_a_large_file_is_sampled_throughout(tmp_path: Path) -> None:
+    images = np.zeros((2000, 32, 32, 3), np.uint8)  # 6 MB
+    stamps = set()
+    for first in (None, 0, 500, 1000, 1900):
+        one = images.copy()
+        if first is not None:
+            one[first : first + 100] = 9
+        np.save(tmp_path / "a.npy", one)
+        os.utime(tmp_path / "a.npy", (10**9, 10**9))
+        stamps.add(open_source(tmp_path / "a.npy").stamp()[0])
+    assert len(stamps) == 5
+
+
+def test_a_mapped_file_that_changes_meanwhile_is_another_state(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", RGB)
+    source = open_source(tmp_path / "a.npy")
+    before = source.stamp()
+    assert before == source.stamp()
+    np.lib.format.open_memmap(tmp_path / "a.npy", "r+")[3] = 0
+    assert source.stamp() != before
+
+
+def test_every_flip_of_an_array_file_is_said_in_a_line(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", images=RGB[:2, :4, :4])
+    np.save(tmp_path / "a.npy", RGB[:2, :4, :4])
+    dice, said = random.Random(0), list[str]()
+    for name in ("a.npz", "a.npy"):
+        whole = (tmp_path / name).read_bytes()
+        for at in range(min(len(whole), 200) if name == "a.npy" else len(whole)):
+            data = bytearray(whole)
+            data[at] = dice.randrange(256)
+            (tmp_path / f"bad-{name}").write_bytes(data)
+            try:
+                open_source(tmp_path / f"bad-{name}")
+            except RequestError as error:
+                said.append(str(error))
+    assert len(said) > 100
+    assert not any("\n" in one for one in said)
+
+
+@pytest.mark.parametrize("what", ["encrypted", "method 99", "garbled", "no end of the header"])
+def test_what_the_readers_raise_is_said_in_a_line(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, images=RGB)
+    data = bytearray(path.read_bytes())
+    directory = data.rfind(b"PK\1\2")
+    if what == "encrypted":
+        data[directory + 8] |= 1
+        data[6] |= 1
+    elif what == "method 99":
+        data[directory + 10] = data[8] = 99
+    elif what == "garbled":
+        data[60:400] = b"\xff" * 340
+    else:
+        path, data = tmp_path / "a.npy", bytearray(npy("(2, 4, 4").replace(b"}", b" "))
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match=r"a\.np[yz] (cannot be read|is no \.npz file)"):
+        open_source(path)
+
+
+def test_an_npz_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", images=np.zeros((2000, 32, 32, 3), np.uint8))
+    assert len(open_source(tmp_path / "a.npz").names) == 2000
+    monkeypatch.setattr(arrays, "_free_memory", lambda: 10**7)
+    with pytest.raises(RequestError, match=r"a\.npz unpacks to 0\.0 GB, over half of .* save its images as \.npy"):
+        open_source(tmp_path / "a.npz")
+
+
+def test_a_store_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(RequestError, match="No space left"):
+        store(RGB)
+    assert not list(Path(os.environ["UNFOG_CACHE"]).glob("*.partial"))

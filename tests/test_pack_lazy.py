@@ -1,7 +1,9 @@
 """Images decoded when their turn comes, and read ahead: the same as all others, at any position, whatever happens."""
 
+import errno
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from unfog.data import ahead, lazy
+from unfog.config.presets import preset
+from unfog.data import ahead, bulk, lazy
 from unfog.data import prepare as preparing
 from unfog.data.augment import Augment
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unreachable, Unusable
 from unfog.data.formats.folder import FolderSource
 from unfog.data.images import Prepared
 from unfog.data.lazy import LazyPixels, Rows
@@ -24,8 +27,13 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import open_source
 from unfog.data.stream import ImageStream
+from unfog.diagnosis.settings.overfit import Lesson
+from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
+from unfog.runs import examination, find_lr
+from unfog.runs.build import held_out_set
 from unfog.runs.data_record import contact_sheet, data_json
+from unfog.runs.signals import StopSignals
 
 ASKED = Data(size=8, channels=3, cache="none")
 
@@ -134,6 +142,155 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_with_its_label_and_named
     ]
     assert {one.reason for one in prepared.train.pixels.quarantined} == {"empty"}
     stream.close()
+
+
+class Flaky(FolderSource):
+    """Image `victim` cannot be read the times `failing`, counted from 1, and says so as `trouble`."""
+
+    victim, failing, trouble, asked = -1, range(0), Exception(), 0
+
+    def open(self, i: int) -> Image.Image:
+        if i == self.victim:
+            self.asked += 1
+            if self.asked in self.failing:
+                raise self.trouble
+        return super().open(i)
+
+
+PASSING = [OSError(errno.EIO, "disk"), OSError(errno.ESTALE, "gone"), MemoryError(), TimeoutError(), Unreachable("far")]
+
+
+@pytest.mark.parametrize("trouble", PASSING, ids=repr)
+def test_what_passes_is_waited_for_and_changes_nothing(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    """Else a run that goes on after an outage would see other images than one that had none."""
+    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.001)
+    source, plain = Flaky(photos, "flaky"), prepare(open_source(photos), replace(ASKED, held_out=0)).train
+    lazy_set, at_once = (replace(ASKED, held_out=0, cache=cache) for cache in ("none", "memory"))
+    fly = prepare(source, lazy_set).train
+    source.victim, source.failing, source.trouble = 30, range(1, bulk.TRIES), trouble
+    taken = fly.take(np.arange(28, 33))
+    assert taken.rows.tolist() == [28, 29, 30, 31, 32]
+    assert np.array_equal(taken.pixels, plain.pixels[28:33])
+    assert fly.pixels.quarantined == []
+    source.asked = 0
+    assert np.array_equal(prepare(source, at_once).train.pixels[:], plain.pixels[:])
+    source.failing = range(1, 10**6)
+    for ask in (lambda: fly.take(np.arange(28, 33)), lambda: prepare(source, at_once)):
+        source.asked = 0
+        with pytest.raises(RunError, match=rf"060\.png of flaky: .*also in {bulk.TRIES} tries; `unfog resume`"):
+            ask()
+        assert source.asked == bulk.TRIES
+    assert fly.pixels.quarantined == []
+    source.failing = range(0)
+    assert np.array_equal(fly.take(np.arange(28, 33)).pixels, plain.pixels[28:33])
+
+
+@pytest.mark.parametrize(
+    "trouble", [Unusable("odd"), FileNotFoundError(errno.ENOENT, "x"), OSError("broken")], ids=repr
+)
+def test_what_lasts_is_not_waited_for(photos: Path, trouble: Exception) -> None:
+    source = Flaky(photos, "flaky")
+    source.victim, source.failing, source.trouble = 30, range(1, 10**6), trouble
+    fly = prepare(source, replace(ASKED, held_out=0)).train
+    assert fly.take(np.array([29, 30])).rows.tolist() == [29, 31]
+    assert source.asked == 1
+
+
+@pytest.mark.parametrize("asked", [Data(size=0, channels=3, cache="none"), Data(size=8, channels=0, cache="none")])
+def test_size_and_channels_are_not_chosen_by_those_that_an_outage_leaves(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, asked: Data
+) -> None:
+    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.001)
+    source = Flaky(photos, "flaky")
+    source.victim, source.failing, source.trouble = 0, range(1, 3), TimeoutError()
+    assert prepare(source, asked).settings == prepare(open_source(photos), asked).settings
+    assert source.asked == 3
+    source.failing = range(1, 10**6)
+    with pytest.raises(RunError, match="goes on once it can be read"):
+        prepare(source, asked)
+
+
+def test_what_pillow_finds_odd_is_not_said_while_training(tmp_path: Path) -> None:
+    for i in range(3):
+        damaged = b"Exif\0\0II*\0\x08\0\0\0\x05\0"
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.jpg", exif=damaged)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Image.open(tmp_path / "0.jpg") as image:
+            image.getexif()
+        assert len(said) == 1
+        prepare(open_source(tmp_path), ASKED).train.pixels.take(np.arange(3), axis=0)
+        assert len(said) == 1
+
+
+def test_closing_does_not_wait_for_an_image_that_is_waited_for(photos: Path) -> None:
+    source = Flaky(photos, "flaky")
+    fly = prepare(source, replace(ASKED, held_out=0)).train
+    source.victim, source.failing, source.trouble = 30, range(1, 10**6), TimeoutError()
+    assert isinstance(fly.pixels, LazyPixels)
+    taking = fly.pixels.start(np.array([30]))
+    until(lambda: source.asked)
+    fly.pixels.close()
+    started = time.monotonic()
+    with pytest.raises(RunError):
+        taking.result()
+    assert time.monotonic() - started < 0.5
+
+
+def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_was_read_ahead(photos: Path) -> None:
+    """The second epoch is decoded before the first batch of it is asked for; what fails there fails only then."""
+    source = Flaky(photos, "flaky")
+    prepared = prepare(source, replace(ASKED, held_out=0))
+    stream = ImageStream(prepared.train, 0)
+    source.victim, source.failing, source.trouble = int(stream.index(250, 1)[0]), range(2, 10**6), Unusable("bad")
+    for first in range(0, 600, 10):
+        batch = stream.batch(first, 10)
+        assert batch.label is not None
+        until(lambda: stream._ahead is None or all(t.done() for b in stream._ahead._blocks.values() for t in b._tasks))
+        numbers = (batch.pixels[:, 0, 0, 0] + 256 * batch.pixels[:, 1, 0, 0].long()).tolist()
+        assert numbers == [int(Path(prepared.train.names[i]).stem) for i in batch.index]
+        assert batch.label.tolist() == [number % 2 for number in numbers]
+    assert isinstance(prepared.train.pixels, LazyPixels)
+    assert len(prepared.train.pixels.quarantined) == 1
+    stream.close()
+
+
+def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Path) -> None:
+    """Held-out loss, learning rate, doctor: class and pixels of an image at the end of a class and damaged agree."""
+    source = Damaged(photos, "damaged")
+    clean = prepare(open_source(photos), replace(ASKED, held_out=0.2))
+    last = max(i for i, name in enumerate(clean.held_out.names) if name.startswith("even"))
+    source.bad = frozenset([source.names.index(clean.held_out.names[last]), 149])
+    config = replace(preset("default"), data=ASKED, classes=("even", "odd"))
+    cpu, stop = torch.device("cpu"), StopSignals()
+    objective = Objective(config.diffusion, 2, 0.0)
+
+    def fresh() -> Prepared:
+        return prepare(source, replace(ASKED, held_out=0.2))
+
+    assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
+    held = held_out_set(fresh(), config, cpu)
+    probe = find_lr.subject_of(config, fresh(), cpu, stop).probe
+    looked = examination.looked_at(fresh().held_out, cpu)
+    shown, own = examination.pictures_of(fresh().train, (0, 1))
+    at_the_end = Damaged(photos, "damaged")
+    at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
+    lesson = Lesson.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
+    assert held is not None
+    assert looked is not None
+    for x0, label in (
+        (held.x0, held.label),
+        (probe.x0, probe.label),
+        (looked.x0, looked.label),
+        (lesson.x0, lesson.label),
+    ):
+        assert label is not None
+        numbers = ((x0[:, :2, 0, 0] + 1) * 127.5).round().long()
+        assert ((numbers[:, 0] + 256 * numbers[:, 1]) % 2).tolist() == label.tolist()
+    assert own is not None
+    assert ((shown[:, 0, 0, 0] + 256 * shown[:, 0, 0, 1].astype(int)) % 2).tolist() == own.tolist()
 
 
 def test_when_everything_is_gone_it_says_so_at_the_batch_that_needs_it(photos: Path) -> None:

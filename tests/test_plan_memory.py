@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from unfog.config.tree import Config
 from unfog.data.settings import Data
+from unfog.diagnosis.plan import memory
 from unfog.diagnosis.plan.memory import CUDA_BLOCK, MB, _control_group, available_memory, peak_of
 from unfog.diagnosis.plan.trace import Trace, record
 from unfog.diffusion.diffusion import Diffusion
@@ -20,6 +23,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.runs.build import build_network
+from unfog.runs.choices import Settling
 from unfog.runs.footprint import Traces, at_most, trace_step
 from unfog.runs.microbatch import MARGIN, choose_microbatch, largest
 from unfog.training.settings import Training
@@ -174,7 +178,7 @@ def test_largest_that_fits(batch, limit):
 
 
 def test_micro_batch_follows_from_what_is_available():
-    given = config(24, 32)
+    given = config(24)
     traces = Traces(given, "cpu")
     assert choose_microbatch(given, CPU, 10**12)[:2] == (24, False)
     found = []
@@ -189,28 +193,49 @@ def test_micro_batch_follows_from_what_is_available():
     assert 24 > found[0] > found[1]
 
 
+def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch):
+    """Without a margin; of a run that goes on, the whole batch too."""
+    takes = {n: Traces(config(8), "cpu").training(n, False) for n in (4, 8)}
+
+    def settled(available, resuming, **training):
+        for module in ("choices", "microbatch"):
+            monkeypatch.setattr(f"unfog.runs.{module}.available_memory", lambda device: available)
+        settling = Settling(config(8, **training), None, CPU, lambda: False)
+        settling.microbatch(resuming)
+        return settling.config.training.microbatch, [choice.name for choice in settling.choices]
+
+    assert settled(int(1.05 * takes[8]), True) == (0, [])
+    assert settled(int(1.05 * takes[8]), False)[0] > 0  # a new run leaves a margin
+    assert settled(int(1.05 * takes[4]), False, microbatch=4) == (4, [])
+    cut, told = settled(int(0.9 * takes[4]), True, microbatch=4)
+    assert 1 <= cut < 4
+    assert told == ["microbatch"]
+
+
 @pytest.mark.slow
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
-    given = config(4, 64)
+    given = config(4, 32)
     one, recomputed = (Traces(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
     fit = choose_microbatch(given, CPU, int((one + recomputed) / 2 / MARGIN))
     assert fit.checkpointing
     assert fit.microbatch >= 1
-    with pytest.raises(RequestError, match=r"one image of 64 pixels .* smaller --size or --network"):
+    with pytest.raises(RequestError, match=r"one image of 32 pixels .* smaller --size or --network"):
         choose_microbatch(given, CPU, int(0.9 * recomputed / MARGIN))
 
 
 @pytest.mark.parametrize(
     "given",
-    [config(3, 32), *(pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow) for n in ("tiny", "small"))],
+    [
+        config(3),
+        replace(config(1), classes=tuple(map(str, range(100_000)))),
+        *(pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow) for n in ("tiny", "small")),
+    ],
 )
 def test_the_glance_is_never_below_the_prediction(given):
     """So that no trace is needed where even that fits."""
     for device in ("cpu", "cuda"):
-        traces = Traces(given, device)
-        context = traces.training(given.training.batch, False) - traces.step(given.training.batch, False).total
-        assert at_most(given) > traces.training(given.training.batch, False) - context * (device == "cuda")
+        assert at_most(given) > Traces(given, device).training(given.training.batch, False)
 
 
 def test_what_a_control_group_leaves(tmp_path):
@@ -251,6 +276,7 @@ print(json.dumps([done, folder.read_config().training.microbatch]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and counted as Linux does")
 def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
     script = LIMITED.format(
@@ -265,6 +291,18 @@ def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
     assert "available" in done.stderr
 
 
+def test_where_the_system_says_nothing_a_little_is_taken_to_be_there(monkeypatch):
+    """As on Windows, which has neither the module `resource` nor sysconf."""
+    monkeypatch.setattr(memory, "_field", lambda path, name: int("none"))
+    monkeypatch.setattr(memory, "_control_group", lambda: None)
+    monkeypatch.delattr("os.sysconf")
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setitem(sys.modules, "resource", None)  # importing it fails
+    runpy.run_path(memory.__file__)
+    assert memory.available_memory(CPU) == memory.UNTOLD
+
+
+@pytest.mark.slow
 def test_available_memory_is_limited_by_the_address_space():
     script = (
         "import resource, torch; from unfog.diagnosis.plan.memory import available_memory as a;"

@@ -1,5 +1,6 @@
 """The dry run: all that a run does later happens in it, by the code that will do it, and what fails is named."""
 
+import errno
 import signal
 from dataclasses import replace
 
@@ -16,12 +17,14 @@ from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.target import V
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
-from unfog.runs import rehearsal, session
+from unfog.runs import in_small as small
+from unfog.runs import looks, rehearsal, session
 from unfog.runs.choices import Settling
 from unfog.runs.in_small import in_small
 from unfog.runs.rehearsal import rehearse
 from unfog.runs.signals import StopSignals
 
+ATTENTIVE = "unet:channels=8/8,attention=0/1,mid_attention=1,norm_groups=4,head_channels=4"
 CPU = torch.device("cpu")
 RUN = ["training", "ema", "preview", "evaluation", "checkpoint", "report"]
 PARTS = [*RUN, "reload", "repeat", "resume", "sample", "export", "memory"]
@@ -97,11 +100,11 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         raise RuntimeError("planted\nwith a second line")
 
     place = {
-        "preview": (session, "draw"),
+        "preview": (looks, "draw"),
         "evaluation": (HeldOut, "measure"),
         "report": (session, "write_report"),
         "sample": (rehearsal.Run, "sample"),
-        "export": (rehearsal, "to_unet2d"),
+        "export": (small, "to_unet2d"),
     }
     monkeypatch.setattr(*place[part], fail)
     findings = rehearsed(settled(fashion), fashion, tmp_path)
@@ -114,12 +117,12 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
 
 def test_it_is_the_run_in_small_without_trackers(fashion):
     config = settled(fashion, log={"sinks": ["tensorboard"]}, training={"microbatch": 4}, preview={"images": 100})
-    small = in_small(config, 2)
-    assert small.log.sinks == ()
-    assert small.training.images == 2 * config.training.batch
-    assert small.preview.images == 4  # one pass as large as those of training
+    short = in_small(config, 2)
+    assert short.log.sinks == ()
+    assert short.training.images == 2 * config.training.batch
+    assert short.preview.images == 4  # one pass as large as those of training
     same = ("network", "diffusion", "optimizer", "ema", "sampler", "guidance", "data", "classes", "label_dropout")
-    assert all(getattr(small, name) == getattr(config, name) for name in same)
+    assert all(getattr(short, name) == getattr(config, name) for name in same)
 
 
 def test_a_request_that_cannot_be_met_is_fatal(fashion, tmp_path):
@@ -154,14 +157,63 @@ def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
 
 
 def test_an_export_that_answers_otherwise_is_fatal(fashion, tmp_path, monkeypatch):
-    real = rehearsal.to_unet2d
+    real = small.to_unet2d
 
     def spoiled(network, size):
         config, state = real(network, size)
         return config, {**state, "conv_out.bias": state["conv_out.bias"] + 1}
 
-    monkeypatch.setattr(rehearsal, "to_unet2d", spoiled)
+    monkeypatch.setattr(small, "to_unet2d", spoiled)
     assert rehearsed(settled(fashion), fashion, tmp_path)["export"].severity == "fatal"
+
+
+def test_an_export_is_compared_where_everything_in_the_network_matters(fashion, tmp_path, monkeypatch):
+    """Two steps leave most branches as the nothing that they began as, whatever weights of them go where."""
+    real = small.to_unet2d
+
+    def exchanged(one, other):
+        def spoiled(network, size):
+            settings, state = real(network, size)
+            names = [name for name in state if name.endswith(f"{one}.weight")]
+            assert names
+            swapped = {name: state[name.replace(one, other)] for name in names}
+            return settings, state | swapped | {n.replace(one, other): state[n] for n in names}
+
+        return spoiled
+
+    for one, other in (("to_q", "to_v"), ("to_k", "to_v"), ("norm1", "norm2")):
+        monkeypatch.setattr(small, "to_unet2d", exchanged(one, other))
+        config = settled(fashion, network=ATTENTIVE, evaluate={"every": -1})
+        folder = tmp_path / one
+        folder.mkdir()
+        assert rehearsed(config, fashion, folder)["export"].severity == "fatal", (one, other)
+
+
+def test_fp16_may_seek_its_scale(fashion, tmp_path):
+    """It begins at 65536; where both steps are too much for that, the rehearsal goes on until one is taken."""
+    config = settled(fashion, diffusion={"target": "x0", "weighting": "snr"}, training={"precision": "fp16"})
+    findings = rehearsed(config, fashion, tmp_path)
+    assert {f.severity for f in findings.values()} <= {"fine", "hint"}, list(map(str, findings.values()))
+    assert 1 <= findings["ema"].facts["updates"] < 3
+    assert "loss scale" in findings["training"].evidence
+
+
+def test_no_room_for_the_rehearsal_is_no_fault_of_the_run(fashion, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "free_bytes", lambda folder: 17 * 10**6)
+    findings = rehearsed(settled(fashion), fashion, tmp_path)
+    assert {code: f.severity for code, f in findings.items()} == {"room": "hint", "memory": "fine"}
+    assert "17 MB free" in findings["room"].evidence
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert small.failed("checkpoint", full, "").severity == "hint"
+    assert small.failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
+
+
+def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
+    said = {part: small.failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
+    in_run = {part for part, remedy in said.items() if "the run would" in remedy}
+    assert in_run == {"training", "preview", "evaluation", "checkpoint", "report"}
+    assert "sample RUN" in said["sample"]
 
 
 def test_without_diffusers_the_export_is_left_open(fashion, tmp_path, monkeypatch):
@@ -181,13 +233,13 @@ def test_a_request_to_leave_leaves_nothing(fashion, tmp_path):
 
 
 def test_a_signal_in_the_middle_leaves_nothing(fashion, tmp_path, monkeypatch):
-    real = session.draw
+    real = looks.draw
 
     def interrupted(*args, **kwargs):
         signal.raise_signal(signal.SIGTERM)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(session, "draw", interrupted)
+    monkeypatch.setattr(looks, "draw", interrupted)
     with StopSignals() as stop:
         with pytest.raises(Interrupted):
             rehearse(settled(fashion), fashion, CPU, stop, tmp_path)

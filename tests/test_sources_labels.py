@@ -66,8 +66,20 @@ KINDS = {f"{i}.png": ("cat", "dog")[i % 2] for i in range(8)}
         ("t.tsv", "path\tcategory\n" + ROWS.replace(",", "\t")),
         ("t.csv", "id,breed,label\n" + "".join(f'"{i}","a, b",{KINDS[f"{i}.png"]}\n' for i in range(8))),
         ("t.csv", "file,label\r\n" + ROWS.replace("\n", "\r\n")),
+        ("t.csv", "file, label, said\n" + "".join(f'{n}, {k}, "a, b"\n' for n, k in KINDS.items())),
+        ("t.csv", 'file;label;"notes, long, with, commas"\n' + "".join(f"{n};{k};x\n" for n, k in KINDS.items())),
+        ("t.csv", "file,said,label\n" + "".join(f'{n},"a\nb",{k}\n' for n, k in KINDS.items())),
+        ("t.csv", "file,said,label\n" + "".join(f"{n},a\u2028b\x0bc\x85d,{k}\n" for n, k in KINDS.items())),
+        ("t.csv", "file,label\n" + ROWS.replace("\n", ",\n")),
         ("t.csv", "file,label\n" + "".join(f".\\elsewhere\\{name}, {kind} \n" for name, kind in KINDS.items())),
         ("t.jsonl", "".join(json.dumps({"file_name": n, "label": k}) + "\n" for n, k in KINDS.items()) + "\n"),
+        (
+            "t.jsonl",
+            "".join(
+                json.dumps({"file_name": n, "label": k, "said": "a\u2028b\x85c"}, ensure_ascii=False) + "\r\n"
+                for n, k in KINDS.items()
+            ),
+        ),
     ],
 )
 def test_tables_as_they_are_found(photos: Path, tmp_path: Path, name: str, text: str) -> None:
@@ -92,6 +104,18 @@ def test_paths_below_the_source_before_base_names(tmp_path: Path) -> None:
     # Where paths fit, a row of an image elsewhere is not taken for one of the same base name here.
     mixed = write(tmp_path / "mixed.csv", "file,label\na/1.png,x\nelsewhere/2.png,y\n")
     assert by_name(open_source(photos), str(mixed)) == {"a/1.png": "x"}
+
+
+def test_a_row_of_another_folder_labels_nothing(tmp_path: Path) -> None:
+    photos = fill(tmp_path / "photos", ["train/0.png", "train/1.png", "train/2.png", "train/3.png"])
+    rows = "x/train/0.png,a\nval/1.png,b\n2.png,a\n/data/all/train/3.png,b\n"
+    for text in (rows, rows.replace(".png", "")):
+        table = write(tmp_path / "t.csv", "file,label\n" + text)
+        source = labelled(open_source(photos), str(table))
+        assert list(source.names) == ["train/0.png", "train/2.png", "train/3.png"]
+        assert [one.name for one in source.unreadable] == ["train/1.png", text.split("\n")[1].split(",")[0]]
+    with pytest.raises(RequestError, match="no row of"):
+        labelled(open_source(photos), str(write(tmp_path / "t.csv", "file,label\nval/0.png,a\n")))
 
 
 def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) -> None:
@@ -137,6 +161,10 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
         ("file,label\n0.png,\n", "leaves every label empty"),
         ("file,label\n,cat\n", "has a row of file  and label cat; each needs a name"),
         ('file,label\n"0.png,cat\n', "is damaged: unexpected end of data"),
+        ("file,label\n0.png,cat\n1.png,cat, black\n", "has 3 fields in line 3 and 2 in its header; put quotes around"),
+        ("file,label,Label \n0.png,cat,dog\n", "has 2 columns called label; keep one"),
+        ("file,label,label\n0.png,cat,dog\n", "has 2 columns called label; keep one"),
+        ("file,file,label\n0.png,1.png,dog\n", "has 2 columns called file; keep one"),
     ],
 )
 def test_tables_that_will_not_do(photos: Path, tmp_path: Path, text: str, said: str) -> None:

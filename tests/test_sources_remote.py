@@ -21,7 +21,7 @@ from conftest import NETWORK
 from unfog.config.request import check_source
 from unfog.data.decode import decode
 from unfog.data.formats import remote
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unreachable
 from unfog.data.sources import labels_of, open_source
 from unfog.errors import RequestError
 
@@ -254,7 +254,7 @@ def _length(wanted: str) -> int:
     return int(match[2]) - int(match[1]) + 1 if match else 0
 
 
-def test_what_fails_twice_is_read_the_third_time_and_then_quarantined(web: str) -> None:
+def test_what_fails_twice_is_read_the_third_time_and_else_unreachable_for_now(web: str) -> None:
     Web.faults["HEAD set-000.tar"] = Web.faults["GET set-000.tar"] = 1
     source = open_source(f"{web}/sets/set-000.tar")
     _, start, size = source.index.place(1)
@@ -262,9 +262,19 @@ def test_what_fails_twice_is_read_the_third_time_and_then_quarantined(web: str) 
     Web.faults[which] = 2
     assert source.open(1).size == (16, 16)
     Web.faults[which] = 3
-    with pytest.raises(Unusable, match=r"could not be reached in 3 tries \(ClientResponseError: 503"):
+    with pytest.raises(Unreachable, match=r"could not be reached in 3 tries \(ClientResponseError: 503"):
         source.open(1)
     assert source.open(1).size == (16, 16)
+
+
+def test_the_first_look_at_a_server_is_tried_again_and_then_said(web: str) -> None:
+    open_source(f"{web}/sets/set-000.tar")
+    probe = next(f"GET set-000.tar {wanted}" for _, _, wanted in Web.asked if wanted.startswith("bytes=1-"))
+    Web.faults[probe] = 2
+    assert len(open_source(f"{web}/sets/set-000.tar").names) > 0
+    Web.faults[probe] = 99
+    with pytest.raises(RequestError, match=r"set-000\.tar could not be reached in 3 tries .*503"):
+        open_source(f"{web}/sets/set-000.tar")
 
 
 def test_a_server_without_ranges_is_refused_before_it_sends_everything(web: str) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from unfog.config.presets import preset
 from unfog.config.request import check_source
-from unfog.data.formats import shard_index, shard_piece, storage
+from unfog.data.formats import shard_files, shard_index, shard_piece, storage
 from unfog.data.formats.files import Unusable
 from unfog.data.formats.locate import expand
 from unfog.data.formats.storage import LocalStorage, Window
@@ -239,6 +239,32 @@ def test_a_cls_counts_more_than_a_json_and_that_more_than_a_txt(tmp_path: Path) 
         assert open_source(shard(tmp_path / "a.tar", [*files, *pictures(range(1))])).classes == ("2",)
 
 
+def test_the_last_of_a_name_counts_for_labels_as_for_images(tmp_path: Path) -> None:
+    files = [(f"{i}.{kind}", data) for i in range(4) for kind, data in (("png", png(i)), ("cls", b"%d" % (i % 2)))]
+    later = [("0.png", png(9)), ("0.cls", b"1"), ("1.cls", b"")]
+    source = open_source(shard(tmp_path / "a.tar", [*files, *later]))
+    labels = {name[6]: source.classes[label] for name, label in zip(source.names, source.labels)}
+    assert labels == {"2": "0", "3": "1", "0": "1"}
+    assert right(source, list(source.names).index("a.tar/0.png"), 9)
+    assert ("a.tar/1.png", "without a label, as others have") in [tuple(one) for one in source.unreadable]
+
+
+def test_labels_of_names_with_dots(tmp_path: Path) -> None:
+    files = [
+        (f"v1.{i:03}.{kind}", data) for i in range(6) for kind, data in (("png", png(i)), ("cls", b"%d" % (i % 3)))
+    ]
+    files += [("x.left.png", png(7)), ("x.right.png", png(8)), ("x.cls", b"2")]
+    source = open_source(shard(tmp_path / "a.tar", files))
+    assert source.classes == ("0", "1", "2")
+    assert source.labels.tolist() == [0, 1, 2, 0, 1, 2, 2, 2]
+    assert (source.unreadable, source.ignored) == ([], {})
+    kinds = [(f"{i}.txt", b"ab"[i % 2 : i % 2 + 1]) for i in range(8)]
+    said = [(f"{i}.said.txt", b"long " * 30) for i in range(8)]
+    numbered = [(f"{i}.png", png(i)) for i in range(8)]
+    source = open_source(shard(tmp_path / "b.tar", [*numbered, *kinds, *said]))
+    assert source.classes == ("a", "b"), "captions that go with no image of their own do not count"
+
+
 def test_classes_are_the_same_over_all_shards(tmp_path: Path) -> None:
     for k, kind in enumerate((b"zebra", b"ant", b"zebra")):
         shard(tmp_path / f"s/{k}.tar", [("a.png", png(k)), ("a.cls", kind)])
@@ -263,6 +289,37 @@ def test_what_goes_with_a_picture_is_no_picture(tmp_path: Path) -> None:
     source = open_source(shard(tmp_path / "a.tar", files))
     assert [name[6:] for name in source.names] == ["1.jpg", "2.left.png", "2.right.png"]
     assert source.ignored == {".seg.png": 1}
+
+
+def test_numbered_pictures_of_one_name_are_pictures(tmp_path: Path) -> None:
+    names = ["IMG.png", "IMG.0.png", "IMG.1.png", "IMG.1.mask.png", "v1.000.jpg", "v1.001.jpg", "IMG.2.mask.png"]
+    names += ["b.png", "b.2024-05-01.png", "b.seg.v2.png"]
+    source = open_source(shard(tmp_path / "a.tar", [(name, png(i)) for i, name in enumerate(names)]))
+    left_out = {"IMG.1.mask.png", "b.seg.v2.png"}
+    assert [name[6:] for name in source.names] == [name for name in names if name not in left_out]
+    assert source.ignored == {".mask.png": 1, ".seg.v2.png": 1}
+
+
+def test_folders_are_kept_in_the_index(tmp_path: Path) -> None:
+    where = ["", "cats", "cats/wild", "dogs", "käse\udcff"]
+    for k in range(3):
+        shard(
+            tmp_path / f"s/{k}.tar", [(f"{where[(i + k) % 5]}/{i}.png", png(i)) for i in range(7)], tarfile.GNU_FORMAT
+        )
+    for _ in range(2):  # as it is built, and as it is found
+        source = open_source(tmp_path / "s")
+        names, codes = source.folders
+        assert sorted(names) == sorted(where)
+        assert [names[code] for code in codes] == [name.partition("/")[2].rpartition("/")[0] for name in source.names]
+    shard(tmp_path / "labelled.tar", [("a/1.png", png(1)), ("a/1.cls", b"1")])
+    assert open_source(tmp_path / "labelled.tar").folders is None
+
+
+def test_very_many_folders_are_read_from_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_index, "_MOST_FOLDERS", 3)
+    source = open_source(shard(tmp_path / "a.tar", [(f"{i % 4}/{i}.png", png(i)) for i in range(16)]))
+    assert source.folders is None
+    assert labels_of(source, "auto")[0] == ("0", "1", "2", "3")
 
 
 # The index
@@ -290,6 +347,13 @@ def test_an_index_is_built_once_and_again_for_what_changed(sets: Path, monkeypat
     assert right(grown, 3, 20)
     with pytest.raises(Unusable, match="changed meanwhile"):
         first.open(3)
+
+
+def test_an_index_is_built_anew_for_a_shard_of_the_same_size_and_time(tmp_path: Path) -> None:
+    for kind in (b"cat", b"dog"):
+        path = shard(tmp_path / "a.tar", [("1.png", png(1)), ("1.cls", kind)])
+        os.utime(path, (10**9, 10**9))
+        assert open_source(path).classes == (kind.decode(),)
 
 
 def test_opening_reads_no_row(sets: Path) -> None:
@@ -326,6 +390,51 @@ def test_a_damaged_index_is_built_anew(sets: Path) -> None:
                 source.open(i)
             except (Unusable, IndexError):
                 continue
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_codes_out_of_range_are_built_anew(tmp_path: Path, labelled: bool) -> None:
+    files = [(f"{'ab'[i % 2]}/{i}.png", png(i)) for i in range(8)]
+    files += [(f"{'ab'[i % 2]}/{i}.cls", b"%d" % (i % 2)) for i in range(8)] * labelled
+    path = shard(tmp_path / "a.tar", files)
+    classes, labels = labels_of(open_source(path), "auto")
+    wanted = labels.copy()  # of what may be mapped
+    file = next((Path(os.environ["UNFOG_CACHE"]) / "shards").glob("*.codes"))
+    for value in (2, -1, 2**40):
+        codes = np.fromfile(file, np.int64)
+        codes[3] = value
+        codes.tofile(file)
+        found = labels_of(open_source(path), "auto")
+        assert found[0] == classes
+        assert np.array_equal(found[1], wanted)
+
+
+def test_every_flip_of_a_piece_ends(tmp_path: Path) -> None:
+    shard(tmp_path / "a.tar", [("a.png", png(0)), ("b.png", png(1)), ("a.cls", b"1")])
+    open_source(tmp_path / "a.tar")
+    file = next((Path(os.environ["UNFOG_CACHE"]) / "shards").glob("*.npz"))
+    whole, dice = file.read_bytes(), random.Random(0)
+    for at in range(0, len(whole), 3):
+        data = bytearray(whole)
+        data[at] = dice.randrange(256)
+        file.write_bytes(data)
+        shard_files.load_piece(file, 10**6)
+
+
+def test_what_a_killed_process_left_is_swept(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(os.environ["UNFOG_CACHE"]) / "shards"
+    folder.mkdir(parents=True)
+    for name, age in (("old.rows.partial", 2 * 86400), ("at-work.names.partial", 60)):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (time.time() - age,) * 2)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(shard_index, "_folders", fail)
+    with pytest.raises(MemoryError):
+        open_source(sets)
+    assert [path.name for path in folder.glob("*.partial")] == ["at-work.names.partial"]
 
 
 @pytest.mark.parametrize("forged", ["label 5", "start 1000000000", "start -5", "size 1000000000", "name 9", "name -1"])
@@ -440,6 +549,32 @@ def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "c.tar")
 
 
+def test_a_shard_that_goes_on_behind_its_end_is_named(tmp_path: Path) -> None:
+    one, other = (shard(tmp_path / f"in/{i}.tar", pictures(range(i, i + 5))).read_bytes() for i in (0, 5))
+    with tarfile.open(tmp_path / "in/0.tar") as archive:
+        third, end = archive.getmembers()[3].offset, archive.offset
+    whole = one[:end]
+    broken = {
+        "two archives": one + other,
+        "made at its full size": one[:third] + bytes(200_000),
+        "rubbish": whole + bytes(1024) + b"x",
+        "behind one empty block": whole + bytes(512) + b"x" * 512,
+    }
+    sound = {
+        "as written": one,
+        "no padding": whole + bytes(1024),
+        "one block": whole + bytes(512),
+        "padding of a whole record": whole + bytes(1024 + 10240),
+    }
+    for name, data in (broken | sound).items():
+        path = tmp_path / f"{name}.tar"
+        path.write_bytes(data)
+        source = open_source(path)
+        assert len(source.names) == (3 if "full" in name else 5)
+        said = [(path.name, "a shard that ends before its file does")] if name in broken else []
+        assert [tuple(one) for one in source.unreadable] == said, name
+
+
 def test_doubles_empty_and_hostile_names(tmp_path: Path) -> None:
     files = [
         ("a.png", png(0)),
@@ -512,6 +647,18 @@ def test_order_is_of_the_data_alone(sets: Path, tmp_path: Path, monkeypatch: pyt
     shutil.copytree(sets, moved)
     assert list(open_source(moved).names) == wanted
     assert open_source(moved).stamp() == open_source(sets).stamp()
+
+
+def test_shards_of_one_size_and_time_that_hold_other_images_are_others(tmp_path: Path) -> None:
+    stamps = set()
+    for k in range(2):
+        for i in range(3):
+            path = shard(
+                tmp_path / f"{k}/{i}.tar", [(f"{j}.ppm", b"P6 9 9 255\n" + bytes([k]) * 243) for j in range(40)]
+            )
+            os.utime(path, (10**9, 10**9))
+        stamps.add(open_source(tmp_path / f"{k}").stamp()[0])
+    assert len(stamps) == 2
 
 
 def test_shards_of_a_split_are_all_used_and_that_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Zip archives as sources: read in place, by the rules of folders, and however hostile."""
 
 import io
+import os
 import struct
 import subprocess
 import sys
@@ -82,6 +83,23 @@ def test_its_stamp_changes_with_it(tmp_path: Path) -> None:
     assert source.stamp() != before
     with pytest.raises(Unusable, match="changed meanwhile"):
         source.open(0)
+
+
+def test_archives_and_folders_of_one_size_and_time_that_hold_other_images_are_others(tmp_path: Path) -> None:
+    stamps = []
+    for k in range(2):
+        # PPM, as of one side all are of one size; and one image in a hundred is another.
+        images = {f"{i:03}.ppm": b"P6 9 9 255\n" + bytes([k * (i == 42)]) * 243 for i in range(100)}
+        path = put(tmp_path / f"{k}.zip", images, zipfile.ZIP_STORED)
+        folder = tmp_path / f"{k}"
+        folder.mkdir()
+        for name, data in images.items():
+            (folder / name).write_bytes(data)
+        for one in (path, *folder.iterdir()):
+            os.utime(one, (10**9, 10**9))
+        stamps += [open_source(path).stamp(), open_source(folder).stamp()]
+        assert stamps[-2:] == [open_source(path).stamp(), open_source(folder).stamp()]
+    assert len(set(stamps)) == 4
 
 
 def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
-"""Does opening a set of shards grow with the set? Seconds and memory of opening, and of reading at random places.
+"""Does opening a set of shards grow with the set? Seconds and memory of opening, of preparing it without a cache until
+the first batch is there, and of reading at random places; of sets with labels of their own and of sets with folders.
 
     python benchmarks/data/open_shards.py [--images 10000 10000000] [--shards 10] [--rounds 5]
 
 For each number of images it makes that many entries of an index as the scan of real shards leaves it behind, beside
-sparse files of the size that the shards would have; combines them as a first opening does; and then opens the set anew
-in fresh processes, which is what is measured. It also scans a real shard of small members, for the speed of that.
+sparse files of the size that the shards would have, with a few hundred images at the beginning of each, which the
+entries name in turn; combines them as a first opening does; and then opens the set anew in fresh processes, which is
+what is measured. It also scans a real shard of small members, for the speed of that.
 """
 
 from __future__ import annotations
@@ -22,18 +24,24 @@ import time
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from unfog.data.formats import shard_index
+from unfog.data.formats.shard_files import save_piece
 from unfog.data.formats.shard_piece import ROW, Piece
 from unfog.data.formats.storage import LocalStorage
 from unfog.data.sources import open_source
 
 MEMBER = 20_480  # bytes from one image to the next
+PICTURES = 200  # different ones in each shard
 
 OPENING = """
 import json, random, resource, sys, time
-from unfog.data import shards  # what is the same for every set is no part of it
+from unfog.data.formats import shards  # what is the same for every set is no part of it
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
 from unfog.data.sources import open_source
+from unfog.data.stream import ImageStream
 
 def memory(key):
     return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) / 1024
@@ -51,29 +59,56 @@ looked_up = time.perf_counter() - began
 began = time.perf_counter()
 for i in places[:2000]:
     source._storage.read(*source.index.place(i))
-print(json.dumps([opened, held, looked_up / 20_000, (time.perf_counter() - began) / 2000]))
+read = time.perf_counter() - began
+began = time.perf_counter()
+prepared = prepare(open_source(sys.argv[1]), Data(cache="none"))
+ready = time.perf_counter() - began
+began = time.perf_counter()
+stream = ImageStream(prepared.train, 0)
+stream.batch(0, 64)
+first = time.perf_counter() - began
+assert len(prepared.train.classes) > 1
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([opened, held, looked_up / 20_000, read / 2000, ready, first, peak]))
+stream.close()
 """
 
 
-def make(folder: Path, images: int, shards: int) -> float:
-    """A set of so many images and its index. Seconds that combining took."""
+def pictures() -> list[bytes]:
+    """Images of 64 x 64, of noise, each under MEMBER bytes."""
+    found = []
+    for i in range(PICTURES):
+        buffer = io.BytesIO()
+        noise = np.random.default_rng(i).integers(0, 256, (64, 64, 3), np.uint8)
+        Image.fromarray(noise).save(buffer, "PNG")
+        found.append(buffer.getvalue())
+    return found
+
+
+def make(folder: Path, images: int, shards: int, labelled: bool) -> float:
+    """A set of so many images, with labels or in folders, and its index. Seconds that combining took."""
     folder.mkdir()
-    each = images // shards
+    each, held = images // shards, pictures()
+    sizes = np.array([len(data) for data in held])
     for k in range(shards):
         with (folder / f"set-{k:05}.tar").open("wb") as file:
-            file.truncate(each * MEMBER)
+            for i, data in enumerate(held):
+                file.seek(i * MEMBER + 512)
+                file.write(data)
+            file.truncate(max(each, PICTURES) * MEMBER)
     paths = sorted(str(path) for path in folder.iterdir())
     states = LocalStorage().states(paths)
     kept = shard_index.cache_folder() / "shards"
     kept.mkdir(parents=True, exist_ok=True)
-    names = [b"%08d.jpg" % i for i in range(each)]
+    names = [b"%03d/%08d.png" % (i % 1000 if labelled else i * 1000 // each, i) for i in range(each)]
     for path in paths:
         rows = np.zeros(each, ROW)
-        rows["start"], rows["size"] = np.arange(each) * MEMBER + 512, MEMBER - 512
-        rows["name"], rows["label"] = np.arange(each) * 12, np.arange(each) % 1000
-        values = [("class", str(i)) for i in range(1000)]
+        which = np.arange(each) % PICTURES
+        rows["start"], rows["size"] = which * MEMBER + 512, sizes[which]
+        rows["name"], rows["label"] = np.arange(each) * 16, np.arange(each) % 1000 if labelled else -1
+        values = [("class", str(i)) for i in range(1000 * labelled)]
         key = shard_index._key(path, states[path])
-        shard_index._save_piece(kept / f"{key}.piece.npz", Piece(rows, b"".join(names), values))
+        save_piece(kept / f"{key}.piece.npz", Piece(rows, b"".join(names), values))
     began = time.perf_counter()
     assert len(open_source(folder).names) == each * shards
     return time.perf_counter() - began
@@ -100,20 +135,26 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["UNFOG_CACHE"] = f"{scratch}/cache"
-        sets = {images: Path(scratch) / f"{images}" for images in given.images}
-        for images, folder in sets.items():
-            seconds = make(folder, images, given.shards)
-            print(f"{images:>12,} images in {given.shards} shards: combined once in {seconds:.2f} s")
-        found: dict[int, list[list[float]]] = {images: [] for images in sets}
+        sets = {
+            f"{images:>12,} images {'with labels' if labelled else 'in folders'}": (images, labelled)
+            for images in given.images
+            for labelled in (True, False)
+        }
+        folders = {title: Path(scratch) / f"{images}-{labelled:d}" for title, (images, labelled) in sets.items()}
+        for title, (images, labelled) in sets.items():
+            seconds = make(folders[title], images, given.shards, labelled)
+            print(f"{title}, {given.shards} shards: combined once in {seconds:.2f} s")
+        found: dict[str, list[list[float]]] = {title: [] for title in sets}
         for _ in range(given.rounds):
-            for images, folder in sets.items():  # by turns, so that a slow moment is in both
+            for title, folder in folders.items():  # by turns, so that a slow moment is in all
                 command = [sys.executable, "-c", OPENING, str(folder)]
-                found[images].append(json.loads(subprocess.check_output(command, text=True)))
-        for images, rows in found.items():
-            opened, held, looked_up, read = (statistics.median(column) for column in zip(*rows))
+                found[title].append(json.loads(subprocess.check_output(command, text=True)))
+        for title, rows in found.items():
+            opened, held, looked_up, read, ready, first, peak = (statistics.median(column) for column in zip(*rows))
             print(
-                f"{images:>12,} images: opened in {opened * 1e3:.1f} ms and {held:.1f} MB; "
-                f"name and place of one {looked_up * 1e6:.1f} us; its 20 KB read in {read * 1e6:.0f} us"
+                f"{title}: opened in {opened * 1e3:.1f} ms and {held:.1f} MB; name and place of one "
+                f"{looked_up * 1e6:.1f} us; its 12 KB read in {read * 1e6:.0f} us; prepared without a cache in "
+                f"{ready:.2f} s, first batch of 64 after {first:.2f} s more; {peak:,.0f} MB at most"
             )
         print(f"a real shard of small members is gone through at {scan(Path(scratch), 40_000):,.0f} members/s")
 

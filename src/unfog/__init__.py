@@ -132,9 +132,11 @@ def doctor(
 
     run = RunFolder(Path(source)) if isinstance(source, str | PathLike) else None
     if run is not None and run.config_file.is_file():
-        if settings:
-            raise RequestError(f"a run has its own settings, so {', '.join(settings)} cannot be given with it")
-        return examine_run_folder(run, _path(out), quick)[1]
+        device = settings.pop("device", "auto")
+        if settings or preset != "default":
+            given = ", ".join(settings) or f"preset {preset}"
+            raise RequestError(f"a run has its own settings, so {given} cannot be given with it")
+        return examine_run_folder(run, _path(out), quick, device)[1]
     return examine_source(_asked(source, preset, settings), _path(out), quick)[1]
 
 

@@ -179,7 +179,8 @@ def doctor(words: Sequence[str]) -> int:
     given = given_to("doctor", words, default) if not set(words) & set(HELP_FLAGS) else None
     run = given is not None and RunFolder(Path(given.positionals[0])).config_file.is_file()
     if given is not None and run:
-        if others := sorted(set(given.table) - {"out", "quick"}):
+        others = [flag for path, (flag, _) in given.spelled.items() if path[-1] not in ("out", "quick", "device")]
+        if others:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
         config = None
     else:
@@ -192,7 +193,8 @@ def doctor(words: Sequence[str]) -> int:
     from unfog.runs.doctor import examine_run_folder, examine_source
 
     if config is None:
-        page, findings = examine_run_folder(RunFolder(Path(given.positionals[0])), out, quick)
+        device = given.table.get("settings", {}).get("training", {}).get("device", "auto")
+        page, findings = examine_run_folder(RunFolder(Path(given.positionals[0])), out, quick, device)
     else:
         page, findings = examine_source(config, out, quick)
     result(str(page))

@@ -36,6 +36,9 @@ exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a s
 try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
+SAVES_NOTHING = ("doctor", "plan", "find-lr")
+"""Commands that a signal stops without anything to go on from."""
+
 LONGEST = 1000  # characters of a message
 
 
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
         sys.exit(error.exit_status)
     except Interrupted:
-        sys.exit(3)
+        sys.exit(130 if words[0] in SAVES_NOTHING else 3)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of a help text has gone; work itself never ends here, see `progress.say`

@@ -130,8 +130,9 @@ class Given:
 def flags_of(kind: type) -> dict[str, Flag]:
     """Every flag of a command, by how it is written, short names included."""
     flags: dict[str, Flag] = {}
+    named = {f.name: mark.name for f, mark in _marks(kind) if getattr(mark, "name", None)}
     for path, annotation in _leaves(kind, ()):
-        *above, name = (part.replace("_", "-") for part in path if part != "settings")
+        *above, name = (named.get(part, part).replace("_", "-") for part in path if part != "settings")
         long = ".".join([*above, name])
         short = [short for short, place in SHORT.items() if place == ".".join(path).removeprefix("settings.")]
         for spelling in [long, *short]:
@@ -143,6 +144,12 @@ def flags_of(kind: type) -> dict[str, Flag]:
                 dashes = "-" if len(spelling) == 1 else "--"
                 flags |= dict.fromkeys({f"{dashes}{spelling}", f"--{spelling}"}, Flag(path, annotation))
     return flags
+
+
+def _marks(kind: type) -> Iterator[tuple[Any, Any]]:
+    """(field, mark) of what the command's own fields are annotated with."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return ((f, mark) for f in fields(kind) for mark in getattr(hints[f.name], "__metadata__", ()))
 
 
 def _leaves(kind: type, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

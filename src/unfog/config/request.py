@@ -69,7 +69,8 @@ def check_source(source: str) -> None:
     """RequestError if there is no such source, or an empty folder. Nothing is searched, opened or asked of a network,
     as that may take a while."""
     try:
-        Path(source).expanduser()  # which says so of a user that there is not
+        if "://" not in source:
+            Path(source).expanduser().is_dir()  # which says so of a user that there is not, and of a name too long
         located = locate(source)
         if located.kind == "folder" and not any(Path(located.resolved).iterdir()):
             open_source(source)  # which says what is wrong

@@ -31,8 +31,8 @@ class ReadAhead:
         self._blocks: dict[int, Taking] = {}  # by their first position
         self._next = self._last = -1  # where the reader goes on, and where the last call of any other ended
 
-    def read(self, first: int, size: int) -> NDArray[np.uint8]:
-        """The images at positions first … first + size - 1, uint8 [size, C, H, W].
+    def read(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """The images at positions first … first + size - 1, uint8 [size, C, H, W], and the rows that they are [size].
 
         Raises:
             RunError: they cannot be decoded; images of later positions raise nothing yet.
@@ -40,7 +40,7 @@ class ReadAhead:
         end = first + size
         if first not in (self._next, self._last):
             self._last = end
-            return self._pixels.take(self._index(first, size))
+            return self._pixels.taken(self._index(first, size))
         self._next, self._last = end, -1
         start = first - first % _BLOCK
         self._look_ahead(start, end + self._reach(size))
@@ -48,10 +48,11 @@ class ReadAhead:
             parts = [self._blocks[block].result() for block in range(start, end, _BLOCK)]
         except Exception:  # of one of these, or of their neighbours in a block, which are nobody's business yet
             self._drop([block for block in self._blocks if block < end])
-            return self._pixels.take(self._index(first, size))
+            return self._pixels.taken(self._index(first, size))
         for block in [block for block in self._blocks if block + _BLOCK <= end]:
             del self._blocks[block]
-        return np.concatenate(parts)[first - start : end - start]
+        pixels, rows = (np.concatenate(some)[first - start : end - start] for some in zip(*parts))
+        return pixels, rows
 
     def close(self) -> None:
         """Decode nothing more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unreachable, Unusable
+from unfog.data.ledger import shown
 from unfog.data.sources import Source
+from unfog.errors import RunError
 
 Progress = Callable[[int, int], None]
 
 FACTS = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
 """What is kept of each image; so little that a pack in the making keeps it in a file."""
+
+TRIES = 5
+FIRST_PAUSE = 1.0
+"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice."""
 
 _THREADS_FAR = 16
 _MAX_THREADS = 32
@@ -100,12 +107,13 @@ def decode_all(
 
     Raises:
         ColourFoundError: `only_grey`, and an image is not.
+        RunError: an image cannot be read just now, as `patiently`.
     """
-    n, step = len(order), chunk_size(channels, size)
+    n, step, leaving = len(order), chunk_size(channels, size), threading.Event()
 
     def task(begin: int, out: NDArray[np.uint8]) -> list[Facts | str]:
         indices = order[begin : begin + len(out)].tolist()
-        return [_decode_one(source, i, one, background, only_grey) for i, one in zip(indices, out)]
+        return [_decode_one(source, i, one, background, only_grey, leaving) for i, one in zip(indices, out)]
 
     def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[Facts | str]]]]:
         out = np.empty((min(step, n - begin), channels, size, size), np.uint8)
@@ -129,15 +137,44 @@ def decode_all(
             used = tally.used[begin:row]
             yield row, out if used.all() else out[used]
     finally:
+        leaving.set()
         pool.shutdown(cancel_futures=True)
 
 
+def patiently(
+    source: Source, i: int, size: int, channels: int, background: tuple[int, int, int], leaving: threading.Event
+) -> tuple[NDArray[np.uint8], Facts]:
+    """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
+
+    To pass over it, as over a damaged one, would make of an hour without network a set without those images.
+
+    Raises:
+        Unusable: it cannot be decoded.
+        RunError: it still cannot be read.
+    """
+    for attempt in range(TRIES):
+        try:
+            return decode(partial(source.open, i), size, channels, background)
+        except Unreachable as trouble:
+            if attempt == TRIES - 1 or leaving.wait(FIRST_PAUSE * 2**attempt):
+                raise RunError(
+                    f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {TRIES} tries; `unfog "
+                    "resume`, or the same command again, goes on once it can be read"
+                ) from trouble
+    raise AssertionError
+
+
 def _decode_one(
-    source: Source, i: int, out: NDArray[np.uint8], background: tuple[int, int, int], only_grey: bool
+    source: Source,
+    i: int,
+    out: NDArray[np.uint8],
+    background: tuple[int, int, int],
+    only_grey: bool,
+    leaving: threading.Event,
 ) -> Facts | str:
     """Image i of the source into `out` [channels, size, size]; what was done to it, or why it cannot be used."""
     try:
-        out[:], facts = decode(partial(source.open, i), out.shape[-1], out.shape[0], background)
+        out[:], facts = patiently(source, i, out.shape[-1], out.shape[0], background, leaving)
     except Unusable as unusable:
         return str(unusable)
     if only_grey and not facts.grey:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from unfog.data.bulk import Progress
 from unfog.data.packs.files import FORMAT, is_pack
-from unfog.data.packs.journal import JOURNAL, BusyError
+from unfog.data.packs.journal import JOURNAL, BusyError, locked
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.writing import write_pack
 from unfog.data.settings import Data
@@ -91,8 +91,7 @@ def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
     gigabytes = len(survey.source.names) * survey.channels * survey.size**2 / 1e9
     remedy = f"set UNFOG_CACHE to a folder with {gigabytes:.1f} GB free, or use cache = none or memory"
     _remove_abandoned(folder)
-    if is_pack(folder / key):  # it was found, and found to be damaged
-        shutil.rmtree(folder / key, ignore_errors=True)
+    _remove_damaged(key)
     pack = _write(survey, folder / key, key, remedy, progress)
     now, _ = survey.source.stamp()
     if now != survey.stamp:
@@ -126,6 +125,15 @@ def _lead(path: Path, key: str) -> None:
     partial = path.with_name(f"{os.getpid()}-{time.time_ns()}.partial")
     partial.write_text(json.dumps({"see": key}), "utf-8")
     partial.replace(path)
+
+
+def _remove_damaged(key: str) -> None:
+    """Remove the entry if it is none, and not one that another process has made since that was found."""
+    folder = cache_folder() / key
+    if is_pack(folder):
+        with suppress(OSError, BusyError), locked(folder):
+            if is_pack(folder) and load(key) is None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -7,6 +7,7 @@ the centre square, in sRGB.
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
-from unfog.data.formats.files import TEXT_TOO_LARGE, Unusable, why
+from unfog.data.formats.files import TEXT_TOO_LARGE, Unreachable, Unusable, why
 from unfog.data.profiles import to_srgb
 from unfog.errors import RequestError
 
@@ -34,6 +35,12 @@ _UPRIGHT = {
 # A cheap box reduction (a JPEG decoder's, then Pillow's) stops at four times the size, and Lanczos does the rest:
 # within 0.6 of 255 (RMSE) of Lanczos in floating point on photographs; stopping at twice the size, within 1.5.
 _REDUCING_GAP = 4.0
+
+_LASTING = frozenset(
+    getattr(errno, name)
+    for name in ("ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EINVAL", "EOVERFLOW")
+)
+"""What the system says of a file that will be no other another time."""
 
 _LARGE_PIXELS = 24_000_000
 _LARGE_AT_ONCE = 4
@@ -75,7 +82,7 @@ def header(opener: Callable[[], Image.Image]) -> tuple[int, int]:
         with opener() as image:
             return image.size
     except Exception as error:
-        raise Unusable(_reason(error)) from error
+        raise _unusable(error) from error
 
 
 def decode(
@@ -84,13 +91,14 @@ def decode(
     """What `opener` opens, as uint8 [channels, size, size]; channels is 1 or 3.
 
     Raises:
+        Unreachable: it could not be read just now: the disk or the network failed, or memory did not suffice.
         Unusable: the file is damaged, no image, or too big to be safe; truncated ones are never half used.
     """
     try:
         with opener() as image, _turn(image):
             return _decode(image, size, channels, background)
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
-        raise Unusable(_reason(error)) from error
+        raise _unusable(error) from error
 
 
 def _turn(image: Image.Image) -> AbstractContextManager[object]:
@@ -232,6 +240,22 @@ def _square(image: Image.Image, size: int, width: int, height: int, scale: int) 
         return image.crop((left, top, left + size, top + size))
     box = (left / scale, top / scale, (left + short) / scale, (top + short) / scale)
     return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
+
+
+def _unusable(error: Exception) -> Unusable:
+    """What to say of an image whose opening or decoding raised this."""
+    return Unreachable(_reason(error)) if _passes(error) else Unusable(_reason(error))
+
+
+def _passes(error: BaseException | None) -> bool:
+    """Whether it may be otherwise another time; what Pillow says of a damaged file has no errno, or that of a seek to
+    before its beginning."""
+    while error is not None:
+        passing = isinstance(error, MemoryError | TimeoutError | ConnectionError | Unreachable)
+        if passing or (isinstance(error, OSError) and error.errno and error.errno not in _LASTING):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _reason(error: Exception) -> str:

@@ -6,13 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.ledger import Ledger
 from unfog.data.settings import Data
+from unfog.errors import RequestError
 
 
 class PixelArray(Protocol):
@@ -28,6 +29,19 @@ class PixelArray(Protocol):
 
     def take(self, indices: Any, axis: Any) -> NDArray[np.uint8]:
         """The images at these places along axis 0, in memory of their own."""
+
+
+class Taken(NamedTuple):
+    """Some images of a set."""
+
+    pixels: NDArray[np.uint8]
+    """[B, C, H, W]."""
+
+    labels: NDArray[np.int64] | None
+    """[B]; None without classes."""
+
+    rows: NDArray[np.int64]
+    """[B], which image of the set each one is: another than was asked for where that one could not be decoded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +85,26 @@ class ImageSet:
         if self.labels is not None:
             digest.update(self.labels.tobytes())
         return digest.hexdigest()
+
+    def take(self, rows: NDArray[np.int64]) -> Taken:
+        """The images at these rows [B], each with the label that is its own.
+
+        Raises:
+            RequestError: a label is none of the classes, in a mapped file that is damaged.
+            RunError: images that are decoded only now cannot be.
+        """
+        taken = getattr(self.pixels, "taken", None)  # of `lazy.LazyPixels`
+        pixels, rows = taken(rows) if taken else (self.pixels.take(rows, axis=0), rows)
+        return Taken(pixels, self.labels_of(rows), rows)
+
+    def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The labels at these rows [B], checked; None without classes."""
+        if self.labels is None:
+            return None
+        labels = np.asarray(self.labels.take(rows))
+        if len(labels) and not 0 <= labels.min() <= labels.max() < len(self.classes):
+            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
+        return labels
 
     def part(self, rows: slice, fingerprint: str = "") -> ImageSet:
         """Some of these images, in the same memory."""

@@ -7,14 +7,12 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.bulk import threads
-from unfog.data.decode import decode
+from unfog.data.bulk import patiently, threads
 from unfog.data.formats.files import Unusable
 from unfog.data.images import ImageSet, Prepared
 from unfog.data.ledger import Ledger, Quarantined, shown
@@ -78,7 +76,8 @@ class RowNames(Sequence[str]):
 class LazyPixels:
     """uint8 [N, C, size, size] that decodes what is taken from it, in threads.
 
-    An image that cannot be decoded is replaced by the next one that can be, always the same.
+    An image that cannot be decoded is replaced by the next one that can be, always the same. One that cannot be read
+    just now is not, as a run that goes on would see another: it is tried again, and then an error.
     """
 
     dtype = np.dtype(np.uint8)
@@ -91,7 +90,7 @@ class LazyPixels:
         self._bad: set[int] = set()  # rows of those
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # what Pillow finds odd in a file concerns nobody
+        self._closed = threading.Event()
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -109,47 +108,57 @@ class LazyPixels:
         """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, size, size].
 
         Raises:
-            RunError: a hundred in a row cannot be decoded.
+            RunError: a hundred in a row cannot be decoded, or one cannot be read just now.
         """
         if axis != 0:
             raise ValueError("images are taken along axis 0")
         rows = np.asarray(indices, np.int64)
-        return self.start(rows.ravel()).result().reshape(*rows.shape, *self.shape[1:])
+        return self.taken(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
+
+    def taken(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """(the images at these rows [B], uint8 [B, C, size, size]; the rows that they really are [B]).
+
+        Raises:
+            RunError: as `take`.
+        """
+        return self.start(rows).result()
 
     def start(self, rows: NDArray[np.int64]) -> Taking:
         """Begin to decode these rows [B] in threads, and return at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads(self.source), thread_name_prefix="decoding")
-        out = np.empty((len(rows), *self.shape[1:]), np.uint8)
-        parts = range(0, len(rows), _TASK)
-        return Taking(out, [self._pool.submit(self._decode, rows[i : i + _TASK], out[i : i + _TASK]) for i in parts])
+            self._closed = threading.Event()
+            # What Pillow finds odd in a file concerns nobody. For good, as threads share what is filtered.
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+        out, used = np.empty((len(rows), *self.shape[1:]), np.uint8), rows.copy()
+        parts = [slice(i, i + _TASK) for i in range(0, len(rows), _TASK)]
+        return Taking(out, used, [self._pool.submit(self._decode, used[part], out[part]) for part in parts])
 
-    def replaced(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which rows these really are, after they were taken: others where an image could not be decoded."""
-        if not self._bad:
-            return rows
-        rows = rows.copy()
-        while (bad := np.isin(rows, list(self._bad))).any():
-            rows[bad] = (rows[bad] + 1) % len(self)
-        return rows
+    def sound(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """False for those of these rows [B] that turned out, so far, to be images that cannot be decoded."""
+        return ~np.isin(rows, list(self._bad))
 
     def close(self) -> None:
         """Let the threads end, without waiting for what they are at."""
+        self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
     def _decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Decode these rows [B], and put those instead of them that were used."""
         for place, row in enumerate(rows.tolist()):
-            out[place] = self._one(row)
+            out[place], rows[place] = self._one(row)
 
-    def _one(self, row: int) -> NDArray[np.uint8]:
-        reason = ""
+    def _one(self, row: int) -> tuple[NDArray[np.uint8], int]:
+        """(the image at this row, or at the next that can be decoded; which that is)."""
+        reason, leaving = "", self._closed
+        _, channels, size, _ = self.shape
         for _ in range(min(_IN_A_ROW, len(self))):
             if row not in self._bad:
                 index = int(self.rows.index(np.array([row]))[0])
                 try:
-                    return decode(partial(self.source.open, index), self.shape[-1], self.shape[1], self.background)[0]
+                    return patiently(self.source, index, size, channels, self.background, leaving)[0], row
                 except Unusable as unusable:
                     reason = str(unusable)
                     self._note(row, Quarantined(self.source.names[index], reason))
@@ -169,14 +178,14 @@ class LazyPixels:
 class Taking:
     """Images that are being decoded."""
 
-    def __init__(self, out: NDArray[np.uint8], tasks: list[Future[None]]) -> None:
-        self._out, self._tasks = out, tasks
+    def __init__(self, out: NDArray[np.uint8], used: NDArray[np.int64], tasks: list[Future[None]]) -> None:
+        self._out, self._used, self._tasks = out, used, tasks
 
-    def result(self) -> NDArray[np.uint8]:
-        """Wait for them; raises what decoding them raised."""
+    def result(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Wait for them: (the images [B, C, size, size], the rows that they are [B]); raises what decoding raised."""
         for task in self._tasks:
             task.result()
-        return self._out
+        return self._out, self._used
 
     def cancel(self) -> None:
         """Do not decode those that are not begun."""
@@ -200,7 +209,7 @@ def on_the_fly(survey: Survey) -> Prepared:
             labels = labels[held] if inside else np.delete(labels, held)
         pixels = LazyPixels(source, rows, settled.channels, settled.size, survey.background)
         state = hashlib.sha256(f"{kind} {inside} {held.tobytes().hex()}".encode())
-        state.update(b"" if labels is None else labels.tobytes())
+        state.update(b"" if labels is None else np.ascontiguousarray(labels).data)
         names = RowNames(source.names, rows, range(len(rows)))
         return ImageSet(pixels, labels, names, survey.classes, UNREAD + state.hexdigest())
 

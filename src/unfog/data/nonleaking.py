@@ -3,6 +3,10 @@
 Karras et al. 2022, appendix F.2, after Karras et al. 2020 (ADA). A network that sees mirrored, turned and stretched
 images next to nine numbers that say how, learns what these have in common with the images as they are; sampled with
 nine zeros, it draws the latter only.
+
+Chances and spreads are those of EDM, so that its p of 0.12 means the same here. It differs in that shifts by whole
+pixels are a change of their own beside those by fractions, that a stretch has one pair of numbers (see
+`Geometry.stretch`), and in the wavelet that images are resampled with (see `unfog.data.warp`).
 """
 
 from __future__ import annotations
@@ -58,11 +62,13 @@ class Geometry(NamedTuple):
 def draw(x: Tensor, p: float) -> Geometry:
     """What to do to images `x`, each change with probability `p`, from torch's global generator of their device.
 
-    Flips are then a fair coin each; scale and stretch 2^(0.2 n) with normal n, turns and the direction of a stretch
+    Left to right, half of all images are flipped, whatever p is above 0, as in EDM. A flip top to bottom is then a
+    fair coin; scale and stretch 2^(0.2 n) with normal n, turns and the direction of a stretch
     uniform, shifts normal with 1/8 of the side, and, as a change of its own, by whole pixels up to 1/8 of the side.
     """
     count, device = len(x), x.device
     done = (torch.rand(7, count, device=device) < p).float()
+    done[0] = float(p > 0)
     even = torch.rand(6, count, device=device)
     normal = torch.randn(4, count, device=device)
     whole = ((2 * even[2:4].T - 1) * _SHIFT * sides(x)).round() / sides(x)

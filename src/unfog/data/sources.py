@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
 
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
+_SHARD = re.compile(r"\.tar/", re.IGNORECASE)
 
 
 class Source(Protocol):
@@ -109,16 +111,21 @@ def open_source(text: str | Path, progress: Callable[[int, int], None] | None = 
 
 def member_of(name: str) -> str:
     """An image's name less the shard that it is in."""
-    shard, inside, rest = name.partition(".tar/")
-    return rest if inside else shard
+    return _SHARD.split(name, 1)[-1]
 
 
-def _folders(names: Sequence[str]) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
-    """(the parts of each folder that there is, few beside the images; which of them each image is in, [N])."""
-    known: dict[str, int] = {}
-    folders = (member_of(name).rpartition("/")[0] for name in names)
-    codes = np.fromiter((known.setdefault(folder, len(known)) for folder in folders), np.int64, len(names))
-    return [tuple(folder.split("/")) if folder else () for folder in known], codes
+def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[Any]]:
+    """(the parts of each folder that there is, few beside the images; which of them each image is in, [N]).
+
+    A source of very many names may know: `folders` is then (each folder below the shard, which of them [N]).
+    """
+    known = getattr(source, "folders", None)
+    if known is None:
+        names, found = source.names, dict[str, int]()
+        folders = (member_of(name).rpartition("/")[0] for name in names)
+        codes = np.fromiter((found.setdefault(folder, len(found)) for folder in folders), np.int64, len(names))
+        known = list(found), codes
+    return [tuple(folder.split("/")) if folder else () for folder in known[0]], known[1]
 
 
 def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
@@ -127,8 +134,9 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
     The source's own labels, where it has some. Else a class is a top folder below whatever all images share
     ("photos/cats/a.jpg", "photos/dogs/1/b.jpg": cats, dogs). Mode "auto" takes the folders for classes when there
     are at least two of them, no image lies beside them, each has four images on average, and they are not a split
-    into train and test. Mode "folders" insists; "none" has no classes. A table's labels are the source's own after
-    `tables.labelled`.
+    into train and test; below such a split, in both modes, they are what is one level down ("train/cats", "val/cats").
+    Mode "folders" insists, and gives what "auto" settled to; "none" has no classes. A table's labels are the source's
+    own after `tables.labelled`.
 
     Raises:
         RequestError: mode "folders", and an image lies in no sub-folder.
@@ -137,7 +145,7 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
         return (), None
     if source.labels is not None:
         return tuple(shown(name) for name in source.classes), source.labels
-    parts, codes = _folders(source.names)
+    parts, codes = _folders(source)
     first, last = min(parts), max(parts)
     shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     tops = [folder[shared] if len(folder) > shared else "" for folder in parts]
@@ -151,13 +159,13 @@ def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.in
         raise RequestError(
             f"labels = folders needs every image in a sub-folder, and {loose} is in none; move it or use labels = none"
         )
-    if mode == "auto" and not source.classes:
-        split = all(name.lower() in SPLITS for name in found)
-        if split and all(len(folder) > shared + 1 for folder in parts):
-            tops = [folder[shared + 1] for folder in parts]  # train/cats, val/cats: the classes are one level down
-            found, split = sorted(set(tops)), False
-        if len(found) < 2 or found[0] == "" or split or len(codes) < 4 * len(found):
-            return (), None
+    split = not source.classes and all(name.lower() in SPLITS for name in found)
+    if split and all(len(folder) > shared + 1 for folder in parts):
+        tops = [folder[shared + 1] for folder in parts]
+        found, split = sorted(set(tops)), False
+    unclear = len(found) < 2 or found[0] == "" or split or len(codes) < 4 * len(found)
+    if mode == "auto" and not source.classes and unclear:
+        return (), None
     classes = source.classes or tuple(found)
     index = {name: i for i, name in enumerate(classes)}
     labels = np.array([index[top] for top in tops], np.int64)[codes]

@@ -31,7 +31,7 @@ class Batch:
     """int64 [B], or None without classes."""
 
     index: Tensor
-    """int64 [B], which image of the set each one is."""
+    """int64 [B], which image of the set each one is, also where another was asked for that cannot be decoded."""
 
 
 class ImageStream:
@@ -57,18 +57,14 @@ class ImageStream:
         """The images at positions first..first+size-1; any position up to 2^62 costs the same.
 
         Raises:
-            RunError: images that are decoded only now cannot be, a hundred in a row.
+            RunError: images that are decoded only now cannot be: a hundred in a row, or one just now.
             RequestError: a label is none of the classes, in a mapped file that is damaged.
         """
-        index = self.index(first, size)
-        if self._ahead is not None and isinstance(self.images.pixels, LazyPixels):
-            pixels = self._ahead.read(first, size)
-            index = self.images.pixels.replaced(index)  # known only now that they are decoded
+        if self._ahead is not None:
+            pixels, index = self._ahead.read(first, size)
+            label = self.images.labels_of(index)
         else:
-            pixels = self.images.pixels.take(index, axis=0)
-        label = None if self.images.labels is None else self.images.labels.take(index)
-        if label is not None and not 0 <= label.min() <= label.max() < len(self.images.classes):
-            raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
+            pixels, label, index = self.images.take(self.index(first, size))
         return Batch(
             first,
             torch.from_numpy(pixels),

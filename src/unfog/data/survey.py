@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.bulk import Tally
-from unfog.data.decode import colour, decode, header
-from unfog.data.formats.files import Unusable
+from unfog.data.bulk import Tally, patiently
+from unfog.data.decode import colour, header
+from unfog.data.formats.files import Unreachable, Unusable
 from unfog.data.formats.tables import settled as settled_labels
-from unfog.data.ledger import Ledger, Quarantined
+from unfog.data.ledger import Ledger, Quarantined, shown
 from unfog.data.packs.pack import PackSource
 from unfog.data.settings import Data
-from unfog.data.sources import Source
+from unfog.data.sources import Source, member_of
 from unfog.errors import RequestError
 
 HEADERS_SAMPLED = 1000
@@ -53,7 +54,16 @@ class Survey:
 
     @classmethod
     def of(cls, source: Source, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> Survey:
-        """Size and channels are as in the settings, maybe open; see `sampled`."""
+        """Size and channels are as in the settings, maybe open; see `sampled`.
+
+        Raises:
+            RequestError: a label is none of the classes.
+        """
+        if labels is not None and not 0 <= labels.min() <= labels.max() < len(classes):
+            raise RequestError(
+                f"{shown(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; make "
+                "it again from the originals"
+            )
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
@@ -61,7 +71,11 @@ class Survey:
         )
 
     def sampled(self) -> Survey:
-        """The same with size and channels settled, by a look at some of the images where they are open."""
+        """The same with size and channels settled, by a look at some of the images where they are open.
+
+        Raises:
+            RunError: one of them cannot be read just now.
+        """
         size = self.size or _choose_size(self.source)
         channels = self.channels or _guess_channels(self.source, size, self.background)
         return replace(self, size=size, channels=channels, proved=self.proved or channels == 3)
@@ -86,7 +100,8 @@ def held_out_split(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     """(the images to train on, then those held out; how many are the former), each in the source's order.
 
     A name is held out when its hash, as a number in [0, 1), is below the fraction, so adding images leaves
-    the others where they were; beyond MAX_HELD_OUT only the lowest hashes are.
+    the others where they were; beyond MAX_HELD_OUT only the lowest hashes are. What counts of a name is what an
+    archive of the images leaves as it is: see `_hashed`.
     """
     n = len(source.names)
     if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
@@ -96,10 +111,21 @@ def held_out_split(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     if source.held_out is not None:
         held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
     else:
-        hashes = np.fromiter((_unit_hash(name) for name in source.names), np.float64, n)
+        hashes = np.fromiter((_unit_hash(name) for name in _hashed(source.names)), np.float64, n)
         limit = np.partition(hashes, MAX_HELD_OUT)[MAX_HELD_OUT] if n > MAX_HELD_OUT else 1.0
         held = hashes < min(fraction, limit)
     return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
+
+
+def _hashed(names: Sequence[str]) -> Sequence[str]:
+    """The names less the shards that they are in and less the folders that all share, so that a folder, an archive of
+    it and one of what is in it hold out the same images; as they are, where two would be one then."""
+    members = [member_of(name) for name in names]
+    first, last = min(members), max(members)
+    same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    shared = first.rfind("/", 0, same) + 1
+    members = [name[shared:] for name in members]
+    return members if len(set(members)) == len(names) else names
 
 
 def _unit_hash(name: str) -> float:
@@ -114,6 +140,9 @@ def _choose_size(source: Source) -> int:
     for i in _spread(len(source.names), HEADERS_SAMPLED):
         try:
             sizes.append(header(partial(source.open, i)))
+        except Unreachable:  # by what others are, a run would be of another size after an outage
+            _, facts = patiently(source, i, 8, 3, (0, 0, 0), threading.Event())
+            sizes.append((facts.width, facts.height))
         except Unusable:
             continue
     if not sizes:
@@ -128,7 +157,7 @@ def _guess_channels(source: Source, size: int, background: tuple[int, int, int])
     """3 as soon as one image looked at is in colour, else 1: then still to be proved by all the others."""
     for i in _spread(len(source.names), COLOURS_SAMPLED):
         try:
-            _, facts = decode(partial(source.open, i), size, 3, background)
+            _, facts = patiently(source, i, size, 3, background, threading.Event())
         except Unusable:
             continue
         if not facts.grey:

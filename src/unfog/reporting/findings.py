@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
 from markupsafe import Markup
 
 from unfog.reporting.figures import Pixels, png
+from unfog.reporting.pages import page
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 
@@ -96,32 +96,29 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     """Write findings.json and report.html, which needs no other file, into a folder; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [
-        {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, "facts": dict(f.facts)}
+        {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, "facts": finite(f.facts)}
         for f in ranked(findings)
     ]
-    text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False)
+    text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
-    page = folder / "report.html"
-    write_atomic(page, render(title, findings).encode("utf-8", "replace"))
-    return page
+    path = folder / "report.html"
+    write_atomic(path, render(title, findings).encode("utf-8", "replace"))
+    return path
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows neither NaN nor infinity: None in their place."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(title: str, findings: Sequence[Finding]) -> str:
     """The HTML page of the findings; it makes no request."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("unfog.reporting"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    shown = [
-        {"finding": finding, "exhibits": [_shown(one) for one in finding.exhibits]} for finding in ranked(findings)
-    ]
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return environment.get_template("findings.html").render(
-        title=title, summary=summary(findings), shown=shown, written=now
-    )
+    shown = [{"finding": one, "exhibits": [_shown(exhibit) for exhibit in one.exhibits]} for one in ranked(findings)]
+    return page("findings.html", title=title, summary=summary(findings), shown=shown)
 
 
 def _shown(exhibit: Exhibit) -> dict[str, object]:

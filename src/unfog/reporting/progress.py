@@ -65,6 +65,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def size(count: float) -> str:
+    """Bytes as people say them: "0.2 MB", "340 MB", "1.6 GB"."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
+
+
 def amount(value: float) -> str:
     """A number to three digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

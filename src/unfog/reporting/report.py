@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jinja2
 import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
 from unfog.reporting.figures import data_uri
+from unfog.reporting.pages import page
 from unfog.reporting.progress import amount, duration
 from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
 from unfog.reporting.report_charts import charts, column, smooth
@@ -90,16 +90,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """The HTML page of the runs, in order; needs no other file and makes no request."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("unfog.reporting"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    page = environment.get_template("report.html")
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return page.render(runs=[_view(run) for run in runs], written=now)
+    return page("report.html", runs=[_view(run) for run in runs])
 
 
 def _view(run: RunRecord) -> dict[str, object]:

@@ -54,6 +54,7 @@ def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> He
     if not len(images):
         return None
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
-    x0 = to_model_range(torch.from_numpy(images.pixels[index.numpy()])).to(device)
-    label = None if images.labels is None else torch.from_numpy(images.labels[index.numpy()]).to(device)
+    pixels, labels, _ = images.take(index.numpy())
+    x0 = to_model_range(torch.from_numpy(pixels)).to(device)
+    label = None if labels is None else torch.from_numpy(labels).to(device)
     return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

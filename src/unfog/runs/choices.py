@@ -12,18 +12,18 @@ import torch
 from unfog.config.request import check_device, seconds
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet
-from unfog.diagnosis.settings.intervals import guided
+from unfog.diagnosis.plan.memory import available_memory
+from unfog.diagnosis.settings.intervals import passes
 from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.runs.build import build_network
-from unfog.runs.microbatch import choose_microbatch
+from unfog.runs.microbatch import choose_microbatch, needed
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
 
 MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
-ABOUT_TEN = 14  # previews or evaluations in a run, at the automatic interval
 
 
 class Choice(NamedTuple):
@@ -85,17 +85,22 @@ class Settling:
         self.config = replace(self.config, network=SIZES[name])
         self._note("network", name, f"{reason} at {size} pixels")
 
-    def microbatch(self) -> None:
+    def microbatch(self, resuming: bool = False) -> None:
         """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.
+
+        What is set is kept if it fits, with no margin; of a run that goes on, also the whole batch, as with fewer at
+        once the noise is another.
 
         Raises:
             RequestError: not even one image fits.
         """
         training = self.config.training
-        if training.microbatch:
-            return
+        if training.microbatch or resuming:
+            available = available_memory(self._device)
+            if needed(self.config, self._device, available) < available:
+                return
         fit = choose_microbatch(self.config, self._device)
-        if fit.microbatch < training.batch:
+        if fit.microbatch != (training.microbatch or training.batch):
             self._note("microbatch", fit.microbatch, fit.reason)
             training = replace(training, microbatch=fit.microbatch)
         if fit.checkpointing and not training.checkpointing:
@@ -139,7 +144,7 @@ class Settling:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
             possible = seconds(budget) / pace * training.batch
-            images = seen + round(max(possible / 2, possible - self._images_not_trained()))
+            images = seen + self._trained_of(possible)
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
         steps = max(1, -(-images // training.batch))
@@ -151,16 +156,19 @@ class Settling:
         training = replace(training, images=steps * training.batch, steps=0, budget="")
         self.config = replace(self.config, training=training)
 
-    def _images_not_trained(self) -> float:
-        """About how many images could be trained in the time that previews and evaluations take.
+    def _trained_of(self, possible: float) -> int:
+        """How many images are trained in the time of so many, less what previews and evaluation take; at least half.
 
-        A training image costs three forward passes, and in bf16 about as much as two in fp32, which those use.
+        Their intervals follow from the length, so that is guessed and corrected a few times.
         """
-        config = self.config
-        passes = (2 if config.sampler.kind == "heun" else 1) * (2 if guided(config) else 1)
-        preview = config.preview.images * config.sampler.steps * passes * (config.preview.every >= 0)
-        evaluation = config.evaluate.images * config.evaluate.levels * (config.evaluate.every >= 0)
-        return ABOUT_TEN * (preview + evaluation) / (3 if config.training.precision == "fp32" else 2)
+        images = possible
+        for _ in range(4):
+            training = replace(self.config.training, images=max(1, round(images)))
+            config, _ = with_intervals(replace(self.config, training=training))
+            costs = passes(config, config.evaluate.images)
+            aside = (costs["preview"] + costs["evaluate"]) * training.images / costs["training"]
+            images = max(possible / 2, possible - aside)
+        return round(images)
 
     def intervals(self) -> None:
         """Warm-up and intervals that were left open follow from the length."""
@@ -173,11 +181,7 @@ class Settling:
         if config.log.every == 0:
             config = replace(config, log=replace(config.log, every=min(50, round_number(steps / 20))))
             self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
-        every = round_number(steps / 10)
-        open_ones = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
-        for name in open_ones:
-            interval = min(every, MOST_STEPS_LOST) if name == "checkpoint" else every
-            config = replace(config, **{name: replace(getattr(config, name), every=interval)})
+        config, open_ones = with_intervals(config)
         if open_ones:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
             self._note("every", told, "ten to twenty times in the run, and no more than 1000 steps to lose")
@@ -185,10 +189,6 @@ class Settling:
 
     def seconds_per_step(self) -> float:
         """Wall time of a training step as it is settled, measured once."""
-        return self._seconds_per_step(self.config.training.precision)
-
-    def pace(self) -> float:
-        """Seconds per step as things are settled, measured unless they were."""
         return self._seconds_per_step(self.config.training.precision)
 
     def _seconds_per_step(self, precision: PrecisionName) -> float:
@@ -199,6 +199,16 @@ class Settling:
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def with_intervals(config: Config) -> tuple[Config, list[str]]:
+    """With intervals of previews, evaluation and checkpoints that follow from its length, and which were left open."""
+    every = round_number(config.training.images // config.training.batch / 10)
+    open_ones = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
+    for name in open_ones:
+        interval = min(every, MOST_STEPS_LOST) if name == "checkpoint" else every
+        config = replace(config, **{name: replace(getattr(config, name), every=interval)})
+    return config, open_ones
 
 
 def fits(network: UNet, size: int) -> bool:

@@ -113,10 +113,13 @@ def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
     index = stream.index(0, min(len(images), _LOOKED_AT))  # index[p]: the image at position p
     chosen = _unusual(prepared.ledger, index, count // 2)
     chosen |= _spread(prepared, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
-    batches = [stream.batch(position, 1).pixels for position in chosen]
+    batches = [stream.batch(position, 1) for position in chosen]
+    for position, batch in zip(list(chosen), batches):
+        if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
+            chosen[position] = images.classes[int(batch.label[0])]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        x0, _ = augment(torch.cat(batches))
+        x0, _ = augment(torch.cat([batch.pixels for batch in batches]))
         pixels = to_pixels(x0).permute(0, 2, 3, 1).numpy()
     captions = list(chosen.values())
     return grid(pixels, labels=captions if any(captions) else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,8 @@ from unfog.config.request import check_request
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
+from unfog.data.packs.files import MANIFEST
+from unfog.data.packs.pack import verify_pack
 from unfog.diagnosis.images.examine import examine_data
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.diagnosis.settings.length import length_guide
@@ -49,19 +51,22 @@ def examine_source(config: Config, out: Path | None = None, quick: bool = False)
     page = out or next_folder(config.source, "doctor")
     check_out(page, config.source, "the folder of the findings")
     device = choose_device(config.training.device)
-    with StopSignals() as stop:
+    with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
         findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
     return _tell(page, f"What training on {config.source} will meet", findings), findings
 
 
-def examine_run_folder(run: RunFolder, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
+def examine_run_folder(
+    run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
+) -> tuple[Path, list[Finding]]:
     """Examine a run that goes on, has ended or has failed; says what it found, and writes it down outside the run.
 
     Args:
         run: the run.
         out: as for `examine_source`.
         quick: draw no pictures, which takes longest.
+        device: where to measure and to draw.
 
     Raises:
         RequestError: it is no run, or `out` will not do.
@@ -70,8 +75,8 @@ def examine_run_folder(run: RunFolder, out: Path | None = None, quick: bool = Fa
     run.check_is_run()
     page = out or next_folder(str(run.path), "doctor")
     check_out(page, what="the folder of the findings")
-    with StopSignals():
-        findings = examine_run(run, samples=0 if quick else 64)
+    with StopSignals(saves=False):
+        findings = examine_run(run, device, samples=0 if quick else 64)
     return _tell(page, f"What became of {run.path}", findings), findings
 
 
@@ -85,8 +90,19 @@ def _images(prepared: Prepared, config: Config, stop: StopSignals) -> list[Findi
             progress.update(done)
 
         findings = examine_data(prepared, config, update)
+        if (Path(config.source) / MANIFEST).is_file():
+            findings.append(_pack(Path(config.source), update))
     sheet = Exhibit("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
     return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", exhibits=(sheet,))]
+
+
+def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
+    """Whether every byte of a pack is as it was written."""
+    troubles = verify_pack(path, progress)
+    if not troubles:
+        return Finding("data.pack", "fine", f"the checksums of {path} are right")
+    said = f"{path} is damaged: {'; '.join(troubles[:3])}{'; ...' * (len(troubles) > 3)}"
+    return Finding("data.pack", "fatal", said, "pack the originals again with `unfog pack`", {"troubles": troubles})
 
 
 def _prospects(

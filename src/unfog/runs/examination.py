@@ -169,7 +169,7 @@ def by_losses(
     what = "training images" if own is seen else "held-out images"
     findings = [average_against_raw(record, average, raw, weights.updates, what)]
     if unseen is None:
-        skipped.append("overfitting, as no images are held out (--data.held_out 0.05 would, of 100 or more)")
+        skipped.append("overfitting, as no images are held out (--data.held-out 0.05 would, of 100 or more)")
     else:
         findings.append(overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
     zero, pixelwise = answers(config.diffusion, everything(prepared.train, COMPARED), levels)
@@ -239,10 +239,9 @@ def looked_at(images: ImageSet, device: torch.device) -> Looked | None:
     """Images to measure, evenly spread over the set; None of none."""
     if not len(images):
         return None
-    rows = spread(images, MEASURED)
-    x0 = to_model_range(torch.from_numpy(np.ascontiguousarray(images.pixels[rows]))).to(device)
-    label = None if images.labels is None else torch.from_numpy(np.asarray(images.labels[rows])).to(device)
-    return Looked(x0, label)
+    pixels, labels, _ = images.take(spread(images, MEASURED))
+    x0 = to_model_range(torch.from_numpy(pixels)).to(device)
+    return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
 
 
 def everything(images: ImageSet, count: int) -> Tensor:
@@ -257,4 +256,5 @@ def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDAr
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
     rows = wanted[np.linspace(0, len(wanted) - 1, min(COMPARED, len(wanted))).round().astype(np.int64)]
-    return images.pixels[rows].transpose(0, 2, 3, 1), np.asarray(images.labels[rows])
+    pixels, own, _ = images.take(rows)
+    return pixels.transpose(0, 2, 3, 1), own

@@ -97,11 +97,12 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
         raise RequestError(f"{out} is a file; give a folder for {JSON_FILE} and {PAGE_FILE}")
     check_request(config)
     device = choose_device(config.training.device)
-    with StopSignals() as stop:
+    with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
         settling = Settling(config, prepared.train, device, stop)
         settling.network()
         settling.learning_rate()
+        settling.microbatch()
         settling.precision()
         for choice in settling.choices:
             say(f"  {choice}")
@@ -120,8 +121,9 @@ def subject_of(config: Config, prepared: Prepared, device: torch.device, stop: S
     """The live objects of a run with this configuration, which is settled but for its length."""
     images = prepared.held_out if len(prepared.held_out) else prepared.train
     index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
-    x0 = to_model_range(torch.from_numpy(images.pixels.take(index, axis=0))).to(device)
-    label = None if images.labels is None else torch.from_numpy(images.labels.take(index)).to(device)
+    pixels, labels, _ = images.take(index)
+    x0 = to_model_range(torch.from_numpy(pixels)).to(device)
+    label = None if labels is None else torch.from_numpy(labels).to(device)
     return Subject(
         config.training,
         config.optimizer,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
-from unfog.diagnosis.plan.memory import CUDA_CONTEXT, HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, peak_of
+from unfog.data.nonleaking import CONDITIONS
+from unfog.diagnosis.plan.memory import CUDNN_WORKSPACE, HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, peak_of
 from unfog.diagnosis.plan.trace import Recorder, Trace, record
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.objective import Objective
@@ -17,17 +19,22 @@ from unfog.models.settings import UNet
 from unfog.runs.build import build_network
 from unfog.runs.sampling import usual_guidance
 from unfog.training.precision import DTYPES, Precision
-from unfog.training.settings import PrecisionName
+from unfog.training.settings import PrecisionName, Training
 from unfog.training.state import TrainState
 
 TRACED = (2, 4)
 """Batch sizes that are traced; what lies beyond follows, as every tensor is affine in the batch size. Not 1: PyTorch
 takes a short cut here and there for a dimension of 1, which saves a copy."""
+KEPT = 16
+"""Traces that are kept; each takes a megabyte or so."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted bytes on the device and in host memory, which on a CPU are the same."""
+    """Predicted bytes on the device and in host memory, which on a CPU are the same.
+
+    A CUDA context is no part of it: it is there before memory is asked for, and what is available is without it.
+    """
 
     device: str
     step: Peak
@@ -48,11 +55,15 @@ class Footprint:
 
 
 class Traces:
-    """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of."""
+    """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of.
+
+    Those that tell of the same computation are shared, as choosing a micro-batch and telling what it takes ask alike.
+    """
+
+    _made: ClassVar[dict[tuple[Config, str, int, int, bool], Trace]] = {}
 
     def __init__(self, config: Config, device: str):
         self.config, self.device = config, device
-        self._made: dict[tuple[int, int, bool], Trace] = {}
 
     def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
@@ -80,15 +91,25 @@ class Traces:
         return on_top(step.total, snapshot_of(step), self.device)
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
-        key = (microbatch, passes, checkpointing)
+        key = (alike(self.config), self.device, microbatch, passes, checkpointing)
         if key not in self._made:
-            self._made[key] = trace_step(self.config, self.device, *key)
+            if len(self._made) >= KEPT:
+                self._made.clear()
+            self._made[key] = trace_step(self.config, self.device, microbatch, passes, checkpointing)
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
         """Calls of the network without gradients for so many images, beside what the run holds all the time."""
         call = peak_of(trace_call(self.config, self.device, images), self.device)
         return held_by(step) + call.total - call.parts["parameters"]
+
+
+def alike(config: Config) -> Config:
+    """The configuration without what makes no difference to a step's trace."""
+    training = Training(precision=config.training.precision, clip=config.training.clip)
+    optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
+    asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
+    return replace(config, training=training, optimizer=optimizer, **asides)
 
 
 def held_by(step: Peak) -> int:
@@ -102,8 +123,8 @@ def snapshot_of(step: Peak) -> int:
 
 
 def on_top(peak: int, snapshot: int, device: str) -> int:
-    """A peak with what is beside it on that device."""
-    return peak + {"cpu": snapshot, "cuda": CUDA_CONTEXT}.get(device, 0)
+    """A peak with what is beside it in that memory."""
+    return peak + (snapshot if device == "cpu" else 0)
 
 
 def trace_step(config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False) -> Trace:
@@ -188,8 +209,9 @@ def at_most(config: Config) -> float:
     if not isinstance(network, UNet):
         return float("inf")
     batch = config.training.microbatch or config.training.batch
-    weights = activations = 0.0
     first = last = network.channels[0]
+    rows = len(config.classes) + 1 + CONDITIONS + 5 * first + 1  # of the embeddings: class, augmentation, noise level
+    weights, activations = 4.0 * first * rows, 0.0
     for level, channels in enumerate(network.channels):
         pixels = (config.data.size / 2**level) ** 2
         attends = network.attention[level] or (network.mid_attention and level == len(network.channels) - 1)
@@ -200,7 +222,9 @@ def at_most(config: Config) -> float:
         heads = channels / (network.head_channels or channels)
         activations += blocks * attends * 4 * heads * pixels**2
         last = channels
-    return 4 * (8 * weights + 2 * batch * activations)
+    # Weights, gradients, average, two moments and what the optimiser takes for a moment, with holes between; and a
+    # checkpoint's snapshot, which is as large once more.
+    return 4 * (13 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
 
 
 def with_precision(config: Config) -> Config:

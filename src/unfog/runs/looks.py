@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from unfog.config.tree import Config
 from unfog.diffusion.objective import Objective
 from unfog.evaluation.held_out import HeldOut
 from unfog.reporting.figures import Pixels
+from unfog.reporting.progress import warn
 from unfog.runs.pictures import Strip
 from unfog.runs.sampling import draw, picture_grid, usual
 from unfog.runs.signals import StopSignals
-from unfog.training.memory import at_once
+from unfog.training.memory import at_once as passes_at
+from unfog.training.memory import is_out_of_memory
 from unfog.training.state import TrainState
+
+T = TypeVar("T")
 
 
 class Looks:
@@ -27,17 +31,12 @@ class Looks:
         self, config: Config, state: TrainState, objective: Objective, held_out: HeldOut | None, stop: StopSignals
     ):
         self.config, self.state, self.objective, self.held_out, self.stop = config, state, objective, held_out, stop
-
-    @property
-    def at_once(self) -> int:
-        """Images that go through the network at once."""
-        return at_once(self.config.training, self.state)
+        self.most = config.training.batch  # images at once, as far as memory is known to suffice
 
     def preview(self) -> Pixels:
         """A sample grid from the same noise each time: what `unfog sample` gives without flags."""
-        config = self.config
-        with self._average():
-            pictures = draw(self.state.model, config, usual(config, config.preview.images, self.at_once))
+        config, count = self.config, self.config.preview.images
+        pictures = self._looking(count, lambda at_once: draw(self.state.model, config, usual(config, count, at_once)))
         return picture_grid(pictures, config.classes)
 
     def denoising(self) -> Pixels:
@@ -49,7 +48,8 @@ class Looks:
 
     def held_out_loss(self) -> dict[str, Any]:
         """What is measured on the held-out images; empty if there are none."""
-        if self.held_out is None:
+        held_out = self.held_out
+        if held_out is None:
             return {}
         model, schedule = self.state.model, self.config.diffusion.schedule
 
@@ -58,10 +58,22 @@ class Looks:
 
         model.eval()
         try:
-            with self._average():
-                return dict(self.held_out.measure(loss_at, self.at_once))
+            return dict(self._looking(len(held_out.x0), lambda at_once: held_out.measure(loss_at, at_once)))
         finally:
             model.train()
+
+    def _looking(self, count: int, look: Callable[[int], T]) -> T:
+        """What a look gives with the average, at as many of `count` images at once as memory suffices for."""
+        while True:
+            at_once = min(self.most, count, passes_at(self.config.training, self.state))
+            try:
+                with self._average():
+                    return look(at_once)
+            except Exception as error:
+                if not is_out_of_memory(error) or at_once == 1:
+                    raise
+            self.most = (at_once + 1) // 2
+            warn(f"memory did not suffice for {at_once} pictures at once; drawing and measuring with {self.most}")
 
     @contextmanager
     def _average(self) -> Iterator[None]:

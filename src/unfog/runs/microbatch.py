@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,21 +27,24 @@ class Fit(NamedTuple):
     reason: str
 
 
-def choose_microbatch(config: Config, device: torch.device, available: int | None = None) -> Fit:
+def choose_microbatch(config: Config, device: torch.device, available: int | None = None, name: str = "") -> Fit:
     """The largest micro-batch whose predicted peak fits what is available, with a margin.
 
     One that divides the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
     costs time, comes in only where not even one image fits without.
 
     Args:
-        config: with network and image size settled. Precision auto counts as fp32, which takes the most.
+        config: with network and image size settled; its own micro-batch does not count. Precision auto counts as fp32,
+            which takes the most.
         device: where it will train.
         available: bytes; left open, what the device has now.
+        name: of the device, for people; left open, as torch calls it.
 
     Raises:
         RequestError: not even one image fits.
     """
     room = available_memory(device) if available is None else available
+    config = replace(config, training=replace(config.training, microbatch=0))
     batch, checkpointing = config.training.batch, config.training.checkpointing
     if at_most(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
         return Fit(batch, checkpointing, f"needs less than {size(at_most(config))} of {size(room)} available")
@@ -55,14 +59,24 @@ def choose_microbatch(config: Config, device: torch.device, available: int | Non
     for recompute in sorted({checkpointing, True}):
         count = largest(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
         if count:
-            reason = f"{count_of(count)} at once need about {size(peak(count, recompute))} of {size(room)} available"
+            reason = f"{count_of(count)} at once need{'s' * (count == 1)} about {size(peak(count, recompute))} of {size(room)} available"
             if count < batch:
                 reason += f", all {batch:,} would need {size(peak(batch, checkpointing))}"
             return Fit(count, recompute, reason)
     raise RequestError(
         f"one image of {config.data.size} pixels through this network needs about {size(peak(1, True))} to train, also "
-        f"with gradient checkpointing, and {device} has {size(room)} available; give a smaller --size or --network"
+        f"with gradient checkpointing, and {name or device} has {size(room)} available; give a smaller --size or "
+        "--network"
     )
+
+
+def needed(config: Config, device: torch.device, available: int) -> int:
+    """Bytes of training with as many images at once as is set, or what it surely stays below, where that is there."""
+    glance, training = at_most(config), config.training
+    if glance < available:
+        return int(glance)
+    at_once = training.microbatch or training.batch
+    return Traces(with_precision(config), device.type).training(at_once, training.checkpointing)
 
 
 def largest(batch: int, fits: Callable[[int], bool]) -> int:

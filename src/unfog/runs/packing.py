@@ -81,14 +81,20 @@ def _refuse_another(found: Pack, survey: Survey) -> None:
 
 
 def _say_what_was_begun(out: Path, survey: Survey, key: str) -> int:
-    """Say that it goes on, or begins anew and why. Returns how many images are done."""
+    """Say that it goes on. Returns how many images are done.
+
+    Raises:
+        RequestError: what was begun is of other images or settings, and not to be lost without a word.
+    """
     found = Progressed.read(out)
     if not found.done:
         return 0
     differs = found.differs(header_of(survey, key))
     if differs:
-        say(f"{printable(str(out))} was begun with {differs} in another state; it begins anew")
-        return 0
+        raise RequestError(
+            f"{printable(str(out))} is an unfinished pack, {found.done:,} images of which are done, and was begun with "
+            f"{differs} in another state; remove it to begin anew, or give another folder"
+        )
     say(f"going on at image {found.done:,} of {len(survey.source.names):,}")
     return found.done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.request import check_request, seconds
 from unfog.config.tree import Config
-from unfog.data.images import Prepared
+from unfog.data.images import ImageSet, Prepared
 from unfog.diagnosis.plan.cost import Range, Work, call_time, work_of
 from unfog.diagnosis.plan.devices import Device, find_device
 from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
@@ -22,12 +23,16 @@ from unfog.runs.choices import Choice, Settling, choose_device
 from unfog.runs.disk import forecast, size
 from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
-from unfog.runs.microbatch import MARGIN, choose_microbatch
+from unfog.runs.microbatch import MARGIN, choose_microbatch, count_of, needed
 from unfog.runs.signals import StopSignals
-from unfog.runs.timing import at_once, seconds_per_call, step_of, times_of, told_time
+from unfog.runs.timing import TOO_SLOW, seconds_per_call, step_of, this_cpu, time_finding, times_of, told_time
 from unfog.runs.train import load_images
+from unfog.training.memory import at_once
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
+
+TIMED = 64
+"""Images that steps are timed with, where none is decoded yet."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,26 @@ class Plan:
             ("arithmetic", f"{amount_of(self.work.forward)} an image, {amount_of(self.work.training)} to train on it"),
             ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available"),
             *self._memory_rows(),
-            *((name, told_time(time)) for name, time in self.times.items()),
+            ("time", f"{told_time(self.times['in all'])} in all"),
+            *self._time_rows(),
             *(("disk", line) for line in self.disk),
         ]
-        return [title, *(f"  {name:<24} {text}" for name, text in rows)]
+        return [title, *(f"  {name:<22} {text}" for name, text in rows)]
 
     def _memory_rows(self) -> list[tuple[str, str]]:
-        memory = self.memory
-        parts = {"step: " + name: count for name, count in memory.step.parts.items()}
-        parts |= {"step": memory.step.total, "drawing a preview": memory.drawing, "held-out loss": memory.measuring}
-        parts |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        return [(f"  {name}", size(count)) for name, count in parts.items() if count]
+        memory, step = self.memory, self.memory.step
+        largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
+        parts = ", ".join(f"{name} {size(count)}" for count, name in largest)
+        rows = {"drawing a preview": memory.drawing, "held-out loss": memory.measuring}
+        rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
+        told = [(f"  {name}", size(count)) for name, count in rows.items() if count]
+        return [("  a step", f"{size(step.total)}: {parts}"), *told]
+
+    def _time_rows(self) -> list[tuple[str, str]]:
+        told = {name: told_time(time) for name, time in self.times.items() if name != "in all"}
+        if all(time == "?" for time in told.values()):
+            return []
+        return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in told.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON."""
@@ -99,7 +113,7 @@ class Plan:
                 "snapshot": memory.snapshot,
                 "images": memory.images,
             },
-            "seconds": {name: list(time) for name, time in self.times.items()},
+            "seconds": {name: [finite(end) for end in time] for name, time in self.times.items()},
             "disk": list(self.disk),
             "findings": [
                 {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
@@ -109,7 +123,7 @@ class Plan:
 
 
 def plan(config: Config, device_for: str = "") -> Plan:
-    """Predict what training takes. Decodes the images as training does, trains nothing but a few steps to time them.
+    """Predict what training takes. Decodes a few of the images, and trains nothing but a few steps to time them.
 
     Args:
         config: as asked for.
@@ -121,14 +135,18 @@ def plan(config: Config, device_for: str = "") -> Plan:
     check_request(config)
     other = find_device(device_for) if device_for else None
     device = torch.device("cuda") if other else choose_device(config.training.device)
-    with StopSignals() as stop:
-        prepared, config = load_images(config, stop)
-        settling = Settling(config, prepared.train, device, stop)
+    with StopSignals(saves=False) as stop:
+        prepared, config = load_images(config, stop, few=True)
+        decoded = prepared.train if other or config.data.cache == "none" else at_hand(prepared.train)
+        settling = Settling(config, decoded, device, stop)
         settling.network()
         settling.learning_rate()
         available = other.memory - CUDA_CONTEXT if other else available_memory(device)
-        fatal = settle_memory(settling, device, available)
+        machine = other.name if other else str(device)
+        fatal = settle_memory(settling, device, available, machine)
         work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
+        if not other and device.type == "cpu" and settling.config.training.batch * work.training > TOO_SLOW:
+            other = this_cpu(available)
         if other:
             settle_elsewhere(settling, work, other)
         elif fatal:
@@ -139,55 +157,58 @@ def plan(config: Config, device_for: str = "") -> Plan:
         settling.intervals()
         now = settling.config
         if other:
-            step, call = step_of(now, work, other), call_time(work, at_once(now), other).times(1 / at_once(now))
+            count = at_once(now.training)
+            step, call = step_of(now, work, other), call_time(work, count, other).times(1 / count)
         elif fatal:
             step = call = Range(float("nan"), float("nan"))
         else:
-            pace, once = settling.pace(), seconds_per_call(now, device) / at_once(now)
+            pace, once = settling.seconds_per_step(), seconds_per_call(now, device) / at_once(now.training)
             step, call = Range(pace, pace), Range(once, once)
-    in_memory = 0 if in_file(prepared) else image_bytes(prepared, now)
-    memory = Traces(now, device.type).footprint(at_once(now), now.training.checkpointing, in_memory)
+    in_memory = image_bytes(prepared, now) if now.data.cache == "memory" or not in_file(prepared) else 0
+    memory = Traces(now, device.type).footprint(at_once(now.training), now.training.checkpointing, in_memory)
     disk, findings = disk_of(now, prepared, in_memory)
     if not fatal:
         findings.append(memory_finding(memory, available))
+    times = times_of(now, step, call, len(prepared.held_out))
+    if slow := time_finding(times["in all"]):
+        findings.append(slow)
     return Plan(
         now,
         tuple(settling.choices),
         len(prepared.train),
-        other.name if other else str(device),
+        machine,
         other is not None,
         memory.step.parts["parameters"] // 4,
         work,
         memory,
         available,
-        times_of(now, step, call, len(prepared.held_out)),
+        times,
         tuple(disk),
         tuple(fatal + findings),
     )
 
 
-def settle_memory(settling: Settling, device: torch.device, available: int) -> list[Finding]:
+def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:
     """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
-    asked = settling.config.training.microbatch
+    training = settling.config.training
+    asked = training.microbatch
+    if asked and (takes := needed(settling.config, device, available)) < available:
+        return []
     try:
-        fit = choose_microbatch(replace_training(settling.config, microbatch=0), device, available)
+        fit = choose_microbatch(settling.config, device, available, machine)
     except RequestError as error:
-        return [Finding("plan.memory", "fatal", str(error), "give a smaller --size or --network")]
+        return [Finding("plan.memory", "fatal", str(error))]  # which says what to do
     if not asked:
-        if fit.microbatch < settling.config.training.batch:
+        if fit.microbatch < training.batch:
             settling.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
             settling.config = replace_training(settling.config, microbatch=fit.microbatch)
-        settling.config = replace_training(settling.config, checkpointing=fit.checkpointing)
+        if fit.checkpointing and not training.checkpointing:
+            settling.choices.append(Choice("checkpointing", True, "not even one image fits without"))
+            settling.config = replace_training(settling.config, checkpointing=True)
         return []
-    if asked <= fit.microbatch and fit.checkpointing == settling.config.training.checkpointing:
-        return []
-    traces = Traces(with_precision(settling.config), device.type)
-    needed = traces.training(asked, settling.config.training.checkpointing)
-    if needed < available:
-        return []
-    evidence = f"{asked:,} images at once need about {size(needed)}, and {device} has {size(available)} available"
-    extra = " --checkpointing" if fit.checkpointing else ""
-    facts = {"needed": needed, "available": available, "microbatch": fit.microbatch}
+    evidence = f"{count_of(asked)} at once need about {size(takes)}, and {machine} has {size(available)} available"
+    extra = " --training.checkpointing" if fit.checkpointing and not training.checkpointing else ""
+    facts = {"needed": takes, "available": available, "microbatch": fit.microbatch}
     return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
 
 
@@ -202,10 +223,11 @@ def memory_finding(memory: Footprint, available: int) -> Finding:
 
 
 def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
-    """Precision and length on a device that is not here, from its data sheet."""
+    """Precision and length on a device where nothing is measured, from its rates."""
     if settling.config.training.precision == "auto":
         settling.config = replace_training(settling.config, precision=other.precision)
-        settling.choices.append(Choice("precision", other.precision, f"native to {other.name}"))
+        reason = f"native to {other.name}" if other.precision != "fp32" else "not timed, as a step takes minutes"
+        settling.choices.append(Choice("precision", other.precision, reason))
     step = step_of(settling.config, work, other)
     settling.config = with_length(settling.config, (step.low + step.high) / 2)
     settling.length()
@@ -225,8 +247,10 @@ def with_length(config: Config, pace: float) -> Config:
 def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[str], list[Finding]]:
     """Lines on what will be written, and whether there is room for it."""
     lines: list[str] = []
-    if not in_memory:
-        lines.append(f"{size(image_bytes(prepared, config))} of decoded images, in the cache already")
+    if not in_memory and config.data.cache != "none":
+        there = isinstance(prepared.train.pixels, np.ndarray)
+        when = "in the cache already" if there else "which the run decodes first"
+        lines.append(f"{size(image_bytes(prepared, config))} of decoded images, {when}")
     steps = config.training.images // config.training.batch
     with FakeTensorMode():  # only its sizes are asked for
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
@@ -254,11 +278,25 @@ def in_file(prepared: Prepared) -> bool:
     return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels
 
 
+def at_hand(images: ImageSet) -> ImageSet:
+    """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
+    if isinstance(images.pixels, np.ndarray):
+        return images
+    rows = np.linspace(0, len(images) - 1, min(len(images), TIMED)).astype(np.int64)
+    pixels, labels, rows = images.take(rows)
+    return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
+
+
 def replace_training(config: Config, **changes: Any) -> Config:
     """The same with other settings of training."""
     return replace(config, training=replace(config.training, **changes))
 
 
+def finite(seconds: float) -> float | None:
+    """None for what JSON has no number for."""
+    return seconds if math.isfinite(seconds) else None
+
+
 def amount_of(flops: float) -> str:
     """Operations in words."""
-    return f"{flops / 1e9:.3g} GFLOP"
+    return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"

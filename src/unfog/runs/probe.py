@@ -49,7 +49,9 @@ def seconds_per_step(
     config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
 ) -> float:
     """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
-    with Progress(f"measuring steps in {config.training.precision}", None) as progress:
+    mine = [device] if device.type == "cuda" else []
+    # The loop seeds at each step; the caller's generators are none of its business.
+    with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = Clock(limit, progress, stop_requested)
         train(
             replace(config.training, images=10**9 * config.training.batch),

@@ -161,15 +161,28 @@ def last_beat(folder: Path) -> dict[str, Any] | None:
     Returns:
         What the file holds: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, `next` (seconds until the
         next one was due, None for the last of a session). And `age` in seconds, and `alive`: a next one is due and not
-        long overdue. A session that ended says how in `doing`; one that was killed just stops.
+        long overdue, and its process is there as far as can be told. A session that ended says how in `doing`; one
+        that was killed just stops.
     """
     try:
         beat = json.loads((folder / HEARTBEAT).read_bytes())
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
         alive = beat["next"] is not None and age <= MISSED * beat["next"]
+        alive = alive and not (beat["host"] == socket.gethostname() and gone(int(beat["pid"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return {**beat, "age": max(0.0, age), "alive": alive}
+
+
+def gone(pid: int) -> bool:
+    """Whether no process of this machine has that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # it is another user's, or a number that none has
+        return False
+    return False
 
 
 def identity(folder: Path) -> tuple[int, int] | None:

@@ -17,19 +17,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
-from unfog.diagnosis.settings.machine import peak_bytes, resident_bytes, size
+from unfog.diagnosis.settings.machine import resident_bytes
 from unfog.errors import Interrupted, RequestError
-from unfog.export.diffusers import Network, to_unet2d
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, size
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder
-from unfog.runs.in_small import PARTS, PartError, Watch, failed, in_small, well
+from unfog.runs.in_small import (
+    PARTS,
+    NoRoomError,
+    PartError,
+    Watch,
+    check_room,
+    distance,
+    export_difference,
+    failed,
+    in_small,
+    memory,
+    no_room,
+    well,
+)
 from unfog.runs.run import Run
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
@@ -37,7 +47,8 @@ from unfog.runs.train import where_to_go_on
 from unfog.runs.verify import compare, replay, two_newest
 from unfog.training import checkpoint
 
-STEPS = 2
+STEPS, MOST_STEPS = 2, 16
+"""Steps, and as many until fp16's loss scale, which begins at 2^16 and halves where it is too large, has come to 1."""
 SAMPLES = 4
 CLOSE = 1e-4
 """Largest difference of an exported network's answers, relative to the largest of ours, that rounding may make."""
@@ -55,7 +66,8 @@ def rehearse(
         prepared: the images.
         device: where the run will compute.
         stop: a request to leave raises Interrupted; nothing stays behind then either.
-        folder: in which the folder of the rehearsal is made; None: where temporary files go.
+        folder: in which the folder of the rehearsal is made, where there had better be room for as many checkpoints as
+            a run keeps; None: where temporary files go.
     """
     before = resident_bytes()
     if device.type == "cuda":
@@ -67,7 +79,7 @@ def rehearse(
         torch.random.fork_rng(devices=devices),
     ):
         findings = Rehearsal(config, prepared, device, stop, RunFolder(Path(place)), progress).run()
-    return [*findings, _memory(before, device)]
+    return [*findings, memory(before, device)]
 
 
 class Rehearsal:
@@ -82,6 +94,7 @@ class Rehearsal:
         folder: RunFolder,
         progress: Progress,
     ):
+        self.steps = STEPS
         self.config, self.prepared, self.device = in_small(config, STEPS), prepared, device
         self.stop, self.folder, self.progress = stop, folder, progress
         self.findings: list[Finding] = []
@@ -104,6 +117,9 @@ class Rehearsal:
         try:
             with contextlib.redirect_stderr(told):
                 self.findings += action()
+        except NoRoomError as error:
+            self.findings.append(no_room(str(error)))
+            return False
         except PartError as error:
             self.findings.append(failed(error.part, error.reason, told.getvalue()))
             return False
@@ -118,11 +134,13 @@ class Rehearsal:
             try:
                 session = Session(self.folder, config, self.prepared, self.device, own, pulse)
                 if saved is None:
-                    forecast(self.folder.checkpoints, session.state, config.checkpoint, session.steps)
+                    check_room(self.folder.path, session)
                     self.folder.checkpoints.mkdir()
                     self.initial = [p.detach().clone() for p in session.state.model.parameters()]
                 self.folder.write_config(config)
                 session.run((), saved=saved)
+            except NoRoomError:
+                raise
             except Exception as error:
                 ended = "report" if pulse.doing == "finished" else ""
                 raise PartError(ended or PARTS.get(pulse.failed, ""), error) from error
@@ -135,6 +153,11 @@ class Rehearsal:
         """Two steps with all that surrounds them; one finding for each of its parts."""
         started = time.perf_counter()
         session, pulse = self._session(self.config, None)
+        while not session.state.updates and session.state.precision.may_overflow and self.steps < MOST_STEPS:
+            # Nothing else than fp16's scale is sought yet: a run would seek it for a few steps of its many.
+            self.steps = min(2 * self.steps, MOST_STEPS)
+            self.config = in_small(self.config, self.steps)
+            session, pulse = self._session(self.config, where_to_go_on(self.folder)[0])
         whole = time.perf_counter() - started
         self.state, path = session.state, self.folder.path
         saved = checkpoint.described(self.folder.checkpoints)[0][-1]
@@ -160,15 +183,17 @@ class Rehearsal:
 
     def _steps(self, whole: float) -> Finding:
         rows = [row for row in read_metrics(self.folder.metrics) if "images_per_second" in row]
-        batch = self.config.training.batch
+        batch, steps = self.config.training.batch, self.steps
         paces = [batch / row["images_per_second"] for row in rows]
         refused = [e for e in read_events(self.folder.path / "events.jsonl") if e["kind"] == "step_refused"]
         shrunk = [e for e in read_events(self.folder.path / "events.jsonl") if e["kind"] == "out_of_memory"]
         facts: dict[str, Any] = {"seconds_per_step": paces[-1], "first": paces[0], "batch": batch, "seconds": whole}
-        said = f"{STEPS} steps of {batch} images trained, {paces[0]:.2g} s the first and {paces[-1]:.2g} s the next"
+        said = f"{steps} steps of {batch} images trained, {paces[0]:.2g} s the first and {paces[-1]:.2g} s the last"
+        if self.state.updates < steps - len(refused):
+            said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
         if refused:
-            said = f"{len(refused)} of {STEPS} steps were refused, as their gradient is not finite"
-            return Finding("rehearsal.training", "warning", said, "--precision fp32 or bf16", facts)
+            said = f"{len(refused)} of {steps} steps were refused, as their gradient is not finite"
+            return Finding("rehearsal.training", "warning", said, "--precision fp32, or bf16", facts)
         if shrunk:
             now = shrunk[-1]["microbatch"]
             facts["microbatch"] = now
@@ -182,8 +207,11 @@ class Rehearsal:
         moved, followed = distance(model, self.initial), distance(average, self.initial)
         self.initial = []
         facts = {"updates": self.state.updates, "moved": moved, "average_moved": followed}
+        if not moved and not self.state.updates and self.config.training.precision == "fp16":
+            said = f"none of {self.steps} steps was taken, as every gradient was beyond what fp16 can hold"
+            return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
         if not moved:
-            said = f"the weights are after {STEPS} steps what they were before"
+            said = f"the weights are after {self.steps} steps what they were before"
             return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
         if not followed:
             return Finding("rehearsal.ema", "fatal", "the average does not follow the weights", "--ema power", facts)
@@ -227,12 +255,12 @@ class Rehearsal:
         """As `unfog resume`: from the newest checkpoint, one step further."""
         started = time.perf_counter()
         saved, _ = where_to_go_on(self.folder)
-        config = in_small(self.config, STEPS + 1)
+        config = in_small(self.config, self.steps + 1)
         session, _ = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
         took = time.perf_counter() - started
-        if session.step != STEPS + 1:
-            raise PartError("resume", ValueError(f"it ended at step {session.step} instead of {STEPS + 1}"))
-        return [well("resume", f"resumed at step {STEPS} and trained one more, in {took:.2g} s", seconds=took)]
+        if session.step != self.steps + 1:
+            raise PartError("resume", ValueError(f"it ended at step {session.step} instead of {self.steps + 1}"))
+        return [well("resume", f"resumed at step {self.steps} and trained one more, in {took:.2g} s", seconds=took)]
 
     def _sample(self) -> list[Finding]:
         """As `unfog sample`: a new network, loaded from the run folder alone."""
@@ -257,43 +285,3 @@ class Rehearsal:
             raise PartError("export", ValueError(f"diffusers' network answers otherwise, by {off:.2g} of the largest"))
         said = f"diffusers' network answers as ours does, to {off:.1g} of the largest value, in {took:.2g} s"
         return [well("export", said, seconds=took, difference=off)]
-
-
-def distance(a: list[Any], b: list[Tensor]) -> float:
-    """Root of the sum of squared differences between tensors."""
-    return float(torch.stack([(x.detach() - y).norm() for x, y in zip(a, b)]).norm())
-
-
-@torch.inference_mode()
-def export_difference(run: Run) -> float:
-    """Largest difference between the answers of a run's network and of what it becomes in diffusers, relative to ours.
-
-    Raises:
-        RequestError: it has no equivalent there.
-    """
-    from diffusers import UNet2DModel
-
-    config, network = run.config, run.network.cpu()
-    assert config.network is not None  # a run's is settled
-    ours = Network(config.network, config.data.channels, len(config.classes), network.state_dict())
-    settings, state = to_unet2d(ours, config.data.size)
-    theirs = UNet2DModel(**settings).eval()
-    theirs.load_state_dict(state)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, config.data.channels, config.data.size, config.data.size, generator=generator)
-    level = torch.tensor([10.0, 500.0])
-    label = torch.tensor([0, len(config.classes)]) if config.classes else None
-    expected = network(x, level, label)
-    given = theirs(x, level, class_labels=label).sample
-    return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-
-
-def _memory(before: int, device: torch.device) -> Finding:
-    """Memory of the process before and after, and the most that it ever was."""
-    after, peak = resident_bytes(), peak_bytes()
-    facts = {"before": before, "after": after, "peak": peak}
-    said = f"the process held {size(before)} before the rehearsal, {size(after)} after it and {size(peak)} at most"
-    if device.type == "cuda":
-        facts["device_peak"] = torch.cuda.max_memory_allocated(device)
-        said += f"; {size(facts['device_peak'])} of {device} at most"
-    return well("memory", said, **facts)

@@ -13,7 +13,7 @@ import torch
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
-from unfog.data.ledger import shown
+from unfog.data.ledger import Quarantined, shown
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import noise_levels
@@ -34,7 +34,7 @@ from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
 from unfog.training.loop import Every, Stopwatch, settle, train
-from unfog.training.memory import within_memory
+from unfog.training.memory import at_once
 from unfog.training.state import TrainState
 
 
@@ -60,7 +60,7 @@ class Session:
         self.looks = Looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
         self.recorder: Recorder
         self.saver: Saver
-        self.quarantined = 0  # images told of that could not be decoded when their turn came
+        self.quarantined: set[Quarantined] = set()  # told of: they could not be decoded when their turn came
 
     @property
     def step(self) -> int:
@@ -198,7 +198,7 @@ class Session:
         state, training = self.state, self.config.training
         state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
         with suppress(Interrupted):  # what is still due then, is done after a resume
-            within_memory(training, state, self, lambda: settle(state, self, Stopwatch(), training.batch))
+            settle(state, self, Stopwatch(), training.batch)
             self.saver.wait()  # steps without anything to go back to would be steps that can be lost
 
     def _conclude(self) -> bool:
@@ -224,24 +224,28 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        bad = getattr(self.prepared.train.pixels, "quarantined", [])  # of those that are decoded as they come
-        for name, reason in bad[self.quarantined :]:
-            self.recorder.warn(step, f"{shown(name)} cannot be used: {reason}; the next image stands in for it")
-            self.recorder.event("quarantined", step, image=name, reason=reason)
-        self.quarantined = len(bad)
+        for part in (self.prepared.train, self.prepared.held_out):
+            for one in getattr(part.pixels, "quarantined", []):  # of those that are decoded as they come
+                if one not in self.quarantined:
+                    said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
+                    self.recorder.warn(step, said)
+                    self.recorder.event("quarantined", step, image=one.name, reason=one.reason)
+                    self.quarantined.add(one)
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""
         fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
         if culprit is not None:
-            names = [self.prepared.train.names[self.stream.index(place, 1)[0]] for place in culprit.images]
+            # By what was in the batch, which may be an image that stands in for another.
+            names = [self.prepared.train.names[int(self.stream.batch(place, 1).index[0])] for place in culprit.images]
             fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
             warn(f"step {self.step:,} was refused: {culprit.sentence(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def shrunk(self, state: TrainState) -> None:
         """Say and record that memory did not suffice."""
-        now, checkpointing = self.looks.at_once, getattr(state.model, "checkpointing", False)
+        now = at_once(self.config.training, state)
+        checkpointing = getattr(state.model, "checkpointing", False)
         how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
         self.recorder.warn(self.step, f"memory did not suffice; going on with {how}, for the same batch")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)

@@ -14,6 +14,7 @@ from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import SPLITS, open_source
+from unfog.data.survey import MIN_TO_HOLD_OUT
 from unfog.diagnosis.images.examine import glance
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.errors import RequestError, RunError
@@ -29,7 +30,9 @@ from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint, rotation
 
-_TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/")  # behind the folder at the top, or the word a shard is named by
+_TOP = re.compile(
+    r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
+)  # behind the folder at the top, or the word a shard is named by
 LOOKED_AT = 10_000
 """How many names, evenly spread, are looked at for folders called train, test or such."""
 
@@ -60,7 +63,8 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         folder.checkpoints.mkdir()
         pulse.silent = False
         record_data(session)
-        findings = [*glance(prepared, session.config), *examine_settings(session.config, prepared, device)]
+        settings = examine_settings(session.config, prepared, device, folder=folder.path)
+        findings = [*glance(prepared, session.config), *settings]
         return folder, session.run(settling.choices, findings)
 
 
@@ -112,7 +116,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             say(str(folder_and_reason))
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        findings = examine_settings(session.config, prepared, device)
+        findings = examine_settings(session.config, prepared, device, folder=folder.path)
         changes = check_changes(trained, settling.config, force)
         return folder, session.run(settling.choices, findings, saved, changes)
 
@@ -142,8 +146,23 @@ def record_data(session: Session) -> None:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
 
-def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
+def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
+    """Say which settings did nothing to these images."""
+    if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
+        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.ledger.found
+        if n >= MIN_TO_HOLD_OUT:
+            why = f"none of the {n:,} pictures fell below that share; give a larger one"
+        warn(f"data.held_out = {asked.held_out} holds nothing out: {why}")
+    made = prepared.settings.background
+    if asked.background not in (Data().background, made):
+        warn(f"data.background = {asked.background} changes nothing: the pack was made with {made}")
+
+
+def load_images(config: Config, stop: StopSignals, few: bool = False) -> tuple[Prepared, Config]:
     """Scan and decode the source, with progress, and say in one line what became of every file.
+
+    With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
+    is, and each image is decoded when it is asked for.
 
     Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
     """
@@ -160,12 +179,12 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
         source = open_source(config.source, counting(progress))
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
-        prepared = prepare(source, config.data, counting(progress), wanted, config.fingerprint)
+        data = replace(config.data, cache="auto") if few else config.data
+        prepared = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
     say(prepared.ledger.line())
-    if prepared.place:
+    if prepared.place and not few:
         say(f"  cache: {prepared.place}")
-    if config.data.held_out not in (0, Data().held_out) and not len(prepared.held_out):
-        warn(f"data.held_out = {config.data.held_out} holds nothing out: of fewer than 100 pictures each is trained on")
+    warn_of_no_effect(config.data, prepared)
     names = source.names
     looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))
     tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
@@ -174,7 +193,7 @@ def load_images(config: Config, stop: StopSignals) -> tuple[Prepared, Config]:
     return prepared, replace(
         config,
         source=source.resolved,  # so that a resume finds it from anywhere
-        data=prepared.settings,
+        data=replace(prepared.settings, cache=config.data.cache) if few else prepared.settings,
         classes=tuple(printable(name) for name in prepared.train.classes),
         fingerprint=prepared.train.fingerprint,
     )

@@ -66,7 +66,7 @@ def verify(folder: RunFolder) -> str:
         Interrupted: a signal came.
     """
     config = folder.read_config()
-    with StopSignals() as stop, folder.locked():
+    with StopSignals(saves=False) as stop, folder.locked():
         first, last = two_newest(folder, config)
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
@@ -124,6 +124,12 @@ def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, che
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
     first, last = whole
+    cut = {checkpoint.read_state(saved.folder).get("microbatch", 0) for saved in whole}
+    if len(cut) > 1:
+        raise RequestError(
+            f"memory ran out between steps {first.step:,} and {last.step:,}, nobody knows where, so these cannot be "
+            "repeated; go on training until there are two newer checkpoints"
+        )
     keys = {checkpoint.read_state(saved.folder)["keys"].get("repeat") for saved in whole}
     if keys != {keys_of(config)["repeat"]}:
         raise RequestError(

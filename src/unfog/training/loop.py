@@ -85,14 +85,13 @@ def train(
             # 0. What the last step left to do, also if an interruption lies between.
             with stopwatch.paused():
                 heal(settings, state, run, why)
-                within_memory(settings, state, run, lambda: settle(state, run, stopwatch, batch_size))
+                settle(state, run, stopwatch, batch_size)
             if state.seen >= settings.images:
                 return
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
             step = state.seen // batch_size
-            attempt = partial(gradient, settings, state, run, forward)
-            passes, losses, part_square = within_memory(settings, state, run, attempt)
+            passes, losses, part_square = within_memory(settings, state, run, partial(gradient, forward))
 
             # 2. One update, or none, and everything that counts it.
             with run.undivided():
@@ -131,7 +130,7 @@ def train(
 
 
 def gradient(
-    settings: Training, state: TrainState, run: Run, forward: Callable[[int, int], Loss]
+    forward: Callable[[int, int], Loss], settings: Training, state: TrainState, run: Run
 ) -> tuple[list[tuple[int, int]], list[Loss], Tensor | None]:
     """Leave the gradient of the mean loss over the next batch in the parameters.
 

@@ -14,8 +14,12 @@ from unfog.training.state import TrainState
 
 T = TypeVar("T")
 
-# How CUDA, MPS, the CPU allocator, oneDNN and C++ say it, where they do not raise an error of its own kind.
-_SAID = ("out of memory", "out_of_memory", "allocate memory", "bad_alloc", "unable to allocate")
+# How CUDA, MPS, the CPU allocator and C++ say it, where they do not raise an error of its own kind.
+_SAID = (
+    *("out of memory", "out_of_memory", "allocate memory", "bad_alloc", "unable to allocate"),
+    "could not create a primitive",  # oneDNN
+    "alloc_failed",  # cuBLAS and cuDNN
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,8 +29,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID)
 
 
-def within_memory(settings: Training, state: TrainState, run: Run, action: Callable[[], T]) -> T:
-    """What `action` gives; done again with fewer images at once each time that memory does not suffice.
+def within_memory(
+    settings: Training, state: TrainState, run: Run, attempt: Callable[[Training, TrainState, Run], T]
+) -> T:
+    """What `attempt` gives; made again with fewer images at once each time that memory does not suffice.
 
     The mean over the batch stays exact. The noise of a micro-batch is drawn for its first position, so it is other
     noise from here on, and `state.microbatch`, which a checkpoint holds, says from where.
@@ -36,14 +42,14 @@ def within_memory(settings: Training, state: TrainState, run: Run, action: Calla
     """
     while True:
         try:
-            return action()
+            return attempt(settings, state, run)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shrink(settings, state, run)  # the tensors that the failure still refers to go with it, right after this
+            shrink(settings, state, run, error)  # the tensors that it still refers to go with it, right after this
 
 
-def shrink(settings: Training, state: TrainState, run: Run) -> None:
+def shrink(settings: Training, state: TrainState, run: Run, error: Exception) -> None:
     """Halve what goes through the network at once; a single image gets gradient checkpointing instead."""
     now = at_once(settings, state)
     with run.undivided():
@@ -53,10 +59,14 @@ def shrink(settings: Training, state: TrainState, run: Run) -> None:
         elif not getattr(state.model, "checkpointing", True):
             state.model.checkpointing = True  # type: ignore[assignment]
         else:
-            raise RunError("out of memory, with one image at a time; choose a smaller --size or --network")
+            raise RunError(
+                f"out of memory, with one image at a time ({' '.join(str(error).split())[:200]}); choose a smaller "
+                "--size or --network"
+            ) from error
         run.shrunk(state)
 
 
-def at_once(settings: Training, state: TrainState) -> int:
-    """Images that go through the network at once."""
-    return min(state.microbatch or settings.batch, settings.microbatch or settings.batch)
+def at_once(settings: Training, state: TrainState | None = None) -> int:
+    """Images that go through the network at once: as is set, or fewer where the state had to do with fewer."""
+    asked = settings.microbatch or settings.batch
+    return asked if state is None else min(state.microbatch or settings.batch, asked)

@@ -14,17 +14,11 @@ run with these micro-batches meets. Larger micro-batches spread more evenly, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from unfog.diffusion.objective import Loss
-from unfog.errors import RequestError
-
-if TYPE_CHECKING:  # the state holds what is defined here
-    from unfog.training.state import TrainState
 
 
 class NoiseScale:
@@ -93,47 +87,6 @@ def squared_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """Squared norm of the gradients as they are, a 0-d tensor on the device."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return torch.nn.utils.get_total_norm(gradients).square()
-
-
-def measure_noise_scale(
-    state: TrainState, forward: Callable[[int, int], Loss], batch: int, passes: int = 16
-) -> dict[str, float | None]:
-    """Measure it once, where there is no accumulation: gradients of `passes` batches, and no update.
-
-    Args:
-        state: whose network it is; its weights, moments and position stay as they are, gradients are dropped.
-        forward: (position of the first image, count) -> losses, as in the loop; begins at the state's position.
-        batch: images of a pass.
-        passes: at least 2; the gradients of all are compared with their mean.
-
-    Returns:
-        As `NoiseScale.close`. A scale beyond passes x batch is no more than its order of magnitude.
-
-    Raises:
-        RequestError: fewer than two passes.
-    """
-    if passes < 2:
-        raise RequestError(f"passes = {passes}: the noise scale is seen from at least 2 gradients; 16 is usual")
-    total: list[Tensor] = []
-    squares = []
-    for first in range(state.seen, state.seen + passes * batch, batch):
-        state.optimizer.zero_grad(set_to_none=True)
-        with torch.enable_grad():
-            # Not through the loss scaler: nothing is updated, and an underflow at fp16's edge is no part of the noise.
-            (forward(first, batch).per_image.sum() / batch).backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        squares.append(squared_norm(state.optimizer))
-        if total:
-            torch._foreach_add_(total, gradients)
-        else:
-            total = [gradient.clone() for gradient in gradients]
-    state.optimizer.zero_grad(set_to_none=True)
-    mean_square = torch.stack(squares).mean().item()
-    square_of_mean = (torch.nn.utils.get_total_norm(total) / passes).square().item()
-    # The unbiased sample variance of `passes` gradients, each of `batch` images.
-    noise = batch * (mean_square - square_of_mean) * passes / (passes - 1)
-    record = {"gradient_signal": square_of_mean - noise / (batch * passes), "gradient_noise": noise}
-    return {"noise_scale": noise_scale([record]), **record}
 
 
 def batch_advice(scale: float, batch: int) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, overload
 
 import numpy as np
@@ -15,12 +20,23 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.cache import cache_folder
+from unfog.data.formats.sampled import sampled
 from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
 
 _IMAGES = ("x", "images", "arr_0")
 _LABELS = ("y", "labels")
 """What the arrays in an .npz file may be called."""
+
+_DAMAGED = (
+    *(OSError, EOFError, ValueError, TypeError, SyntaxError, MemoryError, OverflowError, LookupError),
+    *(NotImplementedError, RuntimeError, struct.error, zlib.error, LZMAError, TokenError),
+)
+"""What the readers of NumPy and of zip archives raise of a file that is damaged, encrypted or packed by an unknown
+method; a header of NumPy's is read by Python's own parser."""
+
+_SHARE = 0.5
+"""Of the memory that is free, what an .npz file may unpack to."""
 
 _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 
@@ -62,18 +78,19 @@ class ArraySource:
     labels: NDArray[np.int64] | None = None
 
     def __init__(self, path: Path, name: str) -> None:
-        self.resolved = str(path.resolve())
+        self._path, self.resolved = path, str(path.resolve())
         try:
-            images, labels = _read(path)
-            status = path.stat()
-        except (OSError, EOFError, ValueError, TypeError, SyntaxError, MemoryError, OverflowError) as error:
+            images, labels = _read(path, name)
+            self._stamp = _state(path)
+        except RequestError:
+            raise
+        except _DAMAGED as error:
             why = " ".join(shown(str(error)).split())[:160] or type(error).__name__
             raise RequestError(f"{shown(name)} cannot be read: {why}; give uint8 images, {_SHAPES}") from None
         except zipfile.BadZipFile:
             raise RequestError(f"{shown(name)} is no .npz file, or a damaged one") from None
+        self._mapped = isinstance(images, np.memmap)
         self._take(name, images, labels)
-        state = f"{status.st_size} {status.st_mtime_ns} {images.shape} {images.dtype}"
-        self._stamp = hashlib.sha256(state.encode()).hexdigest()
 
     def _take(self, name: str, images: NDArray[Any], labels: NDArray[Any] | None) -> None:
         self.name, self._images = name, _images(name, images)
@@ -87,7 +104,10 @@ class ArraySource:
         return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
 
     def stamp(self) -> tuple[str, int]:
-        """Digest of the file's size and time of change, or of what is in memory."""
+        """Digest of the file's size, time of change and a sample of its bytes; of an .npz file, as it was read."""
+        if self._mapped:
+            with suppress(OSError):
+                return _state(self._path), self._images.nbytes
         return self._stamp, self._images.nbytes
 
 
@@ -113,9 +133,9 @@ def store(array: Any, labels: Any = None) -> Path:
     path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
     if path.exists():
         return path
+    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
         with partial.open("wb") as file:
             np.savez(file, **named)
             file.flush()
@@ -123,6 +143,9 @@ def store(array: Any, labels: Any = None) -> Path:
         partial.replace(path)
     except OSError as error:
         raise RequestError(f"{path.parent} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return path
 
 
@@ -133,31 +156,54 @@ def _as_array(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-def _read(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def _state(path: Path) -> str:
+    """Digest of what is told of a file without reading all of it; an .npz file's end has the checksums of its parts."""
+    status = path.stat()
+    digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
+    digest.update(sampled(path))
+    return digest.hexdigest()
+
+
+def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """(images, labels or None), whatever they are."""
     if path.suffix.lower() == ".npy":
         return np.load(path, mmap_mode="r", allow_pickle=False), None
     with zipfile.ZipFile(path) as archive:
         names = [entry.removesuffix(".npy") for entry in archive.namelist()]
-        images = next((name for name in _IMAGES if name in names), None)
-        labels = next((name for name in _LABELS if name in names), None)
+        images = next((one for one in _IMAGES if one in names), None)
+        labels = next((one for one in _LABELS if one in names), None)
         if images is None:
-            held = ", ".join(shown(name) for name in names[:5]) or "nothing"
+            held = ", ".join(shown(one) for one in names[:5]) or "nothing"
             raise ValueError(f"it holds {held}, and no array called {', '.join(_IMAGES)}")
-        return _member(archive, images), None if labels is None else _member(archive, labels)
+        return _member(archive, images, name), None if labels is None else _member(archive, labels, name)
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    """An array in an .npz file, after a look at whether it can be as large as it says."""
+def _member(archive: zipfile.ZipFile, name: str, said: str) -> NDArray[Any]:
+    """An array in an .npz file, after a look at whether it can be as large as it says, and whether there is room."""
     entry = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(entry) as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = header(file)
-    if math.prod(shape) * dtype.itemsize > archive.getinfo(entry).file_size:
+    size, free = math.prod(shape) * dtype.itemsize, _free_memory()
+    if size > archive.getinfo(entry).file_size:
         raise ValueError(f"{name} is cut off")
+    if free is not None and size > _SHARE * free:
+        raise RequestError(
+            f"{shown(said)} unpacks to {size / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that are "
+            "free; save its images as .npy with numpy.save, which is read in place"
+        )
     with archive.open(entry) as file:
         return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+
+
+def _free_memory() -> int | None:
+    """Bytes that may be used without others going to disk; None where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    with suppress(AttributeError, OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def _images(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:

@@ -52,6 +52,10 @@ class Unusable(Exception):
     """An image that cannot be used. The message is the reason, in the same few words for the same trouble."""
 
 
+class Unreachable(Unusable):
+    """An image that could not be read just now, and may be another time: the network or the disk failed."""
+
+
 @dataclass
 class Found:
     """What is below a folder."""

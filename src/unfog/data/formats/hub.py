@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.cache import cache_folder
 from unfog.data.formats.arrays import Numbered
 from unfog.data.formats.files import Unusable, open_bytes, open_image
+from unfog.data.formats.sampled import sampled
 from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
 
@@ -25,7 +27,8 @@ class HubSource:
     """Images of a map-style dataset of the `datasets` library (`pip install 'unfog[hf]'`).
 
     The image column is the first of type Image, or of files' bytes; the label column the first of type ClassLabel,
-    whose names are the classes, or one called label. Of several splits, "train", else the first, unless `split` says.
+    whose names are the classes, or one called label. Of several splits, "train", else the first, unless `split` says;
+    `resolved` names it. What `datasets` makes of parquet files is kept in the folder `hf` of the cache.
 
     Args:
         place: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub.
@@ -44,10 +47,12 @@ class HubSource:
     labels: NDArray[np.int64] | None = None
 
     def __init__(self, place: str, name: str, split: str = "") -> None:
-        datasets, local = _library(), Path(place).expanduser()
-        self.resolved = str(local.resolve()) if local.exists() else f"hf:{place}{f':{split}' * bool(split)}"
+        datasets = _library()
+        place, split = _parted(f"{place}:{split}" if split else place)
+        local = Path(place).expanduser()
+        there = local.exists()
         try:
-            loaded = _load(datasets, local if local.exists() else None, place, split)
+            loaded = _load(datasets, local if there else None, place, split)
         except RequestError:
             raise
         except Exception as error:  # the library raises of everything: no network, no such name, damaged files
@@ -57,13 +62,19 @@ class HubSource:
         if isinstance(loaded, dict):
             split = _pick(name, loaded, split)
             self.name, dataset = f"{name} (split {split} of {', '.join(map(str, loaded))})", loaded[split]
+        elif there and split:
+            raise RequestError(f"{shown(name)} has no splits, and so no {shown(split)!r}; leave :{shown(split)} out")
+        where = str(local.resolve()) if there else place
+        self.resolved = where if there and not split else f"hf:{where}{f':{split}' * bool(split)}"
         self._column = _image_column(name, dataset, datasets)
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
             raise RequestError(f"{shown(self.name)} is empty; give another split")
         self.names: Sequence[str] = Numbered(range(len(dataset)))
         self.classes, self.labels = _labels(dataset, datasets)
-        self._stamp = str(dataset._fingerprint), int(dataset.data.nbytes)
+        self._roots = [_root(local)] if there else _roots(datasets)
+        state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
+        self._stamp = state, int(dataset.data.nbytes)
 
     def open(self, i: int) -> Image.Image:
         """Image i, its pixels read on use."""
@@ -72,10 +83,14 @@ class HubSource:
             raise Unusable("empty")
         if one.get("bytes") is not None:
             return open_bytes(one["bytes"], str(one.get("path") or ""))
-        return open_image(Path(one["path"]))
+        path = (self._roots[0] / str(one["path"])).resolve()
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise Unusable("a path that leads out of its dataset")  # which may be anybody's: it reads no file of yours
+        return open_image(path)
 
     def stamp(self) -> tuple[str, int]:
-        """The library's own fingerprint of the data and of what was done to it; size of its table."""
+        """The library's own fingerprint of the data and of what was done to it, or of parquet files their names, sizes,
+        times of change and a sample of their bytes; size of its table."""
         fingerprint, size = self._stamp
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
 
@@ -86,6 +101,36 @@ def is_parquet(path: Path) -> bool:
         return path.suffix.lower() == ".parquet"
     suffixes = {one.suffix.lower() for one in path.iterdir() if one.is_file() and not one.name.startswith(".")}
     return ".parquet" in suffixes and suffixes <= {".parquet", ".md", ".json"}
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """(place, split) of PLACE:SPLIT or PLACE, which may be a path that has colons of its own."""
+    place, colon, split = text.rpartition(":")
+    return (place, split) if colon and not Path(text).expanduser().exists() else (text, "")
+
+
+def _root(local: Path) -> Path:
+    """The folder of a dataset."""
+    return (local if local.is_dir() else local.parent).resolve()
+
+
+def _roots(datasets: Any) -> list[Path]:
+    """Where `datasets` puts what it downloads."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [Path(folder).resolve() for folder in (datasets.config.HF_DATASETS_CACHE, HF_HUB_CACHE)]
+
+
+def _parquet_files(local: Path) -> list[Path]:
+    return [local] if local.is_file() else sorted(local.glob("*.parquet"))
+
+
+def _parquet_state(local: Path) -> str:
+    """What parquet files hold; the library's fingerprint is another whenever it reads them anew."""
+    states = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns, sampled(file)) for file in _parquet_files(local)
+    ]
+    return repr(states)
 
 
 def _library() -> ModuleType:
@@ -106,10 +151,10 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
         return datasets.load_dataset(place, split=split or None)
     if (local / "dataset_info.json").exists() or (local / "dataset_dict.json").exists():
         return datasets.load_from_disk(str(local))
-    files = [local] if local.is_file() else sorted(local.glob("*.parquet"))
+    files = _parquet_files(local)
     if not files:
         raise RequestError(f"{shown(place)} holds neither a saved dataset nor parquet files")
-    return datasets.Dataset.from_parquet([str(file) for file in files])
+    return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache_folder() / "hf"))
 
 
 def _pick(name: str, splits: Mapping[Any, Any], wanted: str) -> str:

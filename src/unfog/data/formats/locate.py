@@ -94,6 +94,8 @@ def _folder(text: str, path: str) -> Located:
         raise RequestError(
             f"the path of {shown(text)} has a byte that is no text (UTF-8), which no run could store; rename the folder"
         ) from None
+    if os.path.isfile(os.path.join(path, "journal.jsonl")) and not os.path.exists(os.path.join(path, "pack.json")):
+        raise RequestError(f"{shown(text)} is an unfinished pack; finish it with the same `unfog pack` as before")
     for marker, kind in _MARKERS.items():
         if os.path.isfile(os.path.join(path, marker)):
             return Located(kind, text, resolved)
@@ -217,7 +219,7 @@ def _remote(text: str) -> Located:
         known = ", ".join(f"{name}://" for name in PROTOCOLS)
         raise RequestError(f"{shown(text)} begins with none of {known}; give one of those, or a folder")
     if find_spec(package) is None:
-        extra = "unfog[s3]" if package in ("s3fs", "aiohttp") else package
+        extra = {"s3fs": "unfog[s3]", "aiohttp": "unfog[http]"}.get(package, package)
         raise RequestError(f"{protocol}:// needs {package}, which is not installed: pip install '{extra}'")
     if text.endswith("/"):
         return Located("tar", text, text, (f"{text}*.tar",), text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unreachable, Unusable
 from unfog.data.formats.storage import State
 from unfog.data.ledger import shown
 from unfog.errors import RequestError
@@ -47,7 +47,10 @@ class RemoteStorage:
             try:
                 self._made = (os.getpid(), self._make())
             except (ImportError, ValueError) as error:
-                raise RequestError(f"{self._protocol}:// cannot be read: {error}; pip install 'unfog[s3]'") from None
+                extra = "s3" if self._protocol == "s3" else "http"
+                raise RequestError(
+                    f"{self._protocol}:// cannot be read: {error}; pip install 'unfog[{extra}]'"
+                ) from None
         return self._made[1]
 
     def _make(self) -> Any:
@@ -75,13 +78,14 @@ class RemoteStorage:
         return dict(sorted(found.items()))
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """See Storage."""
+        """See Storage. Unreachable where it may be otherwise another time."""
         if size <= 0:
             return b""
         try:
             data: bytes = _again(lambda: self._system.cat_file(path, start=start, end=start + size))
         except Exception as error:
-            raise Unusable(_what(error).partition(";")[0]) from error
+            said = _what(error).partition(";")[0]
+            raise (Unusable if _is_final(error) else Unreachable)(said) from error
         if len(data) > size:
             raise Unusable("on a server that does not serve parts of a file")
         return data
@@ -107,15 +111,25 @@ class RemoteStorage:
 
     def _probe(self, url: str) -> None:
         """RequestError if a web server sends whole files only, found without letting it."""
+
+        def served() -> bool:
+            try:
+                with self._system.open(url, block_size=1, cache_type="none") as file:
+                    file.seek(1)
+                    file.read(1)
+            except ValueError:
+                return False
+            return True
+
         try:
-            with self._system.open(url, block_size=1, cache_type="none") as file:
-                file.seek(1)
-                file.read(1)
-        except ValueError:
+            in_parts = _again(served)
+        except Exception as error:  # each protocol has errors of its own
+            raise RequestError(f"{shown(url)} {_what(error)}") from error
+        if not in_parts:
             raise RequestError(
                 f"the server of {shown(url)} serves no parts of a file (no Range requests), as Python's http.server "
                 "does not; download the file, or use another server"
-            ) from None
+            )
 
     def _state(self, path: str, info: dict[str, Any]) -> State:
         size = info.get("size")

@@ -1,8 +1,8 @@
 """The index of a set of tar shards, built once and stored, so that opening ten million images costs as much as ten.
 
 In the folder `shards` of the cache: KEY.piece.npz for each shard, so that of a set that grew only what is new is gone
-through; and for the set KEY.rows, KEY.labels and KEY.names, which are mapped and not read, and KEY.json with all else.
-A key is a hash of where a shard is, of its size and of its time of change or ETag. Nothing in them is run or
+through; and for the set KEY.rows, KEY.codes and KEY.names, which are mapped, and KEY.json with all else.
+A key is a hash of where a shard is, of its size and of its times of change or ETag. Nothing in them is run or
 unpickled, and a damaged one is built anew.
 """
 
@@ -15,18 +15,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from threading import Event
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.cache import cache_folder
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unusable, why
+from unfog.data.formats.shard_files import (
+    DAMAGED,
+    load_piece,
+    mapped,
+    mapped_codes,
+    remove_abandoned,
+    save_piece,
+    write,
+)
 from unfog.data.formats.shard_piece import LARGEST, ROW, Piece, in_order, index_shard
 from unfog.data.formats.storage import State, Storage
 from unfog.data.ledger import Quarantined, shown
@@ -35,9 +43,12 @@ from unfog.errors import RequestError
 Progress = Callable[[int, int], None]
 """Called with (megabytes passed, megabytes in all); may raise, to stop."""
 
-_FORMAT = 1
+_FORMAT = 2
+_TEXT = ("utf-8", "surrogateescape")
 _THREADS, _THREADS_FAR = 2, 16
 _POLL = 0.2
+_MOST_FOLDERS = 100_000
+"""Folders of which a list is kept; of a set with more, they are read from the names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +69,10 @@ class ShardIndex:
     """[n], from .cls, .json or .txt members; None if there are none."""
 
     classes: tuple[str, ...]
+    folders: tuple[list[str], NDArray[np.int64]] | None
+    """Of a set without labels of its own: (each folder below the shards, "" for none; which of them each image is in,
+    [n])."""
+
     ignored: Mapping[str, int]
     unreadable: Sequence[Quarantined]
 
@@ -82,13 +97,17 @@ def shard_index(
         RequestError: a shard cannot be read or is compressed; the cache cannot be written.
     """
     folder = cache_folder() / "shards"
-    keys = {path: _key(path, state) for path, state in states.items()}
+    try:
+        keys = {path: _key(path, state) for path, state in states.items()}
+    except OSError as error:
+        raise RequestError(f"{shown(str(error.filename))} is a file {why(error)}; bring it, or leave it out") from None
     key = hashlib.sha256(repr((base.partition("?")[0], list(keys.values()))).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder)
         _build_pieces(storage, states, {path: folder / f"{key}.piece.npz" for path, key in keys.items()}, progress)
         pieces = [(path, folder / f"{keys[path]}.piece.npz", states[path].size) for path in states]
         _combine(folder, key, pieces, base)
@@ -109,15 +128,19 @@ def shard_name(path: str, base: str) -> str:
 
 
 def _key(path: str, state: State) -> str:
-    plain = path.partition("?")[0] if "://" in path else path  # less a signature that is another each day
-    return hashlib.sha256(repr((_FORMAT, plain, tuple(state))).encode("utf-8", "replace")).hexdigest()[:32]
+    if "://" in path:
+        plain, written = path.partition("?")[0], 0  # less a signature that is another each day
+    else:
+        # Who writes over a file and sets its time of change back cannot set this one.
+        plain, written = path, os.stat(path).st_ctime_ns
+    return hashlib.sha256(repr((_FORMAT, plain, written, tuple(state))).encode("utf-8", "replace")).hexdigest()[:32]
 
 
 def _build_pieces(
     storage: Storage, states: Mapping[str, State], files: Mapping[str, Path], progress: Progress | None
 ) -> None:
     """Go through those shards of which there is no piece yet; whatever stops this stops the threads."""
-    missing = [path for path in states if _load_piece(files[path], states[path].size) is None]
+    missing = [path for path in states if load_piece(files[path], states[path].size) is None]
     passed, total = dict.fromkeys(missing, 0), sum(states[path].size for path in missing)
     stop = Event()
 
@@ -132,7 +155,7 @@ def _build_pieces(
             piece = index_shard(storage, path, states[path], report)
         except Unusable as error:
             raise RequestError(f"{shown(path)} cannot be read: {error}; bring it back, or leave it out") from error
-        _save_piece(files[path], piece)
+        save_piece(files[path], piece)
         passed[path] = states[path].size
 
     pool = ThreadPoolExecutor(_THREADS_FAR if storage.far else _THREADS)
@@ -149,42 +172,12 @@ def _build_pieces(
         pool.shutdown(cancel_futures=True)
 
 
-def _save_piece(file: Path, piece: Piece) -> None:
-    info = {"values": piece.values, "ignored": piece.ignored, "quarantined": piece.quarantined}
-    buffer = BytesIO()
-    np.savez(
-        buffer,
-        rows=piece.rows,
-        names=np.frombuffer(piece.names, np.uint8),
-        info=np.frombuffer(json.dumps(info).encode(), np.uint8),
-    )
-    _write(file, [buffer.getbuffer()])
-
-
-def _load_piece(file: Path, size: int) -> Piece | None:
-    """The stored piece of a shard of `size` bytes; None if there is none that is whole."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
-        values = [(str(kind), str(value)) for kind, value in info["values"]]
-        starts = rows["name"]
-        whole = rows.dtype == ROW and rows.ndim == 1
-        whole = whole and bool((rows["start"] >= 0).all() and (rows["size"] >= 0).all())
-        whole = whole and bool((rows["start"] + rows["size"] <= size).all() and (rows["label"] < len(values)).all())
-        whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
-        ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
-        quarantined = [Quarantined(str(name), str(reason)) for name, reason in info["quarantined"]]
-    except (OSError, BadZipFile, AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError):
-        return None
-    return Piece(rows, names, values, ignored, quarantined) if whole else None
-
-
 _Files = Sequence[tuple[str, Path, int]]
 
 
 def _pieces(files: _Files) -> Iterator[tuple[str, Piece]]:
     for path, file, size in files:
-        piece = _load_piece(file, size)
+        piece = load_piece(file, size)
         if piece is None:
             raise OSError(f"{file.name} was removed meanwhile")
         yield path, piece
@@ -195,31 +188,54 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
     kind, classes = _choose_labels(files)
     number = {name: i for i, name in enumerate(classes)}
     ignored, unreadable = Counter[str](), list[Quarantined]()
+    folders: dict[bytes, int] = {}
     count = at = 0
     partial = f"{os.getpid()}-{time.time_ns()}"
-    parts = {end: folder / f"{partial}.{end}.partial" for end in ("rows", "labels", "names")}
-    with parts["rows"].open("wb") as rows, parts["labels"].open("wb") as labels, parts["names"].open("wb") as names:
+    parts = {end: folder / f"{partial}.{end}.partial" for end in ("rows", "codes", "names")}
+    with ExitStack() as stack:
+        for file in parts.values():
+            stack.callback(file.unlink, missing_ok=True)  # which is gone when all went well
+        rows, codes, names = (stack.enter_context(file.open("wb")) for file in parts.values())
         for shard, (path, piece) in enumerate(_pieces(files)):
-            codes = np.array([number[value] if of == kind else -1 for of, value in piece.values] + [-1], np.int64)
-            label = codes[piece.rows["label"]]  # -1 is the last
             if kind:
-                label = _without_unlabelled(piece, label)
+                values = np.array([number[value] if of == kind else -1 for of, value in piece.values] + [-1], np.int64)
+                code = _without_unlabelled(piece, values[piece.rows["label"]])  # -1 is the last
+            else:
+                code = _folders(piece, folders)
             mine = piece.rows.copy()
             mine["name"], mine["shard"] = at + piece.rows["name"], shard
             rows.write(mine.tobytes())
-            labels.write(label.tobytes())
+            codes.write(code.tobytes())
             names.write(piece.names)
             count, at = count + len(mine), at + len(piece.names)
             ignored.update(piece.ignored)
             called = shard_name(path, base)
             unreadable += [one._replace(name=f"{called}/{one.name}".rstrip("/")) for one in piece.quarantined]
-        end = np.zeros(1, ROW)
-        end["name"] = at
-        rows.write(end.tobytes())
-    for name, file in parts.items():
-        file.replace(folder / f"{key}.{name}")
-    info = {"count": count, "classes": classes if kind else None, "ignored": ignored, "unreadable": sorted(unreadable)}
-    _write(folder / f"{key}.json", [json.dumps(info).encode()])
+        rows.write(np.array([(0, 0, at, 0, 0)], ROW).tobytes())
+        for name, out in zip(parts, (rows, codes, names)):
+            out.close()
+            parts[name].replace(folder / f"{key}.{name}")
+    info = {
+        "count": count,
+        "classes": classes if kind else None,
+        "folders": None if kind or len(folders) > _MOST_FOLDERS else [name.decode(*_TEXT) for name in folders],
+        "ignored": ignored,
+        "unreadable": sorted(unreadable),
+    }
+    write(folder / f"{key}.json", [json.dumps(info).encode()])
+
+
+def _folders(piece: Piece, known: dict[bytes, int]) -> NDArray[np.int64]:
+    """Which folder each image of a piece is in, [n]; those not known yet are added, until they are too many."""
+    names, starts = piece.names, piece.rows["name"]
+    slashes = np.append(-1, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("/")))
+    last = slashes[np.searchsorted(slashes, np.append(starts[1:], len(names))) - 1]  # before the end of each name
+    found = np.zeros(len(starts), np.int64)
+    for i, (start, end) in enumerate(zip(starts.tolist(), last.tolist())):
+        if len(known) > _MOST_FOLDERS:
+            break
+        found[i] = known.setdefault(names[start : max(start, end)], len(known))
+    return found
 
 
 def _without_unlabelled(piece: Piece, label: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -229,7 +245,7 @@ def _without_unlabelled(piece: Piece, label: NDArray[np.int64]) -> NDArray[np.in
     ends = np.append(piece.rows["name"][1:], len(piece.names))
     names = [piece.names[start:end] for start, end in zip(piece.rows["name"].tolist(), ends.tolist())]
     for i in np.flatnonzero(label < 0):
-        name = names[i].decode("utf-8", "surrogateescape")
+        name = names[i].decode(*_TEXT)
         piece.quarantined.append(Quarantined(name, "without a label, as others have"))
     kept = np.flatnonzero(label >= 0)
     names = [names[i] for i in kept]
@@ -266,31 +282,16 @@ def _load(folder: Path, key: str, states: Mapping[str, State]) -> ShardIndex | N
     try:
         info = json.loads((folder / f"{key}.json").read_bytes())
         count, classes = int(info["count"]), info["classes"]
-        rows = _mapped(folder / f"{key}.rows", ROW, count + 1)
-        names = _mapped(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
-        labels = None if classes is None else _mapped(folder / f"{key}.labels", np.dtype("<i8"), count)
+        rows = mapped(folder / f"{key}.rows", ROW, count + 1)
+        names = mapped(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
+        known = info["folders"] if classes is None else classes
+        codes = None if known is None else mapped_codes(folder / f"{key}.codes", count, len(known))
+        folders = None if classes is not None or codes is None else ([str(name) for name in known], codes)
         ignored = {str(kind): int(number) for kind, number in info["ignored"].items()}
         unreadable = [Quarantined(str(name), str(reason)) for name, reason in info["unreadable"]]
         named = tuple(str(name) for name in classes or ())
-    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+    except DAMAGED:
         return None
     sizes = [state.size for state in states.values()]
-    return ShardIndex(list(states), sizes, rows, names, labels, named, ignored, unreadable)
-
-
-def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """The array in a file that holds just that. ValueError if it does not."""
-    if count < 0 or file.stat().st_size != count * dtype.itemsize:
-        raise ValueError("not whole")
-    return np.asarray(np.memmap(file, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
-
-
-def _write(file: Path, parts: Sequence[Any]) -> None:
-    """Write a file whole or not at all."""
-    partial = file.with_name(f"{os.getpid()}-{time.time_ns()}-{file.name[:8]}.partial")
-    try:
-        with partial.open("wb") as out:
-            out.writelines(parts)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    labels = None if classes is None else codes
+    return ShardIndex(list(states), sizes, rows, names, labels, named, folders, ignored, unreadable)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.formats.files import SUFFIXES, passed_over
+from unfog.data.formats.files import passed_over
 from unfog.data.formats.storage import State, Storage, Window
 from unfog.data.formats.tar import DamagedError, Member, compression, content, members
 from unfog.data.ledger import Quarantined, shown
@@ -83,7 +83,7 @@ class _Collected:
     file: Window
     size: int
     images: dict[str, Member] = field(default_factory=dict)  # by name: as in unpacking, the last of a name counts
-    labels: dict[str, tuple[int, tuple[str, str]]] = field(default_factory=dict)  # by key: (rank, value)
+    labels: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # by (name less its end, rank)
     ignored: Counter[str] = field(default_factory=Counter)
     quarantined: list[Quarantined] = field(default_factory=list)
 
@@ -108,29 +108,38 @@ class _Collected:
             self.images[name] = member
 
     def _add_label(self, name: str, member: Member) -> bool:
-        """Whether a member says the class of the image of its key."""
-        key, kind = key_of(name)
+        """Whether a member says the class of an image. As of images, the last of a name counts."""
+        stem, kind = split_name(name)
         if kind not in _LABEL_FILES:
             return False
         data = content(self.file, member, _LABEL_FILES[kind])
         value = _json_label(data) if kind == "json" else _text_label(data)
+        place = stem, list(_LABEL_FILES).index(kind)
         if not value:
+            self.labels.pop(place, None)
             return False
-        rank = list(_LABEL_FILES).index(kind)  # a .cls counts more than a .json, that more than a .txt
-        if key not in self.labels or rank < self.labels[key][0]:
-            self.labels[key] = rank, ("text" if kind == "txt" else "class", value)
+        self.labels[place] = "text" if kind == "txt" else "class", value
         return True
+
+    def _label(self, name: str) -> tuple[str, str] | None:
+        """What the members of an image's name say; a .cls counts more than a .json, that more than a .txt."""
+        for stem in stems(split_name(name)[0]):
+            for rank in range(len(_LABEL_FILES)):
+                if (value := self.labels.get((stem, rank))) is not None:
+                    return value
+        return None
 
     def piece(self) -> Piece:
         """All of it."""
         self._leave_companions_out()
-        texts = {value for _, value in self.labels.values() if value[0] == "text"}
+        images = sorted(self.images.items(), key=lambda item: item[1].start)
+        labels = [self._label(name) for name, _ in images] if self.labels else [None] * len(images)
+        texts = {value for value in labels if value and value[0] == "text"}
         captions = len(texts) > _MOST_TEXTS or any(len(text) > _LONGEST_TEXT for _, text in texts)
         codes: dict[tuple[str, str], int] = {}
-        rows = np.zeros(len(self.images), ROW)
+        rows = np.zeros(len(images), ROW)
         encoded, at = [], 0
-        for i, (name, member) in enumerate(sorted(self.images.items(), key=lambda item: item[1].start)):
-            _, value = self.labels.get(key_of(name)[0], (0, None))
+        for i, ((name, member), value) in enumerate(zip(images, labels)):
             known = value is not None and not (captions and value[0] == "text")
             code = codes.setdefault(value, len(codes)) if known and value else -1
             rows[i] = member.start, member.size, at, code, 0
@@ -139,20 +148,40 @@ class _Collected:
         return Piece(rows, b"".join(encoded), list(codes), self.ignored, self.quarantined)
 
     def _leave_companions_out(self) -> None:
-        """Where there is a 001.jpg, 001.seg.png is not another picture but something about it."""
-        simple = {key for key, kind in map(key_of, self.images) if "." not in kind}
+        """Where there is a 001.jpg, 001.seg.png is not another picture but something about it.
+
+        Only what begins with a letter says what it is: 001.0.png beside 001.png is a picture, as are 001.left.png and
+        001.right.png without a 001.png.
+        """
+        there = {split_name(name)[0] for name in self.images}
         for name in list(self.images):
-            key, kind = key_of(name)
-            if "." in kind and key in simple and f".{kind.rpartition('.')[2]}" in SUFFIXES:
-                del self.images[name]
-                self.ignored[f".{kind}"] += 1
+            stem, kind = split_name(name)
+            for shorter in stems(stem)[1:]:
+                if not stem[len(shorter) + 1 :][:1].isalpha():
+                    break
+                if shorter in there:
+                    del self.images[name]
+                    self.ignored[f"{stem[len(shorter) :].lower()}.{kind}"] += 1
+                    break
 
 
-def key_of(name: str) -> tuple[str, str]:
-    """(key, extension) of a member as webdataset groups them: "a/001.seg.png" is ("a/001", "seg.png")."""
+def split_name(name: str) -> tuple[str, str]:
+    """(name less its end, that end): "a/v1.001.png" is ("a/v1.001", "png")."""
     folder, slash, base = name.rpartition("/")
-    stem, _, kind = base.partition(".")
-    return folder + slash + stem, kind.lower()
+    stem, dot, kind = base.rpartition(".")
+    return (folder + slash + stem, kind.lower()) if dot else (name, "")
+
+
+def stems(stem: str) -> list[str]:
+    """Under which names what goes with a member may be found, the nearest first: "a/v1.001", then "a/v1".
+
+    The last is the key by which webdataset groups members, which ends at the first dot. That alone would take
+    v1.001.png and v1.002.png for one sample, with one label.
+    """
+    found, begins = [stem], stem.rfind("/") + 1
+    while (dot := stem.rfind(".", begins)) > begins:
+        found.append(stem := stem[:dot])
+    return found
 
 
 def plain(name: str) -> str:

@@ -14,20 +14,24 @@ from PIL import Image
 
 from unfog.data.formats.files import Unusable, none_found, open_bytes
 from unfog.data.formats.locate import Located
+from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_index import Progress, ShardIndex, shard_index, shard_name
 from unfog.data.formats.storage import State, storage_of
 from unfog.data.ledger import Quarantined
 from unfog.errors import RequestError
 
 _AT_ONCE = 65536  # names that are read at once
+_LOOKED_INTO, _BLOCKS = 64, 8
+"""Into how many shards the stamp looks, and how many blocks of each are part of it beside the first and the last."""
 
 
 class ShardSource:
     """The images in uncompressed tar archives: shards in the order of their names, members in the order of each.
 
     An image is called by its shard and its member, "shards-000.tar/cats/1.jpg". Its class is what the member of the
-    same name ending in .cls says, or .json under "label", "class" or "cls", or .txt unless those are captions. Images
-    without, where most have one, are in `unreadable`. Without any, folders inside the archives may be classes.
+    same name ending in .cls says, or .json under "label", "class" or "cls", or .txt unless those are captions; where
+    there is none, that of the name cut before one of its dots, as webdataset's keys are. Images without, where most
+    have one, are in `unreadable`. Without any, folders inside the archives may be classes.
 
     Raises:
         RequestError: a shard is compressed as a whole or cannot be read; there is no image; the index, which is built
@@ -44,7 +48,7 @@ class ShardSource:
         self._base = located.base
         self.index: ShardIndex = shard_index(self._storage, self._states, located.base, progress)
         self.names: Sequence[str] = Names(self.index, [shard_name(path, self._base) for path in self._states])
-        self.classes, self.labels = self.index.classes, self.index.labels
+        self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored: Mapping[str, int] = self.index.ignored
         self.unreadable: Sequence[Quarantined] = self.index.unreadable
         if not len(self.index):
@@ -59,15 +63,21 @@ class ShardSource:
         return open_bytes(data, self.names[i])
 
     def stamp(self) -> tuple[str, int]:
-        """Digest of the name, bytes and time of change of each shard; of those far away, as they were when opened."""
-        states = self._states
+        """Digest of the name, bytes and time of change of each shard, and of a sample of some shards' bytes; of those
+        far away, as they were when opened."""
+        states, samples = self._states, list[bytes]()
         if not self._storage.far:
             states = {path: State(0, "") for path in states}
             for path in states:
                 with suppress(RequestError):  # one that is gone is not what it was
                     states |= self._storage.states([path])
+            for path in list(states)[:: -(-len(states) // _LOOKED_INTO)]:
+                with suppress(OSError):
+                    samples.append(sampled(path, _BLOCKS))
         lines = [(shard_name(path, self._base), *state) for path, state in states.items()]
-        return hashlib.sha256(repr(lines).encode("utf-8", "replace")).hexdigest(), sum(line[1] for line in lines)
+        return hashlib.sha256(repr((lines, samples)).encode("utf-8", "replace")).hexdigest(), sum(
+            line[1] for line in lines
+        )
 
 
 class Names(Sequence[str]):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -162,13 +164,27 @@ def read_table(table: Path) -> tuple[dict[str, str], str]:
 
 
 def _csv_rows(text: str, table: Path) -> Iterator[Mapping[str, Any]]:
-    head = text.partition("\n")[0]
+    head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     separator = "\t" if table.suffix.lower() == ".tsv" else max(",;\t", key=head.count)
-    return csv.DictReader(text.splitlines(), delimiter=separator, strict=True)
+    # Not splitlines, which ends a line at characters that a text may hold, such as U+2028.
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=True)
+    header, said = next((line for line in lines if line), []), shown(str(table))
+    if not header:
+        return
+    _column(header, FILE_COLUMNS, "file names", said)  # here, as a dictionary would keep one of two of a name
+    _column(header, LABEL_COLUMNS, "labels", said)
+    for values in lines:
+        if any(value.strip() for value in values[len(header) :]):
+            raise RequestError(
+                f"{said} has {len(values)} fields in line {lines.line_num:,} and {len(header)} in its header; put "
+                f"quotes around what has a {separator!r} in it"
+            )
+        if values:
+            yield dict(zip(header, values))
 
 
 def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):
@@ -181,8 +197,8 @@ def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
     columns: tuple[str, str] | None = None
     for row in rows:
         columns = columns or (
-            _column(row, FILE_COLUMNS, "file names", said),
-            _column(row, LABEL_COLUMNS, "labels", said),
+            _column(list(row), FILE_COLUMNS, "file names", said),
+            _column(list(row), LABEL_COLUMNS, "labels", said),
         )
         file, value = (row.get(column) for column in columns)
         name = plain(str(file).strip().replace("\\", "/")) if isinstance(file, str | int) else ""
@@ -197,23 +213,32 @@ def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
     return found
 
 
-def _column(row: Mapping[str, Any], known: Sequence[str], of: str, said: str) -> str:
-    there = {str(name).strip().lower(): name for name in row if name is not None}
-    column = next((there[name] for name in known if name in there), None)
-    if column is None:
-        has = ", ".join(shown(str(name)[:30]) for name in list(there)[:8])
+def _column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> str:
+    there: dict[str, list[str]] = {}
+    for name in header:
+        there.setdefault(name.strip().lower(), []).append(name)
+    columns = next((there[name] for name in known if name in there), [])
+    if not columns:
+        has = ", ".join(shown(name[:30]) for name in list(there)[:8])
         raise RequestError(f"{said} has no column of {of}, but {has}; call one {known[0]} (or {', '.join(known[1:4])})")
-    return column
+    if len(columns) > 1:
+        raise RequestError(f"{said} has {len(columns)} columns called {shown(columns[0].strip())}; keep one")
+    return columns[0]
 
 
 def _match(names: Sequence[str], rows: Mapping[str, str]) -> tuple[dict[int, str], set[str]]:
     """(row of each image that has one; rows without an image), by the first way of writing names that fits any.
 
-    Only one way, as else the row of an image elsewhere, of the same base name, would be taken for one here.
+    Only one way, as else the row of an image elsewhere, of the same base name, would be taken for one here; for the
+    same reason a row that names another folder than the image's, val/0.png for train/0.png, is not that image's.
     """
     for spelling in (str, member_of, _base, _stem):
         of_images, of_rows = _unique(names, spelling), _unique(rows, spelling)
-        found = {i: row for key, (i, _) in of_images.items() if (row := of_rows.get(key, (0, ""))[1])}
+        found = {
+            i: row
+            for key, (i, name) in of_images.items()
+            if (row := of_rows.get(key, (0, ""))[1]) and _in_one_folder(member_of(name), row)
+        }
         if found:
             return dict(sorted(found.items())), set(rows) - set(found.values())
     return {}, set(rows)
@@ -224,6 +249,12 @@ def _unique(names: Iterable[str], spelling: Callable[[str], str]) -> dict[str, t
     spelt = list(map(spelling, names))
     counts = Counter(spelt)
     return {key: (i, name) for i, (key, name) in enumerate(zip(spelt, names)) if counts[key] == 1}
+
+
+def _in_one_folder(name: str, row: str) -> bool:
+    """Whether two paths may be of one file: the folders of one are the last of the other's."""
+    one, other = sorted((name.split("/")[:-1], row.split("/")[:-1]), key=len)
+    return one == other[len(other) - len(one) :]
 
 
 def _base(name: str) -> str:

@@ -15,6 +15,7 @@ from unfog.data.formats.storage import Window
 
 BLOCK = 512
 _NAMING = 2**20  # bytes: longest name, or set of pax attributes, that is believed
+_PADDING = 10 * 2**10  # bytes, to a multiple of which writers fill an archive up behind its end mark
 _REGULAR = b"0\x007"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -44,7 +45,7 @@ def members(file: Window) -> Iterator[Member]:
     """Every member of an archive, in order, less its folders; the last may reach beyond the end.
 
     Raises:
-        DamagedError: what follows is no header, or the archive ends without its end mark.
+        DamagedError: what follows is no header, the archive ends without its end mark, or goes on behind it.
         Unusable: it cannot be read.
     """
     at, long_name, attributes = 0, b"", dict[bytes, bytes]()
@@ -53,7 +54,7 @@ def members(file: Window) -> Iterator[Member]:
         if len(header) < BLOCK:
             raise DamagedError("a shard that ends too early")
         if header == bytes(BLOCK):
-            return
+            return _end(file, at)
         kind, length = header[156:157], _number(header[124:136])
         if length is None or not _sum_is_right(header):
             raise DamagedError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
@@ -77,6 +78,17 @@ def members(file: Window) -> Iterator[Member]:
                 yield Member(name, start, length, kind in _REGULAR and not sparse)
             long_name, attributes = b"", {}
         at = start + -(-length // BLOCK) * BLOCK
+
+
+def _end(file: Window, at: int) -> None:
+    """DamagedError unless an archive whose first empty block is at `at` ends with the padding behind it.
+
+    What goes on is a file made at its full size and not filled yet, or two archives in one. A single empty block at the
+    end of the file is believed, as old writers leave it so.
+    """
+    rest = file.at(at, 2 * BLOCK + _PADDING + 1)
+    if len(rest) > 2 * BLOCK + _PADDING or any(rest):
+        raise DamagedError("a shard that ends before its file does")
 
 
 def _behind_map(file: Window, start: int) -> int:

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 
 from unfog.data.formats.files import Unusable, none_found, open_bytes, passed_over
 from unfog.data.formats.locate import Located
+from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_piece import LARGEST, plain
 from unfog.data.formats.storage import State, Window, storage_of
 from unfog.data.ledger import Quarantined, shown
@@ -59,6 +61,8 @@ class ZipSource:
             self._add(info, ignored, quarantined)
         self.ignored: Mapping[str, int] = ignored
         self.names: Sequence[str] = sorted(self._members)
+        # Its table of contents has the checksum of every member.
+        self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
         self.unreadable: Sequence[Quarantined] = sorted(quarantined)
         if not self.names:
             raise none_found(self.name, ignored, self.unreadable)
@@ -69,14 +73,17 @@ class ZipSource:
         return open_bytes(self._content(self._members[name]), name)
 
     def stamp(self) -> tuple[str, int]:
-        """Digest of the bytes and time of change of the archive; of one far away, as it was when opened."""
-        state = self._state
+        """Digest of the bytes, time of change and members' checksums of the archive, and, unless it is far away, of a
+        sample of its bytes now; of one far away, as it was when opened."""
+        state, sample = self._state, b""
         if not self._storage.far:
             try:
                 (state,) = self._storage.states([self._path]).values()
             except RequestError:
                 state = State(0, "")
-        return hashlib.sha256(repr(tuple(state)).encode()).hexdigest(), state.size
+            with suppress(OSError):
+                sample = sampled(self._path)
+        return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
     def _directory(self) -> list[zipfile.ZipInfo]:
         """The archive's table of contents."""

@@ -104,7 +104,9 @@ def check(shape: Any, train: Any, classes: Any, labelled: Any, fingerprints: Any
 def check_settings(settings: dict[str, Any], shape: list[int]) -> None:
     """ValueError unless the settings have their types and are those of these pixels."""
     Data(**settings)  # refuses what is out of range
-    typed = all(type(value) is type(getattr(Data(), name)) for name, value in settings.items())
+    types = {name: type(getattr(Data(), name)) for name in settings}
+    allowed = {name: (int, float) if kind is float else (kind,) for name, kind in types.items()}  # 0 is a number too
+    typed = all(type(value) in allowed[name] for name, value in settings.items())
     if not typed or [settings["channels"], settings["size"], settings["size"]] != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
     if settings["labels"] not in ("folders", "none"):

@@ -24,7 +24,6 @@ from unfog.errors import RequestError, RunError
 
 JOURNAL = "journal.jsonl"
 FACTS_FILE = "facts.bin"
-_LINE = {"done", "rows", "sha256", "reasons", "treatments", "modes", "sums"}  # of the journal
 
 
 class BusyError(RequestError):
@@ -43,13 +42,14 @@ class Progressed:
 
     @classmethod
     def read(cls, folder: Path) -> Progressed:
-        """What the journal in a folder says; a line that was cut off counts for nothing."""
+        """What the journal in a folder says; a line that was cut off counts for nothing; {} if one is damaged."""
         try:
             text = (folder / JOURNAL).read_text("utf-8")
             header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         except (OSError, ValueError, RecursionError):
             return cls()
-        whole = isinstance(header, dict) and all(isinstance(line, dict) and line.keys() >= _LINE for line in lines)
+        before = [{"done": 0, "rows": 0}, *lines]
+        whole = isinstance(header, dict) and all(_follows(line, last) for line, last in zip(lines, before))
         return cls(header, lines) if whole else cls()
 
     @property
@@ -61,6 +61,27 @@ class Progressed:
         """What it was begun with that is another than in this header; "" for nothing."""
         said = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
         return next((words for key, words in said.items() if self.header.get(key) != header[key]), "")
+
+
+def _follows(line: Any, last: dict[str, Any]) -> bool:
+    """Whether it is a line of a journal, of the chunk behind the last one's."""
+    match line:
+        case {
+            "done": int(done),
+            "rows": int(rows),
+            "sha256": str(),
+            "reasons": dict(reasons),
+            "treatments": list(treatments),
+            "modes": dict(modes),
+            "sums": [list(sums), list(squares)],
+        }:
+            begin = last["done"]
+            images = begin < done < 2**48 and rows - last["rows"] == done - begin - len(reasons)
+            images = images and all(row.isdecimal() and len(row) < 16 and begin <= int(row) < done for row in reasons)
+            actions = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in treatments)
+            numbers = all(isinstance(number, int) for number in (*modes.values(), *sums, *squares))
+            return images and actions and numbers and all(isinstance(text, str) for text in reasons.values())
+    return False
 
 
 def header_of(survey: Survey, key: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from unfog.data.bulk import FACTS, ColourFoundError, Progress, Tally, decode_all
 from unfog.data.ledger import shown
-from unfog.data.packs.files import FORMAT, MANIFEST, seal
+from unfog.data.packs.files import FORMAT, MANIFEST, is_pack, seal
 from unfog.data.packs.journal import (
     FACTS_FILE,
     JOURNAL,
@@ -59,6 +59,8 @@ def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Pr
         RunError: the disk is full, or refuses.
     """
     with made(folder, remedy), locked(folder):
+        if is_pack(folder):  # another process has finished it since that was looked at
+            return _finished(folder, key)
         try:
             packing = _Packing(survey, folder, key)
             packing.fill(remedy, progress)
@@ -67,6 +69,13 @@ def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Pr
             packing.fill(remedy, progress)
         packing.finish(progress)
         return Pack.open(folder)
+
+
+def _finished(folder: Path, key: str) -> Pack:
+    pack = Pack.open(folder)
+    if pack.manifest["key"] != key:
+        raise RequestError(f"{shown(str(folder))} is another pack by now; give another folder, or remove it")
+    return pack
 
 
 class _Packing:
@@ -111,7 +120,8 @@ class _Packing:
 
     def _take_over(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks; False if the files do not hold what the journal says."""
-        if not lines:
+        channels = self.survey.channels
+        if not lines or lines[-1]["done"] > len(self.order) or any(len(sums) != channels for sums in lines[-1]["sums"]):
             return False
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
         try:

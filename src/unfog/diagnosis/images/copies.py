@@ -123,7 +123,7 @@ def _duplicates(survey: Survey, copies: Copies) -> Finding:
         "data.duplicates",
         "warning" if extra >= EQUAL * looked else "hint",
         f"{share(extra, looked)} training images repeat another to the pixel{most}: {_equations(survey, same)}",
-        f"keep one of each group, which findings.json lists: {_REASON}",
+        f"keep one of each group (`unfog doctor` lists them in findings.json): {_REASON}",
         facts,
         (groups_of_pictures(survey, same, "Equal images", "A group a row."),),
     )
@@ -186,7 +186,8 @@ def _leakage(survey: Survey, copies: Copies) -> Finding:
         "data.leakage",
         "warning" if leaked >= LEAKED * held else "hint",
         "; ".join(parts),
-        "remove one of each pair, which findings.json lists; until then the held-out loss looks better than it is, by "
+        "remove one of each pair (`unfog doctor` lists them in findings.json); until then the held-out loss looks "
+        "better than it is, by "
         f"up to {percent((leaked + len(related)) / held)} of its images",
         facts,
         tuple(exhibits),

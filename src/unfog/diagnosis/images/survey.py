@@ -125,7 +125,7 @@ def _usable(prepared: Prepared, rows: Indices) -> NDArray[np.bool_]:
     usable = np.ones(len(rows), np.bool_)
     for start, pixels in _lazy(prepared).items():
         inside = (rows >= start) & (rows < start + len(pixels))
-        usable[inside] = pixels.replaced(rows[inside] - start) == rows[inside] - start
+        usable[inside] = pixels.sound(rows[inside] - start)
     return usable
 
 

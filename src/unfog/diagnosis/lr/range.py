@@ -25,6 +25,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress, duration
 from unfog.training.loop import Every, train
+from unfog.training.memory import at_once
 from unfog.training.protocols import Augmentation, Silent, Stream
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
@@ -99,7 +100,7 @@ class Probe:
 
     @torch.no_grad()
     def relative_loss(self, state: TrainState, objective: Objective, batch: int) -> float:
-        """Loss of the network over that of answering 0, without dropout and in float32."""
+        """Loss of the network over that of answering 0, without dropout and in float32, `batch` images at once."""
         diffusion = objective.diffusion
         logsnr = diffusion.schedule(self.u)
         state.model.eval()
@@ -127,13 +128,16 @@ class _Watched(Silent):
 def find_lr_range(subject: Subject, seconds: float = 90.0) -> LrRange:
     """Ramp and trials, in about `seconds`: less where that allows the most steps of both, more for the fewest.
 
+    The caller's random generators are left as they were.
+
     Raises:
         Interrupted: a stop was requested.
     """
-    started = time.perf_counter()
-    ramp, pace = run_ramp(subject, seconds * RAMP_SHARE)
-    left = seconds - (time.perf_counter() - started)
-    trials = run_trials(subject, ramp, left, pace) if ramp.learns else ()
+    started, device = time.perf_counter(), subject.probe.x0.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        ramp, pace = run_ramp(subject, seconds * RAMP_SHARE)
+        left = seconds - (time.perf_counter() - started)
+        trials = run_trials(subject, ramp, left, pace) if ramp.learns else ()
     suggestion, reason = suggest(ramp, trials)
     if ramp.learns and not trials:
         needed = (len(ramp.rates) + TRIAL[0] * (len(TRIED) + 1)) * pace
@@ -143,14 +147,14 @@ def find_lr_range(subject: Subject, seconds: float = 90.0) -> LrRange:
 
 def run_ramp(subject: Subject, seconds: float) -> tuple[Ramp, float]:
     """Returns the ramp, and seconds per step of training and looking."""
-    state, batch = subject.fresh(), subject.training.batch
-    probe = subject.probe.first(max(16, min(64, batch)))
-    start = probe.relative_loss(state, subject.objective, batch)
+    state = subject.fresh()
+    probe = subject.probe.first(max(16, min(64, subject.training.batch)))
+    start = probe.relative_loss(state, subject.objective, at_once(subject.training, state))
     rates, losses, marks, steps = [LOWEST], list[float](), [time.perf_counter()], RAMP[1]
     with Progress("learning-rate ramp", RAMP[1]) as progress:
         while True:
             one_step(subject, state, rates[-1], _Watched(subject, progress))
-            losses.append(probe.relative_loss(state, subject.objective, batch))
+            losses.append(probe.relative_loss(state, subject.objective, at_once(subject.training, state)))
             marks.append(time.perf_counter())
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first ones also allocate; and so low, they change nothing yet
@@ -195,12 +199,12 @@ def trial_steps(seconds: float, pace: float) -> int:
 
 def run_trial(subject: Subject, lr: float, steps: int, run: Silent) -> Trial:
     """A fresh network at this rate, with the schedule of a real run. Interrupted if a stop was requested instead."""
-    state, batch = subject.fresh(), subject.training.batch
-    training = replace(subject.training, images=steps * batch)
+    state = subject.fresh()
+    training = replace(subject.training, images=steps * subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
     train(training, optimizer, NEVER, state, subject.stream, subject.augment, subject.objective, run)
     if state.seen < training.images:
         raise Interrupted
     with state.ema.swapped_into(state.model):
-        loss = subject.probe.relative_loss(state, subject.objective, batch)
+        loss = subject.probe.relative_loss(state, subject.objective, at_once(subject.training, state))
     return Trial(lr, steps, loss if math.isfinite(loss) else math.inf)

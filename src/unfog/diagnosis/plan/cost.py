@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from unfog.diagnosis.plan.devices import Device
 from unfog.diagnosis.plan.trace import forget_tables
@@ -43,6 +43,21 @@ class Range(NamedTuple):
         return Range(count * self.low, count * self.high)
 
 
+def _attention(query, key, value, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(gradient, query, key, value, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""By shapes [B, heads, N, D]: what tensors without values take for attention, unknown to PyTorch's counter."""
+
+
 def work_of(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> Work:
     """Count what a network does for one image [C, H, W], on tensors that have no values.
 
@@ -56,7 +71,7 @@ def work_of(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> Work
         with FakeTensorMode():
             network, count = build(), Counter()
             x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
-            with FlopCounterMode(display=False) as flops:
+            with FlopCounterMode(display=False, custom_mapping=ATTENTION) as flops:
                 y: Tensor = network(x, c_noise)
                 forward = flops.get_total_flops()
                 y.sum().backward()  # type: ignore[no-untyped-call]

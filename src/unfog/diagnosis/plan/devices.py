@@ -23,8 +23,8 @@ class Device:
     """FLOP/s of matrix products in its 16-bit type."""
     full: float
     """FLOP/s in fp32, without TF32, as unfog leaves it off."""
-    precision: Literal["bf16", "fp16"] = "bf16"
-    """The 16-bit type that it is made for."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """The type that it is made for."""
 
 
 DEVICES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -33,9 +32,12 @@ ONEDNN_HALF = 17 * MB
 LASTING = ("parameters", "average", "moments", "library")
 """Allocated at the beginning, side by side, for good: no holes there."""
 
+UNTOLD = 4 * 2**30  # bytes taken to be there where the system does not say
+
 CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
 CUDA_CONTEXT = 500 * MB
-"""What a process has on a CUDA card besides tensors: context, kernels, handles. 300 to 700 MB; not measured here."""
+"""What a process has on a CUDA card besides tensors: context, kernels, handles. 300 to 700 MB; not measured here. What
+the driver says is free is without it already; of a card that is not at hand it is taken off what is available."""
 CUDNN_WORKSPACE = 64 * MB
 """Of a convolution, and cuBLAS's 8 to 32 MB. With deterministic kernels cuDNN seldom asks for more. Not measured."""
 
@@ -55,7 +57,7 @@ class Peak:
 
 
 def peak_of(trace: Trace, device: str, holes: float = HOLES) -> Peak:
-    """The most memory that a trace holds at once, on a device of this type; the CUDA context comes on top."""
+    """The most memory that a trace holds at once, on a device of this type, without the CUDA context."""
     cost = [cost_of(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
     live = highest = 0.0
     where = 0
@@ -100,10 +102,12 @@ def available_memory(device: torch.device) -> int:
 
 
 def _system() -> int:
-    """What the system can give without swapping; where it does not say, half of what is installed."""
+    """What the system can give without swapping; where it does not say, half of what is installed, or UNTOLD."""
     with suppress(OSError, ValueError):
         return _field(Path("/proc/meminfo"), "MemAvailable") * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return UNTOLD
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> int | None:
@@ -137,8 +141,12 @@ def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> li
 
 def _addresses() -> int | None:
     """What the limit on this process's address space leaves; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    import resource  # which Windows does not have
+
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+    if limit == resource.RLIM_INFINITY:
         return None
     return max(0, limit - _field(Path("/proc/self/status"), "VmSize") * 1024)
 

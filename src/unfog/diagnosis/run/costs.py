@@ -146,6 +146,7 @@ def memory(record: RunRecord) -> Finding | None:
     )
     evidence = f"memory did not suffice {plural(len(shortages), 'time')}; it goes on with {how}, for the same batch"
     remedy = f"begin like that the next time: --microbatch {now}"
+    remedy += " --training.checkpointing" if facts["checkpointing"] else ""
     return Finding("run.memory", "hint", evidence, remedy, facts)
 
 
@@ -171,31 +172,41 @@ def noise_scale(record: RunRecord) -> Finding | None:
     """
     steps, scales = record.column("noise_scale")
     steps, scales = steps[scales > 0], scales[scales > 0]
-    measured = [row for row in record.metrics if "gradient_noise" in row]
-    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
-    if len(scales) < 3 or scale is None:
+    parts = ("gradient_signal", "gradient_noise")
+    measured = [row for row in record.metrics if all(math.isfinite(number(row.get(part))) for part in parts)]
+    if len(measured) < 3:
         return None
+    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
+    if scale is None:
+        evidence = "the gradient noise is larger than can be measured, so a batch sees next to nothing but noise"
+        unknown = {"noise_scale": None, "batch": batch}
+        return Finding("run.noise_scale", "hint", evidence, _larger(record, UNLIKE * batch), unknown)
     series = {"measured": (steps, scales), "smoothed": (steps, smooth(scales)), "batch": (steps, 0 * steps + batch)}
     chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
     exhibits = (Exhibit("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),)
     facts = {"noise_scale": scale, "batch": batch}
     evidence = batch_advice(scale, batch)
     if batch > UNLIKE * scale:
-        better = _power_of_two(2 * scale)
+        better = _power_of_two(2 * max(scale, 1))
         remedy = (
             f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
             f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
         )
         return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
     if scale > UNLIKE * batch:
-        better = _power_of_two(min(scale / 2, 8 * batch))
-        remedy = (
-            f"where time allows, a larger batch learns about as much from an image: --batch {better} "
-            f"--microbatch {record.config.training.microbatch or batch} "
-            f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
-        )
+        remedy = _larger(record, min(scale / 2, UNLIKE * batch))
         return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
     return Finding("run.noise_scale", "fine", evidence, "", facts, exhibits)
+
+
+def _larger(record: RunRecord, images: float) -> str:
+    """To train with a batch of about so many images."""
+    batch, better = record.batch, _power_of_two(images)
+    return (
+        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
+        f"--microbatch {record.config.training.microbatch or batch} "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
 
 
 def _power_of_two(images: float) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.diagnosis.run.record import RunRecord
+from unfog.diagnosis.run.record import RunRecord, plural
 from unfog.diffusion.diffusion import Diffusion
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
@@ -70,18 +70,20 @@ def answers(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, F
 
     Returns:
         The loss [L] of answering 0; and that of the best answer that is linear in each pixel by itself and knows the
-        mean image: with variance s^2 about it, y given x_t has the variance (a sigma - b alpha)^2 s^2 / (alpha^2 s^2 +
-        sigma^2).
+        mean image: of a pixel with variance s^2 about it, y given x_t has the variance (a sigma - b alpha)^2 s^2 /
+        (alpha^2 s^2 + sigma^2).
     """
     x0 = x0.double()
     power = float(x0.square().mean())
-    spread = float((x0 - x0.mean(0)).square().mean()) * len(x0) / max(1, len(x0) - 1)
+    # For each pixel by itself: many are the same in all images, and need no guessing. One image tells of no variance.
+    spread = (x0.var(0) if len(x0) > 1 else x0[0].square()).flatten()
     logsnr = diffusion.schedule(levels.double())
     alpha, sigma = diffusion.path(logsnr)
     a, b = diffusion.target(alpha, sigma, diffusion.sigma_data)
     weight = diffusion.weight(logsnr)
     zero = weight * (a.square() * power + b.square())
-    linear = weight * (a * sigma - b * alpha).square() * spread / (alpha.square() * spread + sigma.square())
+    left = torch.stack([(spread / (p * spread + q)).mean() for p, q in zip(alpha.square(), sigma.square())])
+    linear = weight * (a * sigma - b * alpha).square() * left
     return zero.numpy(), linear.numpy()
 
 
@@ -101,7 +103,7 @@ def average_against_raw(record: RunRecord, average: Floats, raw: Floats, updates
     horizon = ema_horizon(record, updates)
     curves = {"average": average.mean(1), "as trained": raw.mean(1)}
     exhibits = (by_level("The average of the weights against the weights as trained", curves),)
-    facts = {"excess": excess, "error": error, "updates": updates, "horizon": horizon}
+    facts = {"excess": excess, "error": finite(error), "updates": updates, "horizon": horizon}
     side = "more" if excess > 0 else "less"
     evidence = (
         f"the average of the weights loses {abs(excess):.1%} {side} than the weights as trained, on {len(pairs)} "
@@ -138,10 +140,12 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
         history = line_chart({"held-out loss": (steps, measured)}, "step", "loss")
         exhibits += (Exhibit("Held-out loss", svg=history),)
     worst = int(np.argmax(unseen.mean(1) / np.maximum(seen.mean(1), 1e-12)))
-    facts = {"gap": gap, "error": error, "rose": rose, "lowest_at": int(steps[measured.argmin()]) if len(steps) else 0}
+    lowest_at = int(steps[measured.argmin()]) if len(steps) else 0
+    facts = {"gap": gap, "error": finite(error), "rose": rose, "lowest_at": lowest_at}
+    sure = f" ± {error:.0%}" if np.isfinite(error) else ""
     evidence = (
-        f"{len(b)} held-out images lose {gap:+.0%} ± {error:.0%} against {len(a)} that were trained on, most at noise "
-        f"level {(worst + 0.5) / len(seen):.2f}"
+        f"{plural(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
+        f"{(worst + 0.5) / len(seen):.2f}"
     )
     if len(steps) > 2:
         lowest = f"its lowest, at step {facts['lowest_at']:,}"
@@ -154,6 +158,11 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
     if certain or (rose > 2 * ROSE and gap > error):
         return Finding("run.overfitting", "hint", evidence, remedy_of(record), facts, exhibits)
     return Finding("run.overfitting", "fine", evidence, "", facts, exhibits)
+
+
+def finite(value: float) -> float | None:
+    """A number, or None for one that there is none of."""
+    return value if np.isfinite(value) else None
 
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:

@@ -23,6 +23,12 @@ NEIGHBOURS = 50
 of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
 COPY = 0.5
 """A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
+RELATED, LOWEST, NEARER = 0.1, 0.05, 0.4
+"""Where more than the first share of unseen images have such a near relative, that tells nothing; a copy is then what
+comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
+have come 0.7 times as near."""
+SAME = 0.5
+"""Levels of 255 at which two pictures are the same one, whatever others there are."""
 FEWEST = 4
 """Of fewer training images nothing can be said: all are near."""
 MOST = 100_000
@@ -115,32 +121,54 @@ def memorised(drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, w
         searched: how many training images were searched.
     """
     ratio, usual = found.ratio, unseen.ratio
-    copies, share = int((ratio < COPY).sum()), float((ratio < COPY).mean())
-    expected = float((usual < COPY).mean())
-    # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.
-    spread = max(expected, 1 / (len(usual) + 2))
-    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(ratio) + 1 / len(usual))))
-    certain = share - expected > 3 * error
+    limit, (share, expected, certain) = COPY, compared(found, unseen, COPY)
+    related = expected
+    if not certain and related > RELATED:
+        limit = min(COPY, NEARER * float(np.quantile(usual, LOWEST)))
+        share, expected, certain = compared(found, unseen, limit)
+    copies = round(share * len(ratio))
     facts = {
         "copies": copies,
         "drawn": len(ratio),
         "share": share,
         "share_of_unseen": expected,
+        "unseen_with_relatives": related,
+        "limit": limit,
         "median_ratio": float(np.median(ratio)),
         "median_ratio_of_unseen": float(np.median(usual)),
         "training_images": searched,
     }
-    exhibits = (side_by_side(drawn, matches, ratio), distribution(ratio, usual, what))
+    exhibits = (side_by_side(drawn, matches, ratio), distribution(ratio, usual, what, limit))
     evidence = (
-        f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {COPY:g} of the distance "
-        f"of the next ones; {expected:.0%} of {len(usual)} {what} do), of {searched:,} searched"
+        f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {limit:.2g} of the "
+        f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
     )
     remedy = "train on more pictures, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
     if certain and share - expected >= 0.1:
         return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
     if certain and copies > 1:
         return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
+    evidence = (
+        f"drawn pictures come about as near to training images as {what} do: the nearest is at "
+        f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
+        f"for {len(usual)} {what}, of {searched:,} searched"
+    )
     return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
+
+
+def compared(found: Nearest, unseen: Nearest, limit: float) -> tuple[float, float, bool]:
+    """Shares of drawn and of unseen pictures that are as near as copies are, and whether the first is larger for sure.
+
+    A copy is what is nearer than `limit` by the ratio, or the same picture.
+    """
+    copied, usual = (
+        (of.ratio < limit) | ((of.distance[:, 0] < SAME).numpy() & (of.ratio < COPY)) for of in (found, unseen)
+    )
+    share, expected = float(copied.mean()), float(usual.mean())
+    # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.
+    spread = max(expected, 1 / (len(usual) + 2))
+    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
+    return share, expected, share - expected > 3 * error
 
 
 def side_by_side(drawn: Pixels, matches: Pixels, ratio: Floats) -> Exhibit:
@@ -152,9 +180,9 @@ def side_by_side(drawn: Pixels, matches: Pixels, ratio: Floats) -> Exhibit:
     return Exhibit("Drawn pictures and the training images nearest to them", picture, caption=caption)
 
 
-def distribution(ratio: Floats, usual: Floats, what: str) -> Exhibit:
+def distribution(ratio: Floats, usual: Floats, what: str, limit: float) -> Exhibit:
     """Share of pictures below each ratio."""
     curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("drawn", ratio), (what, usual))}
     chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
-    caption = f"Copies lie left of {COPY:g}. A curve left of that of the {what} means that training images return."
+    caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means that training images return."
     return Exhibit("How near to the training images", svg=chart, caption=caption)

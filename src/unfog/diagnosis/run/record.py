@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unfog.config.tree import Config
 from unfog.reporting.charts import Floats
 from unfog.reporting.records import Row, number, read_events, read_metrics
@@ -76,20 +74,13 @@ class RunRecord:
         """(steps, values) of the lines of metrics that have a finite number of this name."""
         return column(self.metrics, name)
 
-    def levels(self, name: str, lines: int = 1) -> Floats:
-        """Mean of the last so many lists of this name, over what is finite in them; empty if there is none."""
-        lists = [row[name] for row in self.metrics if isinstance(row.get(name), list) and row[name]]
-        lists = [one for one in lists[-lines:] if len(one) == len(lists[-1])]
-        if not lists:
-            return np.zeros(0)
-        values = np.array([[number(value) for value in one] for one in lists], np.float64).reshape(len(lists), -1)
-        known = np.isfinite(values)
-        counts = known.sum(axis=0)
-        return np.where(counts > 0, np.where(known, values, 0.0).sum(axis=0) / np.maximum(counts, 1), np.nan)
-
     def command(self, verb: str, flags: str = "") -> str:
         """`unfog VERB RUN FLAGS`, to be typed as it is."""
         return f"unfog {verb} {shlex.quote(str(self.path))} {flags}".rstrip()
+
+    def go_on(self, flags: str) -> str:
+        """`unfog resume RUN FLAGS`; of a run that is at its end twice as long, as it would do nothing else."""
+        return self.command("resume", f"{flags} --steps {2 * self.steps}" if self.step >= self.steps > 0 else flags)
 
     @property
     def lr_scale(self) -> float:

@@ -69,8 +69,9 @@ def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "disk" in word or "No space" in word:
         return f"make room, then {record.command('resume')}"
     if "memory" in word.lower():
-        half = max(1, (record.config.training.microbatch or record.batch) // 2)
-        return f"use less memory: {record.command('resume', f'--microbatch {half}')}"
+        now = record.config.training.microbatch or record.batch
+        less = f"--microbatch {now // 2}" if now > 1 else "--training.checkpointing"
+        return f"use less memory: {record.command('resume', less)}"
     return f"put that right, then {record.command('resume')}; with --debug it shows where it failed"
 
 
@@ -94,8 +95,10 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     if seconds >= 1:
         evidence += f" ({duration(seconds)})"
     remedy = f"go on: {record.command('resume')}; if it dies again, look for the out-of-memory killer (dmesg)"
-    if lost > 2 * max(record.config.checkpoint.every, 1):
-        remedy += ", and save more often: --checkpoint.every"
+    if lost > 2 * max(record.config.checkpoint.every, 1) and record.config.checkpoint.every != 1:
+        every = record.config.checkpoint.every
+        often = every // 2 if every > 0 else lost // 4
+        remedy += f", and save more often: --checkpoint.every {max(1, often)}"
     facts |= {"lost_steps": lost, "heartbeat_age": age if record.beat else None}
     return Finding("run.state", "warning", evidence, remedy, facts)
 

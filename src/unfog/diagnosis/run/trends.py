@@ -127,7 +127,7 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
 
 def lower_rate(record: RunRecord, usual_lr: float | None) -> str:
     """The command to go on with a rate that suits better."""
-    command = record.command("resume", f"--lr {record.better_rate(usual_lr):.2g}")
+    command = record.go_on(f"--lr {record.better_rate(usual_lr):.2g}")
     return f"a lower learning rate: {command}, or train anew with it"
 
 
@@ -167,7 +167,7 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
             else " and ".join(["little is learned", *([falls] if trend and trend.fall > IMPROVES else [])])
         )
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
-        remedy = f"go on with more: {record.command('resume', f'--lr {usual_lr:.2g}')}, or train anew with it"
+        remedy = f"go on with more: {record.go_on(f'--lr {usual_lr:.2g}')}, or train anew with it"
         severity: Severity = "warning" if times < FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
     return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
@@ -244,7 +244,7 @@ def _after_trouble(
         lr = record.config.optimizer.lr * record.lr_scale
         return f"the run goes on with a rate of {lr:.2g}; if there are more of these: {lower_rate(record, usual_lr)}"
     where = f" (first in {layers.most_common(1)[0][0]})" if layers else ""
-    return f"if it goes on, compute in fp32{where}: {record.command('resume', '--precision fp32')}"
+    return f"if it goes on, compute in fp32{where}: {record.go_on('--precision fp32')}"
 
 
 def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Exhibit:

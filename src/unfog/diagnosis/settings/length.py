@@ -78,14 +78,19 @@ def check_length(config: Config, prepared: Prepared) -> Finding:
     steps = training.images // training.batch
     facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
     said = f"{training.images:,} images in {steps:,} steps, {epochs:,.3g} times the {pictures:,} there are"
+    by_heart = MANY_EPOCHS * pictures
+    if by_heart < wanted[0]:
+        said += (
+            f"; {pictures} are too few: learned by heart after about {count(by_heart)}, before anything is recognised"
+        )
+        remedy = "more pictures, hundreds at least: these will come back as they are, however long it trains"
+        return Finding("settings.length", "warning", said, remedy, facts)
     if training.images < wanted[0] / 2:
         need = f"pictures are recognisable after about {count(wanted[0])} to {count(wanted[1])} images"
         remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
         return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
     if epochs > MANY_EPOCHS:
-        remedy = (
-            f"--images {MANY_EPOCHS * pictures}, more pictures, --flip where left and right do not matter, or dropout"
-        )
+        remedy = f"--images {by_heart}, more pictures, --flip where left and right do not matter, or dropout"
         if pictures < SMALL_SET:
             said += "; a small set is learned by heart long before, and pictures come out as copies"
             return Finding("settings.length", "warning", said, remedy, facts)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from unfog.config.tree import Config
 from unfog.reporting.findings import Finding
+from unfog.reporting.progress import size
 from unfog.training.precision import DTYPES
+from unfog.training.settings import Checkpoint
 from unfog.training.writer import free_bytes
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
@@ -18,6 +21,8 @@ SLOWER = 1.25
 """Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
 COPIES = 4
 """Of the weights in a checkpoint: themselves, their average, and the optimiser's two moments."""
+MARGIN = 16 * 10**6
+"""Bytes for pictures and records."""
 
 
 def check_precision(config: Config, device: torch.device) -> Finding:
@@ -86,19 +91,42 @@ def _wait(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+class Room(NamedTuple):
+    """What the checkpoints of a run take on the disk."""
+
+    one: int
+    """Bytes of each."""
+    most: int
+    """How many there are at a time, at most."""
+
+    @property
+    def least(self) -> int:
+        """Bytes without which no run can begin: two checkpoints, of which one is always whole."""
+        return 2 * self.one + MARGIN
+
+    @property
+    def ample(self) -> int:
+        """Bytes with which it never has to wait for room."""
+        return self.most * self.one + MARGIN
+
+
+def room_for(parameters: int, keep: Checkpoint, steps: int) -> Room:
+    """The room that a run of so many steps needs for a network of so many numbers, all of them fp32."""
+    # Beside those that are kept: the best, two to go back to, and one that is being written.
+    return Room(COPIES * 4 * parameters, keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4)
+
+
 def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Whether the checkpoints of the run will fit where `folder` is or will be."""
     steps = config.training.images // config.training.batch
-    keep = config.checkpoint
-    one = COPIES * 4 * parameters
-    kept = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4  # best, two to go back to, one coming
-    free, facts = free_bytes(folder), {"checkpoint_bytes": one, "checkpoints": kept}
-    said = f"{kept} checkpoints of {size(one)} make {size(kept * one)} at most, and {size(free)} are free"
-    facts["free_bytes"] = free
-    if free > kept * one * 1.05:
+    room, free = room_for(parameters, config.checkpoint, steps), free_bytes(folder)
+    facts = {"checkpoint_bytes": room.one, "checkpoints": room.most, "free_bytes": free}
+    most = size(room.most * room.one)
+    said = f"{room.most} checkpoints of {size(room.one)} make {most} at most, and {size(free)} are free"
+    if free > room.ample:
         return Finding("settings.disk", "fine", said, facts=facts)
     remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
-    return Finding("settings.disk", "fatal" if free < 2 * one else "warning", said, remedy, facts)
+    return Finding("settings.disk", "fatal" if free < room.least else "warning", said, remedy, facts)
 
 
 def resident_bytes() -> int:
@@ -117,8 +145,3 @@ def _status(name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
-
-
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -28,6 +28,7 @@ from unfog.reporting.figures import Pixels, grid
 from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import Progress
 from unfog.training.loop import Every, train
+from unfog.training.memory import at_once
 from unfog.training.protocols import Silent
 from unfog.training.state import TrainState
 
@@ -69,8 +70,9 @@ def overfit_one_batch(
         steps: limit of steps.
     """
     lesson = Lesson.of(images, objective, state.precision.device)
+    lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
     drill = Drill(lesson, seconds, steps, stop)
-    settings = replace(config.training, batch=lesson.count, microbatch=0, images=10**6 * lesson.count)
+    settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
     with Progress("learning eight images by heart, step", steps) as progress:
         drill.progress = progress
         train(
@@ -85,6 +87,7 @@ def overfit_one_batch(
         )
     if stop():
         raise Interrupted
+    lesson.at_once = min(lesson.at_once, at_once(settings, state))  # memory may not have sufficed even so
     return _finding(config, state, lesson, drill)
 
 
@@ -100,6 +103,8 @@ class Lesson:
     u: Tensor
     noise: Tensor
     objective: Objective
+    at_once: int = IMAGES
+    """How many the network is given at a time, for lack of memory."""
     place: int = 0
     """Of the first image of the batch that was asked for last."""
     latest: Tensor = field(default_factory=lambda: torch.full((IMAGES,), math.nan))
@@ -110,8 +115,9 @@ class Lesson:
         """Eight images of a set, or all where there are fewer; label dropout would hide what is to be learned."""
         index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
         index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
-        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels.take(index, axis=0)))
-        label = None if images.labels is None else torch.from_numpy(np.asarray(images.labels)[index])
+        taken, labels, _ = images.take(index)
+        pixels = torch.from_numpy(taken)
+        label = None if labels is None else torch.from_numpy(labels)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(pixels.shape, generator=generator).to(device)
         u = (torch.arange(IMAGES, device=device) + 0.5) / IMAGES
@@ -147,7 +153,8 @@ class Lesson:
         x_t = diffusion.add_noise(self.x0, self.noise, logsnr)
         alpha, sigma = (part[:, None, None, None] for part in diffusion.path(logsnr))
         mean = self.x0.mean(0, keepdim=True)
-        variance = (self.x0 - mean).square().mean()
+        # Of each pixel: those that are the same in all images need no guessing.
+        variance = (self.x0 - mean).square().mean(0, keepdim=True)
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
         loss = self.objective(lambda x, c_noise, label: answer, self.x0, self.label, u=self.u, noise=self.noise)
@@ -167,9 +174,10 @@ class Lesson:
         was_training = network.training
         network.eval()
         with torch.inference_mode():
-            answer: Tensor = network(x, c_noise, label)
+            parts = [slice(first, first + self.at_once) for first in range(0, self.count, self.at_once)]
+            answer = [network(x[part], c_noise[part], None if label is None else label[part]) for part in parts]
         network.train(was_training)
-        return answer
+        return torch.cat(answer)
 
     def unheeded(self, network: nn.Module) -> list[str]:
         """The inputs that make no difference to the answers."""
