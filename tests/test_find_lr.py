@@ -26,6 +26,7 @@ from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
 from unfog.runs.find_lr import find_lr
+from unfog.runs.microbatch import Fit
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
@@ -271,6 +272,19 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys)
     assert f"{found.suggestion:g}" in page
     assert "optimizer.lr = 0.0011" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lr", "pictures"]
+
+
+def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys):
+    monkeypatch.setattr("unfog.runs.choices.choose_microbatch", lambda config, device: Fit(3, False, "memory is short"))
+    timed = []
+    monkeypatch.setattr(
+        "unfog.runs.choices.seconds_per_step",
+        lambda config, *rest: timed.append(config.training.microbatch) or 1.0,
+    )
+    asked = configured(folder)
+    find_lr(replace(asked, training=replace(asked.training, precision="auto")), None, seconds=1e-3)
+    assert "microbatch = 3: memory is short" in capsys.readouterr().err
+    assert timed == [3, 3]
 
 
 def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):

@@ -59,7 +59,8 @@ def choose_microbatch(config: Config, device: torch.device, available: int | Non
     for recompute in sorted({checkpointing, True}):
         count = largest(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
         if count:
-            reason = f"{count_of(count)} at once need{'s' * (count == 1)} about {size(peak(count, recompute))} of {size(room)} available"
+            need = "needs" if count == 1 else "need"
+            reason = f"{count_of(count)} at once {need} about {size(peak(count, recompute))} of {size(room)} available"
             if count < batch:
                 reason += f", all {batch:,} would need {size(peak(batch, checkpointing))}"
             return Fit(count, recompute, reason)

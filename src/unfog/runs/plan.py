@@ -25,7 +25,16 @@ from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
 from unfog.runs.microbatch import MARGIN, choose_microbatch, count_of, needed
 from unfog.runs.signals import StopSignals
-from unfog.runs.timing import TOO_SLOW, seconds_per_call, step_of, this_cpu, time_finding, times_of, told_time
+from unfog.runs.timing import (
+    TOO_SLOW,
+    amount_of,
+    seconds_per_call,
+    step_of,
+    this_cpu,
+    time_finding,
+    times_of,
+    told_time,
+)
 from unfog.runs.train import load_images
 from unfog.training.memory import at_once
 from unfog.training.precision import Precision
@@ -295,8 +304,3 @@ def replace_training(config: Config, **changes: Any) -> Config:
 def finite(seconds: float) -> float | None:
     """None for what JSON has no number for."""
     return seconds if math.isfinite(seconds) else None
-
-
-def amount_of(flops: float) -> str:
-    """Operations in words."""
-    return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"

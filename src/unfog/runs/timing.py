@@ -96,3 +96,8 @@ def told_time(seconds: Range) -> str:
         return "?"
     low, high = (f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.1f} s" if s < 10 else duration(s) for s in seconds)
     return low if low == high else f"{low} to {high}"
+
+
+def amount_of(flops: float) -> str:
+    """Operations in words."""
+    return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"
