@@ -153,6 +153,7 @@ def test_what_was_asked_for_and_does_not_fit_is_fatal_and_what_fits_is_said(sett
     assert (kept.config.training.microbatch, none) == (fits, [])
 
 
+@pytest.mark.slow
 def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(settling):
     small = Traces(settling(12 * GB, CPU, 32, batch=2)[0].config, "cpu")
     one, again = small.training(1, False), small.training(1, True)
@@ -199,12 +200,13 @@ def test_steps_that_take_minutes_are_not_timed(monkeypatch):
     assert 0 < planned.times["step"].low < planned.times["step"].high
 
 
+@pytest.mark.slow
 def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.data.prepare.cache.make", None)
-    monkeypatch.setattr("unfog.runs.plan.TIMED", 4)
+    monkeypatch.setattr("unfog.runs.probe.TIMED", 4)
     planned = plan(replace(asked(device="cpu", precision="fp32", batch=2), source=str(tmp_path), data=Data(size=16)))
     assert "decodes first" in planned.disk[0]
     assert planned.times["step"].low > 0

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.request import check_request, seconds
 from unfog.config.tree import Config
-from unfog.data.images import ImageSet, Prepared
+from unfog.data.images import Prepared
 from unfog.diagnosis.plan.cost import Range, Work, call_time, work_of
 from unfog.diagnosis.plan.devices import Device, find_device
 from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
@@ -24,6 +24,7 @@ from unfog.runs.disk import forecast, size
 from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
 from unfog.runs.microbatch import MARGIN, choose_microbatch, count_of, needed
+from unfog.runs.probe import at_hand
 from unfog.runs.signals import StopSignals
 from unfog.runs.timing import (
     TOO_SLOW,
@@ -39,9 +40,6 @@ from unfog.runs.train import load_images
 from unfog.training.memory import at_once
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
-
-TIMED = 64
-"""Images that steps are timed with, where none is decoded yet."""
 
 
 @dataclass(frozen=True)
@@ -285,15 +283,6 @@ def in_file(prepared: Prepared) -> bool:
             return True
         pixels = pixels.base
     return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels
-
-
-def at_hand(images: ImageSet) -> ImageSet:
-    """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
-    if isinstance(images.pixels, np.ndarray):
-        return images
-    rows = np.linspace(0, len(images) - 1, min(len(images), TIMED)).astype(np.int64)
-    pixels, labels, rows = images.take(rows)
-    return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 
 def replace_training(config: Config, **changes: Any) -> Config:

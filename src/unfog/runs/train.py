@@ -102,6 +102,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         check_changes(trained, config, force)  # again, as only now it is known what the images are
         settling = Settling(config, prepared.train, device, stop)
         settling.learning_rate()
+        settling.microbatch(resuming=True)
         settling.precision()
         settling.length(seen=saved.images if saved else 0)
         settling.intervals()

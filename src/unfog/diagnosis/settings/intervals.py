@@ -7,7 +7,7 @@ import math
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import duration
+from unfog.reporting.progress import amount, duration
 
 MOST_ASIDE = 0.2
 """Share of the time that previews and evaluation may take."""
@@ -49,8 +49,8 @@ def check_asides(config: Config, held_out: int, seconds_per_step: float | None) 
     whole = sum(costs.values())
     aside = 1 - costs["training"] / whole
     facts = {f"{name}_share": cost / whole for name, cost in costs.items()}
-    said = f"previews take about {100 * costs['preview'] / whole:.2g}% of the time and evaluation "
-    said += f"{100 * costs['evaluate'] / whole:.2g}%"
+    said = f"previews take about {amount(100 * costs['preview'] / whole)}% of the time and evaluation "
+    said += f"{amount(100 * costs['evaluate'] / whole)}%"
     if seconds_per_step:
         spent = steps * seconds_per_step * (whole / costs["training"] - 1)
         said, facts["seconds"] = f"{said}, {duration(spent)} in all", spent

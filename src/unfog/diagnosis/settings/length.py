@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.reporting.findings import Exhibit, Finding
-from unfog.reporting.progress import duration
+from unfog.reporting.progress import amount, duration
 
 MANY_EPOCHS = 2000
 """Epochs after which a small set is learned by heart; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
@@ -77,7 +77,7 @@ def check_length(config: Config, prepared: Prepared) -> Finding:
     epochs = training.images / pictures
     steps = training.images // training.batch
     facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
-    said = f"{training.images:,} images in {steps:,} steps, {epochs:,.3g} times the {pictures:,} there are"
+    said = f"{training.images:,} images in {steps:,} steps, {amount(epochs)} times the {pictures:,} there are"
     by_heart = MANY_EPOCHS * pictures
     if by_heart < wanted[0]:
         said += (

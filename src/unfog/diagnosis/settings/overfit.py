@@ -26,7 +26,7 @@ from unfog.errors import Interrupted
 from unfog.reporting.charts import line_chart
 from unfog.reporting.figures import Pixels, grid
 from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, amount
 from unfog.training.loop import Every, train
 from unfog.training.memory import at_once
 from unfog.training.protocols import Silent
@@ -251,7 +251,7 @@ def _finding(config: Config, state: TrainState, lesson: Lesson, drill: Drill) ->
     facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
     facts |= {"lr": config.optimizer.lr, "precision": config.training.precision}
     lr = f"lr {config.optimizer.lr:.2g}"
-    went = f"fell to {100 * fallen:.2g}% of" if fallen <= 1 else f"rose to {fallen:.2g} times"
+    went = f"fell to {amount(100 * fallen)}% of" if fallen <= 1 else f"rose to {amount(fallen)} times"
     said = f"in {steps} steps of {IMAGES} images at {lr} the loss {went} what it was at first"
     exhibits = _exhibits(lesson, drill, state.model)
 
@@ -272,7 +272,7 @@ def _finding(config: Config, state: TrainState, lesson: Lesson, drill: Drill) ->
         )
         return finding("fatal", said, "look at how the network is wired; if it is one of Unfog's own, report it")
     if relative < LEARNED:
-        return finding("fine", f"{said}, {100 * relative:.2g}% of what looking at each pixel alone would lose")
+        return finding("fine", f"{said}, {amount(100 * relative)}% of what looking at each pixel alone would lose")
     remedy = "nothing to worry about with a low --lr or a slow machine; a longer test would tell more"
     return finding("hint", f"{said} when the time was up, which is learning, though not yet by heart", remedy)
 

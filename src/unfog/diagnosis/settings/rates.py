@@ -8,6 +8,7 @@ import numpy as np
 
 from unfog.config.tree import Config
 from unfog.reporting.findings import Finding
+from unfog.reporting.progress import amount
 from unfog.training.settings import EmaProfile, learning_rate
 
 REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
@@ -84,8 +85,8 @@ def check_average(config: Config) -> Finding:
     steps = max(1, config.training.images // config.training.batch)
     early, half = share_before(config.ema, steps // 10, steps), half_from(config.ema, steps)
     facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
-    said = f"half of the average of weights is from the last {half:,} of {steps:,} steps, {100 * early:.2g}% from the "
-    said += "first tenth"
+    said = f"half of the average of weights is from the last {half:,} of {steps:,} steps"
+    said += f", {amount(100 * early)}% from the first tenth"
     remedy = "--ema power, whose window is a share of the run"
     if early > 0.05 and steps >= 10:
         return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
@@ -155,11 +156,10 @@ def check_batch(config: Config, images: int) -> Finding:
     batch, at_once = config.training.batch, config.training.microbatch or config.training.batch
     facts = {"batch": batch, "microbatch": at_once, "images": images}
     said = f"{batch} of {images:,} images a step"
-    if batch > images:
-        said = f"a step of {batch} images takes each of the {images:,} about {batch / images:.2g} times, in other noise"
-        return Finding(
-            "settings.batch", "hint", said, f"--batch {max(8, images // 8 * 8)} makes more steps of it", facts
-        )
+    if batch > max(8, images):
+        said = f"a step of {batch} images takes each of the {images:,} about {amount(batch / images)} times"
+        remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
+        return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
     if batch < 8:
         more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
         return Finding("settings.batch", "hint", f"{said} make a gradient that is mostly noise", more, facts)
