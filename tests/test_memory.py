@@ -142,18 +142,24 @@ LIMITED = """
 import resource, sys, threading, time, torch
 from pathlib import Path
 from unfog.cli.main import main
+from unfog.runs.choices import Settling
 
+Settling.microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
 room, events = int(sys.argv[1]) * 2**20, Path(sys.argv[2])
 
-def lift():  # once it was met, as everything else shares what is left: mapped files, the stacks of threads
-    while not (events.exists() and '"out_of_memory"' in events.read_text()):
+def wait_for(kind):
+    while not (events.exists() and f'"{kind}"' in events.read_text()):
         time.sleep(0.01)
+
+def squeeze():  # while the first step is taken; everything else needs room, too: mapped files, the stacks of threads
+    wait_for("checkpoint")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, resource.RLIM_INFINITY))
+    wait_for("out_of_memory")
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 
 torch.set_num_threads(1)
-threading.Thread(target=lift, daemon=True).start()
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, resource.RLIM_INFINITY))
+threading.Thread(target=squeeze, daemon=True).start()
 main(sys.argv[3:])
 """
 

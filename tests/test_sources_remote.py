@@ -183,7 +183,7 @@ class Web(BaseHTTPRequestHandler):
         self.asked.append((self.command, name, wanted))
         if self.faults[f"{self.command} {name} {wanted}".strip()] > 0:
             self.faults[f"{self.command} {name} {wanted}".strip()] -= 1
-            return self._send(503, b"busy", {})
+            return self._send(503, b"busy" if with_body else b"", {})
         if name not in SHARDS:
             return self._send(404, b"", {})
         data, headers, status = SHARDS[name], {"ETag": self.etag}, 200
