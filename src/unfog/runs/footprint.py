@@ -11,7 +11,15 @@ from torch import Tensor
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.nonleaking import CONDITIONS
-from unfog.diagnosis.plan.memory import CUDNN_WORKSPACE, HOLES, HOLES_RECOMPUTING, ONEDNN_HALF, Peak, peak_of
+from unfog.diagnosis.plan.memory import (
+    CUDNN_WORKSPACE,
+    HOLES,
+    HOLES_ACCUMULATING,
+    HOLES_RECOMPUTING,
+    ONEDNN_HALF,
+    Peak,
+    peak_of,
+)
 from unfog.diagnosis.plan.trace import Recorder, Trace, record
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.objective import Objective
@@ -83,7 +91,8 @@ class Traces:
         else:
             few, more = (self._traced(n, passes, checkpointing) for n in TRACED)
             trace = few.at(microbatch, more, *TRACED)
-        return peak_of(trace, self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
+        holes = HOLES if whole else HOLES_ACCUMULATING
+        return peak_of(trace, self.device, HOLES_RECOMPUTING if checkpointing else holes)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
         """Bytes that training takes at the most, checkpoints included; drawing with as many at once takes less."""
