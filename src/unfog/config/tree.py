@@ -83,6 +83,12 @@ class Config:
         if not 0 <= self.label_dropout <= 1:
             raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
 
+    @property
+    def usual_guidance(self) -> float:
+        """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
+        the network never sees a picture without its class. Any other asks the network twice."""
+        return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by short name, or whole sections, as the nested table of a TOML file."""

@@ -72,6 +72,12 @@ def size(count: float) -> str:
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
+def counted(number: int, thing: str = "image") -> str:
+    """A number of things: "1 image", "2,000 classes"."""
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
 def amount(value: float) -> str:
     """A number to three digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

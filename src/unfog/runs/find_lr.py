@@ -19,7 +19,7 @@ from unfog.diagnosis.lr.range import LrRange, Probe, Subject, find_lr_range
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Exhibit, Finding, render
+from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 from unfog.runs.build import build_state
@@ -146,15 +146,6 @@ def write(result: FoundLr, config: Config, out: Path) -> None:
     write_atomic(out / JSON_FILE, f"{text}\n".encode())
     page = render(f"Learning rate for {config.source}", [result.finding()])
     write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
-
-
-def finite(value: object) -> object:
-    """The same with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def chart(found: LrRange) -> str:

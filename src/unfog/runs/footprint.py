@@ -25,7 +25,6 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.objective import Objective
 from unfog.models.settings import UNet
 from unfog.runs.build import build_network
-from unfog.runs.sampling import usual_guidance
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import PrecisionName, Training
 from unfog.training.state import TrainState
@@ -76,7 +75,7 @@ class Traces:
     def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
         config, step = self.config, self.step(microbatch, checkpointing)
-        doubled = 1 + (usual_guidance(config) != 1)
+        doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
         measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
         return Footprint(self.device, step, drawing, measuring, snapshot_of(step), images)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from unfog.diagnosis.plan.cost import Range, Work, call_time, work_of
 from unfog.diagnosis.plan.devices import Device, find_device
 from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
 from unfog.errors import RequestError
-from unfog.reporting.findings import Finding
+from unfog.reporting.findings import Finding, finite
 from unfog.runs.build import build_network
 from unfog.runs.choices import Choice, Settling, choose_device
 from unfog.runs.disk import forecast, size
@@ -120,7 +119,7 @@ class Plan:
                 "snapshot": memory.snapshot,
                 "images": memory.images,
             },
-            "seconds": {name: [finite(end) for end in time] for name, time in self.times.items()},
+            "seconds": finite(self.times),
             "disk": list(self.disk),
             "findings": [
                 {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
@@ -288,8 +287,3 @@ def in_file(prepared: Prepared) -> bool:
 def replace_training(config: Config, **changes: Any) -> Config:
     """The same with other settings of training."""
     return replace(config, training=replace(config.training, **changes))
-
-
-def finite(seconds: float) -> float | None:
-    """None for what JSON has no number for."""
-    return seconds if math.isfinite(seconds) else None

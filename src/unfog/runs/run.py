@@ -17,7 +17,7 @@ from unfog.reporting.figures import Pixels
 from unfog.runs.build import build_network
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
-from unfog.runs.sampling import Drawing, draw, find_labels, usual_guidance
+from unfog.runs.sampling import Drawing, draw, find_labels
 from unfog.training import checkpoint
 
 
@@ -100,7 +100,7 @@ class Run:
         """
         words = list(label) if isinstance(label, list | tuple) else [label]
         labels = find_labels([str(word) for word in words], self.classes)
-        strength = usual_guidance(self.config) if guidance is None else of_type(float, guidance, "guidance")
+        strength = self.config.usual_guidance if guidance is None else of_type(float, guidance, "guidance")
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
         drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, strength, batch)
         return draw(self.network, self.config, drawing, progress, observe)

@@ -41,12 +41,7 @@ class Drawing:
 def usual(config: Config, count: int, batch: int) -> Drawing:
     """What the run draws unless told otherwise: its sampler, seed 0, all classes in turn, guided as it is set."""
     labels = tuple(range(len(config.classes)))
-    return Drawing(count, config.sampler, labels, guidance=usual_guidance(config), batch=batch)
-
-
-def usual_guidance(config: Config) -> float:
-    """The run's own guidance, which needs classes and a network that has also seen pictures without theirs."""
-    return config.guidance if config.classes and config.label_dropout > 0 else 1.0
+    return Drawing(count, config.sampler, labels, guidance=config.usual_guidance, batch=batch)
 
 
 @torch.inference_mode()

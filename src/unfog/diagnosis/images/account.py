@@ -9,9 +9,10 @@ import numpy as np
 
 from unfog.data.images import Prepared
 from unfog.data.ledger import ACTIONS, PLAIN, shown
-from unfog.diagnosis.images.exhibits import MOST_NAMES, counted, named, names_of, share
+from unfog.diagnosis.images.exhibits import MOST_NAMES, named, names_of, share
 from unfog.diagnosis.images.survey import unusable
 from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted
 
 TOO_FEW, FEW, MANY = 5, 100, 1000
 """Images below which a set is no set; below which a model learns it by heart; from which it has something to learn."""

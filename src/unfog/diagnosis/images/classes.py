@@ -10,10 +10,11 @@ from unfog.config.tree import Config
 from unfog.data.images import ImageSet, Prepared
 from unfog.data.ledger import shown
 from unfog.data.sources import SPLITS
-from unfog.diagnosis.images.exhibits import counted, named
+from unfog.diagnosis.images.exhibits import named
 from unfog.diagnosis.images.likeness import Indices
 from unfog.reporting.charts import bar_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted
 
 SMALL_CLASS, MODEST_CLASS = 20, 50
 """Images of a class below which it cannot be learned, and below which it hardly can."""

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.diagnosis.images.exhibits import MOST_NAMES, counted, groups_of_pictures, named, percent, share
+from unfog.diagnosis.images.exhibits import MOST_NAMES, groups_of_pictures, named, percent, share
 from unfog.diagnosis.images.likeness import FLAT, Floats, Indices, candidates, compare, groups, thumbnails
 from unfog.diagnosis.images.survey import Progress, Survey
 from unfog.reporting.findings import Finding, Severity
+from unfog.reporting.progress import counted
 
 EQUAL, AGAIN, LEAKED = 0.01, 0.02, 0.02
 """Share of images from which their being there twice is a warning: equal ones, those saved again, and held-out ones."""

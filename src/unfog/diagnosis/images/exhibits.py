@@ -32,12 +32,6 @@ def names_of(prepared: Prepared, rows: Indices) -> list[str]:
     return [sets[row >= train][row - train * (row >= train)] for row in rows[:MOST_NAMES].tolist()]
 
 
-def counted(number: int, thing: str = "image") -> str:
-    """ "1 image", "2,000 images"."""
-    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
-    return f"{number:,} {thing if number == 1 else plural}"
-
-
 def share(part: int, whole: int) -> str:
     """ "12 of 3,000 (0.4%)"."""
     return f"{part:,} of {whole:,} ({percent(part / max(whole, 1))})"

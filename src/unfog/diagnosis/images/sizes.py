@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from unfog.data.images import Prepared
 from unfog.data.ledger import shown
-from unfog.diagnosis.images.exhibits import counted, named, names_of, percent, share
+from unfog.diagnosis.images.exhibits import named, names_of, percent, share
 from unfog.diagnosis.images.likeness import Indices
 from unfog.diagnosis.images.survey import spread_rows
 from unfog.reporting.charts import histogram
 from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 """What is recommended: they can be halved often, and pixels beyond the last are better drawn by other means."""

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.config.tree import Config
-from unfog.diagnosis.images.exhibits import counted, named, names_of, percent, pictures, share
+from unfog.diagnosis.images.exhibits import named, names_of, percent, pictures, share
 from unfog.diagnosis.images.likeness import FLAT
 from unfog.diagnosis.images.survey import Survey
 from unfog.diffusion.target import EdmF
 from unfog.diffusion.weighting import Edm
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted
 
 NOTABLE = 0.005
 """Share of blank images, and of images too dark or too bright, from which they are a warning."""

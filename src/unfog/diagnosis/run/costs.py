@@ -7,10 +7,10 @@ import shlex
 
 import numpy as np
 
-from unfog.diagnosis.run.record import RunRecord, plural
+from unfog.diagnosis.run.record import RunRecord
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import duration
+from unfog.reporting.progress import counted, duration
 from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
 from unfog.training.noise_scale import batch_advice
@@ -142,9 +142,9 @@ def memory(record: RunRecord) -> Finding | None:
     how = (
         "one image at a time, with gradient checkpointing"
         if facts["checkpointing"]
-        else plural(now, "image") + " at a time"
+        else counted(now, "image") + " at a time"
     )
-    evidence = f"memory did not suffice {plural(len(shortages), 'time')}; it goes on with {how}, for the same batch"
+    evidence = f"memory did not suffice {counted(len(shortages), 'time')}; it goes on with {how}, for the same batch"
     remedy = f"begin like that the next time: --microbatch {now}"
     remedy += " --training.checkpointing" if facts["checkpointing"] else ""
     return Finding("run.memory", "hint", evidence, remedy, facts)
@@ -160,7 +160,7 @@ def unused(record: RunRecord) -> Finding | None:
     if not lost:
         return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
     severity: Severity = "warning" if lost > 0.05 * found else "hint"
-    evidence = f"{plural(int(lost), 'image')} of {int(found):,} could not be used ({lost / found:.1%})"
+    evidence = f"{counted(int(lost), 'image')} of {int(found):,} could not be used ({lost / found:.1%})"
     return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)
 
 

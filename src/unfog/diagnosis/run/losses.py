@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.diagnosis.run.record import RunRecord, plural
+from unfog.diagnosis.run.record import RunRecord
 from unfog.diffusion.diffusion import Diffusion
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.findings import Exhibit, Finding, Severity, finite
+from unfog.reporting.progress import counted
 from unfog.reporting.records import number
 from unfog.training.settings import FixedEma, PowerEma
 
@@ -144,7 +145,7 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
     facts = {"gap": gap, "error": finite(error), "rose": rose, "lowest_at": lowest_at}
     sure = f" ± {error:.0%}" if np.isfinite(error) else ""
     evidence = (
-        f"{plural(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
+        f"{counted(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
         f"{(worst + 0.5) / len(seen):.2f}"
     )
     if len(steps) > 2:
@@ -158,11 +159,6 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
     if certain or (rose > 2 * ROSE and gap > error):
         return Finding("run.overfitting", "hint", evidence, remedy_of(record), facts, exhibits)
     return Finding("run.overfitting", "fine", evidence, "", facts, exhibits)
-
-
-def finite(value: float) -> float | None:
-    """A number, or None for one that there is none of."""
-    return value if np.isfinite(value) else None
 
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:

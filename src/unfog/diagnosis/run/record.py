@@ -110,8 +110,3 @@ def read_account(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in account.items() if k != "files"} if isinstance(account, dict) else {}
-
-
-def plural(count: int, what: str) -> str:
-    """ "1 step", "2,000 steps"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from unfog.diagnosis.run.record import BEGINNINGS, ENDS, RunRecord, plural
+from unfog.diagnosis.run.record import BEGINNINGS, ENDS, RunRecord
 from unfog.reporting.findings import Exhibit, Finding
-from unfog.reporting.progress import duration
+from unfog.reporting.progress import counted, duration
 
 STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
 
@@ -90,7 +90,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     doing = f", while {word}" if word else ""
     evidence = (
         f"the process was killed at about {place}{doing}: {silent}, and it said no goodbye; "
-        f"{plural(lost, 'step')} since the checkpoint of step {newest:,} will be trained again"
+        f"{counted(lost, 'step')} since the checkpoint of step {newest:,} will be trained again"
     )
     if seconds >= 1:
         evidence += f" ({duration(seconds)})"
@@ -113,7 +113,7 @@ def checkpoints(record: RunRecord) -> Finding:
         rows.append((f"{one.step:,}", loss, "its held-out loss" if one.for_best else ""))
     exhibits = (Exhibit("Checkpoints", table=rows),) if kept else ()
     if record.broken:
-        evidence = f"{plural(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
+        evidence = f"{counted(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
         remedy = "the others are whole, and a resume sets the broken ones aside" if kept else "train anew"
         return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
     if not kept:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unfog.diagnosis.run.record import RunRecord, listed, plural
+from unfog.diagnosis.run.record import RunRecord, listed
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import amount
+from unfog.reporting.progress import amount, counted
 from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
 
@@ -145,7 +145,7 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
     compared = f", {amount(times)} times the usual {usual_lr:.2g}" if times and usual_lr else ""
     signs = []
     if backs:
-        signs.append(f"{plural(backs, 'roll-back')} halved it")
+        signs.append(f"{counted(backs, 'roll-back')} halved it")
     if beaten is not None and beaten > 0.9 and record.step >= SOON:
         signs.append(f"the loss is still {beaten:.2f} of what guessing each pixel by itself loses")
     if trend is not None and trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
@@ -166,7 +166,7 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
             if steep
             else " and ".join(["little is learned", *([falls] if trend and trend.fall > IMPROVES else [])])
         )
-        evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
+        evidence = f"the learning rate {lr:.2g}{compared} is too low: after {counted(record.step, 'step')} {why}"
         remedy = f"go on with more: {record.go_on(f'--lr {usual_lr:.2g}')}, or train anew with it"
         severity: Severity = "warning" if times < FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
@@ -208,7 +208,7 @@ def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | Non
     if not record.step:
         return None
     if not (refused or backs):
-        return Finding("run.unstable", "fine", f"none of {plural(record.step, 'step')} was refused or rolled back")
+        return Finding("run.unstable", "fine", f"none of {counted(record.step, 'step')} was refused or rolled back")
     share = len(refused) / record.step
     images = Counter(str(name) for row in refused for name in listed(row, "images"))
     layers = Counter(str(row["layer"]) for row in refused if row.get("layer"))
@@ -222,11 +222,11 @@ def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | Non
     }
     told = []
     if refused:
-        told.append(f"{plural(len(refused), 'step')} of {record.step:,} ({share:.1%}) refused, not being finite")
+        told.append(f"{counted(len(refused), 'step')} of {record.step:,} ({share:.1%}) refused, not being finite")
     if backs:
         reason = str(backs[-1].get("reason", ""))[:160]
         told.append(
-            f"{plural(len(backs), 'roll-back')}, the last at step {number(backs[-1].get('step')):,.0f}: {reason}"
+            f"{counted(len(backs), 'roll-back')}, the last at step {number(backs[-1].get('step')):,.0f}: {reason}"
         )
     remedy = _after_trouble(record, images, layers, bool(backs), usual_lr)
     severity: Severity = "warning" if backs or share > 0.01 else "hint"

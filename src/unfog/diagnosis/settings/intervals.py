@@ -24,18 +24,15 @@ def passes(config: Config, held_out: int) -> dict[str, float]:
     A step back costs twice a step ahead, and bf16 or fp16 about two thirds of fp32, which previews and evaluation use.
     """
     steps = config.training.images // config.training.batch
-    calls = config.sampler.steps * (2 if config.sampler.kind == "heun" else 1) * (2 if guided(config) else 1)
+    calls = (
+        config.sampler.steps * (2 if config.sampler.kind == "heun" else 1) * (2 if config.usual_guidance != 1 else 1)
+    )
     measured = min(config.evaluate.images, held_out) * config.evaluate.levels * (config.evaluate.every > 0)
     return {
         "training": config.training.images * (3.0 if config.training.precision == "fp32" else 2.0),
         "preview": times(config.preview.every, steps) * config.preview.images * calls,
         "evaluate": times(config.evaluate.every, steps) * measured,
     }
-
-
-def guided(config: Config) -> bool:
-    """Whether pictures are drawn with classifier-free guidance, which asks the network twice."""
-    return bool(config.classes) and config.guidance != 1 and config.label_dropout > 0
 
 
 def times(every: int, steps: int) -> int:
