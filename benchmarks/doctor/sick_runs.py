@@ -214,7 +214,7 @@ def cases(out: Path, folders: list[str], minutes: float) -> dict[str, Case]:
         "refused steps": Case("fashion", settings(), not_finite_at_times, expected=unstable),
         "outbursts": Case("fashion", settings(training={"patience": 5}), outbursts, expected=unstable),
         "preview every 2": Case(
-            "fashion", settings(steps=60, preview={"every": 2}), expected=frozenset(["run.overhead"])
+            "fashion", settings(steps=300, preview={"every": 2}), expected=frozenset(["run.overhead"])
         ),
         "tinted": Case("", copy_of="healthy solid colours", after=tint, expected=frozenset(["run.tint"])),
         "answers 0": Case(
