@@ -2,8 +2,7 @@
 
 An entry is a pack (see `pack`) in a folder named by its key, a hash of the source's state, the labels, the settings
 and Pillow's version; so a changed image makes another entry. KEY.json leads from the settings as a run stored them to
-the entry of those as asked. Entries are never deleted; all of it may be, at any time. The folder is $UNFOG_CACHE,
-else $XDG_CACHE_HOME/unfog or ~/.cache/unfog.
+the entry of those as asked. Entries are never deleted; all of it may be, at any time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,19 +28,10 @@ from unfog.data.packs.writing import write_pack
 from unfog.data.settings import Data
 from unfog.data.survey import Survey
 from unfog.errors import RequestError, RunError
+from unfog.storage import cache_folder as cache_folder
 
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
-
-
-def cache_folder() -> Path:
-    """Where entries are kept; it need not exist yet."""
-    if chosen := os.environ.get("UNFOG_CACHE"):
-        return Path(chosen).expanduser()
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unfog"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "unfog-cache"
 
 
 def entry_key(stamp: str, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -135,6 +135,14 @@ class Prepared:
 
     place: str = ""
     """Where decoded images live and why, in a line, where that was chosen rather than asked for."""
+
+    latents: tuple[ImageSet, ImageSet] | None = None
+    """(train, held_out) with latents in place of pixels, where the network is to see those: see `data.latents`."""
+
+    @property
+    def seen(self) -> Prepared:
+        """The same as the network sees it."""
+        return self if self.latents is None else replace(self, train=self.latents[0], held_out=self.latents[1])
 
 
 def split(

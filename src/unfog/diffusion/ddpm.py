@@ -41,6 +41,10 @@ class _DDPM:
         """Inverse of `continuous`."""
         raise NotImplementedError
 
+    def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
+        """-dSNR/du where `continuous` has this logsnr."""
+        raise NotImplementedError
+
     def table(self) -> Tensor:
         """Logsnr of timesteps 0 ... T-1, float64 [T], decreasing; -inf at the end with zero_terminal."""
         import torch
@@ -65,6 +69,28 @@ class _DDPM:
         between = (-logsnr - noisiness[k]) / (noisiness[k + 1] - noisiness[k])
         # inf / inf happens at one place, the last level of zero_terminal, which is all the way to k + 1.
         return (k + between.clamp(0, 1).nan_to_num(nan=1.0)) / self.steps
+
+    def before(self, logsnr: Tensor) -> Tensor:
+        """Logsnr of the timestep before that of a logsnr in the table, +inf before timestep 0. Quantised only."""
+        import torch
+
+        k = (self.quantile(logsnr) * self.steps).round().long()
+        table = _table_like(self, logsnr.dtype, logsnr.device)
+        return torch.where(k > 0, table[(k - 1).clamp_min(0)], math.inf)
+
+    def cleanest(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Logsnr of timesteps 0 and 1, 0-d, of the type and on the device of a tensor. Quantised only."""
+        table = _table_like(self, like.dtype, like.device)
+        return table[0], table[1]
+
+    def snr_slope(self, logsnr: Tensor) -> Tensor:
+        """-dSNR/du. Quantised: T (SNR of the timestep before - SNR), at timestep 0 T SNR."""
+        if not self.steps:
+            return self.continuous_snr_slope(logsnr)
+        import torch
+
+        before = self.before(logsnr)
+        return self.steps * torch.where(before.isinf(), logsnr.exp(), before.exp() - logsnr.exp())
 
     def limits(self) -> tuple[float, float]:
         """(noisiest, cleanest) logsnr: the table's ends, -inf with zero_terminal; of 1000 levels when continuous."""
@@ -153,6 +179,11 @@ class Linear(_DDPM):
         root = (self.beta_start**2 + 2 * (self.beta_end - self.beta_start) * integral).sqrt()
         return 2 * integral / (self.beta_start + root)
 
+    def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
+        """SNR = 1 / (e^I - 1) falls by SNR (SNR + 1) I', I' = 1000 beta."""
+        u, snr = self.continuous_quantile(logsnr), logsnr.exp()
+        return snr * (snr + 1) * 1000 * (self.beta_start + (self.beta_end - self.beta_start) * u)
+
 
 @dataclass(frozen=True)
 class Cosine(_DDPM):
@@ -199,6 +230,12 @@ class Cosine(_DDPM):
         cosine = (logsnr.sigmoid() * f0).sqrt()
         sine = ((1 - f0) + logsnr.neg().sigmoid() * f0).sqrt()
         return sine.atan2(cosine) / self._angle - self.offset
+
+    def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
+        """SNR times the derivatives of the logs of the three sines of `continuous`: cotangents."""
+        angle, u = self._angle, self.continuous_quantile(logsnr)
+        cotangents = [1 / (place * angle).tan() for place in (1 - u, u, u + 2 * self.offset)]
+        return logsnr.exp() * angle * (2 * cotangents[0] + cotangents[1] + cotangents[2])
 
 
 def _alpha_bar(schedule: _DDPM) -> list[float]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion, Network
+from unfog.diffusion.variance import fraction_of
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,11 @@ class Denoiser:
 
     network: Network
     diffusion: Diffusion
+    variance: bool = False
+    """Also give the learned variance, which the ddpm sampler uses: [B, 2 C, H, W], how far up it is behind E[x0 | x_t].
+
+    In channels, so that guidance extrapolates both alike.
+    """
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
         """E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
@@ -24,7 +30,8 @@ class Denoiser:
         """
         with torch.autocast(x_t.device.type, enabled=False):
             y = self.network(*self.diffusion.network_input(x_t, logsnr), label)
-            return self.diffusion.recover(y, x_t, logsnr)[0]
+            x0 = self.diffusion.recover(y, x_t, logsnr)[0]
+            return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal
 
 from unfog.diffusion.noise import VE, VP, Cosine, Path, Schedule
 from unfog.diffusion.target import Eps, Target, V, invert
-from unfog.diffusion.weighting import Plain, Weighting
+from unfog.diffusion.weighting import Elbo, Plain, Weighting
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Network = Callable[..., "Tensor"]
-"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W].
+"""(x [B, C, H, W], c_noise [B], label int64 [B] or None) -> y [B, C, H, W], [B, 2 C, H, W] with a learned variance.
 
 A fourth argument, what an augmentation did to the images [B, 9], is given only where there is one.
 """
@@ -48,12 +48,23 @@ class Diffusion:
     """What the network is told: the timestep, 0 to T (1000 if continuous), or EDM's ln(sigma) / 4."""
     scale_input: bool = False
     """Show the network x_t at unit variance (EDM's c_in) rather than as it is; what VE needs."""
+    learned_variance: bool = False
+    """The network also learns how random each step of the ddpm sampler is (Nichol and Dhariwal 2021)."""
+    adaptive: float = 0.0
+    """Share of the noise levels drawn more often where the loss is large, and counted less for it; 0.5, say."""
 
     def __post_init__(self) -> None:
         if not 1e-3 <= self.sigma_data <= 1e3:
             raise RequestError(f"sigma_data = {self.sigma_data} must be from 0.001 to 1000; 0.5 fits natural images")
         if self.conditioning not in ("timestep", "logsnr"):
             raise RequestError(f"conditioning = {self.conditioning!r}: choose timestep or logsnr")
+        if not 0 <= self.adaptive <= 0.99:
+            raise RequestError(f"adaptive = {self.adaptive}: a share from 0 to 0.99; every level keeps a chance")
+        if self.learned_variance and not self.schedule.steps:
+            raise RequestError(
+                f"learned_variance is of the step from one of T noise levels to the next, and the {self.schedule.kind} "
+                "schedule has none; use linear or cosine with steps, for example --schedule cosine:steps=1000"
+            )
         if self.schedule.limits()[0] > LOWEST_LOGSNR:
             return
         ends = f"the {self.schedule.kind} schedule ends in pure noise (alpha = 0)"
@@ -84,14 +95,15 @@ class Diffusion:
         return a * x0 + b * eps
 
     def target_power(self, logsnr: Tensor) -> Tensor:
-        """Mean square [B] of that answer for an image of mean square 1, the highest that [-1, 1] allows: a^2 + b^2."""
+        """Mean square [B] of that answer, a^2 + b^2, for an image of mean square 1, the highest that [-1, 1] allows; of
+        latents, which have no such bound, that of their deviation, where it is higher."""
         a, b = self.target(*self.path(logsnr), self.sigma_data)
-        return a.square() + b.square()
+        return a.square() * max(1.0, self.sigma_data) ** 2 + b.square()
 
     def recover(self, y: Tensor, x_t: Tensor, logsnr: Tensor) -> tuple[Tensor, Tensor]:
-        """The (x0, eps) that the network's answer y means for x_t."""
+        """The (x0, eps) that the network's answer y means for x_t; what it says of the variance is left aside."""
         alpha, sigma = self.path(_per_image(logsnr))
-        return invert(y, x_t, *self.target(alpha, sigma, self.sigma_data), alpha, sigma)
+        return invert(y[:, : x_t.shape[1]], x_t, *self.target(alpha, sigma, self.sigma_data), alpha, sigma)
 
     def weight(self, logsnr: Tensor) -> Tensor:
         """Weight [B] on the squared error of the network's output.
@@ -102,6 +114,8 @@ class Diffusion:
         alpha, sigma = self.path(logsnr)
         a, b = self.target(alpha, sigma, self.sigma_data)
         own = ((alpha * b - sigma * a) / sigma).square()
+        if isinstance(self.weighting, Elbo):
+            return self.weighting.of(self.schedule, logsnr) / own
         return self.weighting(logsnr, own, self.sigma_data) / own
 
 

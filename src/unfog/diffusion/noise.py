@@ -85,6 +85,11 @@ class _Normal:
         normal = (-logsnr / 2 - self.mean) / self.std
         return ((normal / math.sqrt(2)).erf() + 1) / 2
 
+    def snr_slope(self, logsnr: Tensor) -> Tensor:
+        """-dSNR/du = SNR 2 std / density of the normal."""
+        normal = (-logsnr / 2 - self.mean) / self.std
+        return 2 * self.std * math.sqrt(2 * math.pi) * (logsnr + normal.square() / 2).exp()
+
     def __post_init__(self) -> None:
         # Beyond these, float32 holds neither the image nor the noise.
         if not 0 < self.std <= 10:
@@ -155,6 +160,11 @@ class FlowUniform:
         """Logsnr -> u."""
         return (-logsnr / 2 - math.log(self.shift)).sigmoid()
 
+    def snr_slope(self, logsnr: Tensor) -> Tensor:
+        """-dSNR/du = SNR 2 / (u (1 - u))."""
+        odds = -logsnr / 2 - math.log(self.shift)
+        return 2 * logsnr.exp() * (2 + odds.exp() + odds.neg().exp())
+
     def limits(self) -> tuple[float, float]:
         """(noisiest, cleanest) logsnr: u = 0.999 and 0.001."""
         reach, middle = 2 * math.log(LAST / (1 - LAST)), -2 * math.log(self.shift)
@@ -181,5 +191,5 @@ Path = VP | VE | Flow
 """logsnr -> (alpha, sigma)."""
 PATHS = (VP, VE, Flow)
 Schedule = Linear | Cosine | LogNormal | LogitNormal | FlowUniform
-"""u -> logsnr, with its inverse `quantile`, `levels` to sample at, `limits`, and `steps` T, 0 if continuous."""
+"""u -> logsnr; its inverse `quantile`, -dSNR/du, `levels` to sample at, `limits`, and `steps` T, 0 if continuous."""
 SCHEDULES = (Linear, Cosine, LogNormal, LogitNormal, FlowUniform)

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unfog.diffusion.diffusion import Diffusion, Network
-from unfog.diffusion.weighting import Snr
+from unfog.diffusion.levels import Levels
+from unfog.diffusion.variance import variational_bound
+from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
+
+VLB_SHARE = 0.001
+"""Weight of the variational bound in bits per number beside the squared error (Nichol & Dhariwal 2021, eq. 16)."""
 
 
 class Loss(NamedTuple):
     """Loss of each image, and the noise quantile at which it was measured."""
 
     per_image: Tensor
-    """float32 [B], weighted; the caller reduces."""
+    """float32 [B], weighted; its mean is what training lowers. The caller reduces."""
     u: Tensor
     """float32 [B] in (0, 1), clean to noisy."""
     reference: Tensor
-    """float32 [B]: the loss of answering 0 to an image of mean square 1, so no image's expected one is higher."""
+    """float32 [B]: the error of answering 0 to an image of mean square 1, so no image's expected one is higher."""
+    error: Tensor | None = None
+    """float32 [B]: what `weight` alone makes of the squared error, where `per_image` is more than that; else None."""
+    importance: Tensor | None = None
+    """float32 [B]: 1 / density of u, where it is not drawn evenly; else None."""
+
+    @property
+    def measured(self) -> Tensor:
+        """The weighted squared error [B], which compares with `reference` and with that of other times."""
+        return self.per_image if self.error is None else self.error
+
+    def detached(self) -> Loss:
+        """The same, with no graph behind it."""
+        return Loss(*(None if part is None else part.detach() for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -37,9 +56,16 @@ class Objective:
     label_dropout: float = 0.0
     """Chance of hiding an image's label, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
 
+    levels: Levels | None = field(default=None, compare=False)
+    """The loss by noise level as measured so far: what `uncertainty` and `adaptive` follow. Who trains keeps it."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.label_dropout <= 1:
             raise RequestError(f"label_dropout = {self.label_dropout}: a chance is between 0 and 1; 0.1 is usual")
+
+    def following(self, levels: Levels) -> Objective:
+        """The same, where these are the losses measured so far."""
+        return replace(self, levels=levels)
 
     def __call__(
         self,
@@ -60,7 +86,12 @@ class Objective:
             u: float32 [B] in (0, 1), clean to noisy.
             noise: like x0.
         """
-        u = stratified(len(x0), x0.device) if u is None else u
+        importance = None
+        if u is None:
+            u = stratified(len(x0), x0.device)
+            if self.levels is not None and self.diffusion.adaptive:
+                divided = isinstance(self.diffusion.weighting, Uncertainty)
+                u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
         noise = torch.randn_like(x0) if noise is None else noise
         if label is not None and self.label_dropout > 0:
             hide = torch.rand(len(x0), device=x0.device) < self.label_dropout
@@ -68,7 +99,18 @@ class Objective:
         logsnr = self.diffusion.schedule(u)
         weight = self.diffusion.weight(logsnr)
         reference = weight * self.diffusion.target_power(logsnr)
-        return Loss(weight * self._error(network, x0, label, condition, logsnr, noise), u, reference)
+        x_t = self.diffusion.add_noise(x0, noise, logsnr)
+        y = self._answer(network, x_t, label, condition, logsnr)
+        error = weight * self._error(y, x0, noise, logsnr)
+        loss = error
+        if self.levels is not None and isinstance(self.diffusion.weighting, Uncertainty):
+            loss = loss * (-self.levels.log_mean(u)).exp()
+        if self.diffusion.learned_variance:
+            share = VLB_SHARE * self.diffusion.schedule.steps / math.log(2)  # a mean over u for a sum over timesteps
+            loss = loss + share * variational_bound(self.diffusion, y, x0, x_t, logsnr)
+        if importance is not None:
+            loss = loss * importance
+        return Loss(loss, u, reference, None if loss is error else error.detach(), importance)
 
     def at(
         self, network: Network, x0: Tensor, label: Tensor | None, logsnr: Tensor, noise: Tensor
@@ -78,24 +120,22 @@ class Objective:
         Returns:
             The weighted loss, and the mean squared error of the noise that the answer implies; float32 [B].
         """
-        error = self._error(network, x0, label, None, logsnr, noise)
+        y = self._answer(network, self.diffusion.add_noise(x0, noise, logsnr), label, None, logsnr)
+        error = self._error(y, x0, noise, logsnr)
         on_noise = replace(self.diffusion, weighting=Snr())  # SNR on the image's error is 1 on the noise's
         return self.diffusion.weight(logsnr) * error, on_noise.weight(logsnr) * error
 
-    def _error(
-        self,
-        network: Network,
-        x0: Tensor,
-        label: Tensor | None,
-        condition: Tensor | None,
-        logsnr: Tensor,
-        noise: Tensor,
+    def _answer(
+        self, network: Network, x_t: Tensor, label: Tensor | None, condition: Tensor | None, logsnr: Tensor
     ) -> Tensor:
-        """Mean squared error [B] of the network's output; float32 whatever the autocast, as the truth is."""
-        x_t = self.diffusion.add_noise(x0, noise, logsnr)
+        """The network's output for noisy images."""
         told = () if condition is None else (condition,)
-        y = network(*self.diffusion.network_input(x_t, logsnr), label, *told)
-        return (y - self.diffusion.network_target(x0, noise, logsnr)).square().mean((1, 2, 3))
+        return network(*self.diffusion.network_input(x_t, logsnr), label, *told)
+
+    def _error(self, y: Tensor, x0: Tensor, noise: Tensor, logsnr: Tensor) -> Tensor:
+        """Mean squared error [B] of that output; float32 whatever the autocast, as the truth is."""
+        truth = self.diffusion.network_target(x0, noise, logsnr)
+        return (y[:, : x0.shape[1]] - truth).square().mean((1, 2, 3))
 
 
 def stratified(count: int, device: torch.device) -> Tensor:

@@ -1,9 +1,7 @@
-"""Samplers: from noise to image in pure steps on E[x0 | x_t].
+"""Samplers: from noise to image in pure steps on E[x0 | x_t], over a grid of noise levels.
 
-Every step reads the state as x = alpha x0 + sigma eps, with the present guesses of x0 and eps, and goes to
-the next level (alpha', sigma'). In z = x / alpha and s = sigma / alpha they are the textbook's formulas; in this
-form they also hold at alpha = 0, where a schedule with zero terminal SNR starts and z is infinite. The last
-level is clean, so every sampler ends with x = x0. Coefficients are Python floats, in double precision.
+`steps` has the steps, `adaptive` the one sampler that finds its own levels. Any sampler works with any network, on any
+path, and from a level at which nothing of the image is left.
 """
 
 from __future__ import annotations
@@ -12,36 +10,29 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
+from unfog.diffusion.adaptive import adaptive
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
+from unfog.diffusion.steps import Level, Visit, churn, ddim, ddpm, dpmpp3, heun, mid_step, unipc_correct, unipc_predict
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Kind = Literal["ddpm", "ddim", "heun", "dpmpp"]
-Grid = Literal["schedule", "karras", "logsnr"]
+__all__ = ["Denoise", "Grid", "Kind", "Level", "NoiseSource", "Observe", "Sampler", "ddpm", "noise_levels"]
+
+Kind = Literal["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"]
+TWO_CALLS = ("heun", "edm")
+"""Samplers that ask the network twice a step."""
+RANDOM = ("ddpm", "edm", "dpmpp-sde")
+"""Samplers that draw noise at each step."""
+Grid = Literal["schedule", "karras", "logsnr", "tuned"]
 Denoise = Callable[["Tensor", "Tensor"], "Tensor"]
-"""(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t]."""
+"""(x_t [N, C, H, W], logsnr [N]) -> E[x0 | x_t], for ddpm with the learned variance behind it, [N, 2 C, H, W]."""
 Observe = Callable[[int, float, "Tensor", "Tensor"], None]
 """(step, logsnr, x_t before the step, x0 guessed from it)."""
-PURE_NOISE = 100.0
-"""sigma / alpha beyond which no signal is left to speak of; EDM starts at 80."""
-
-
-class Level(NamedTuple):
-    """A noise level on a path."""
-
-    logsnr: float
-    alpha: float
-    sigma: float
-
-    @property
-    def s(self) -> float:
-        """Noise relative to signal, sigma / alpha; infinite in pure noise."""
-        return self.sigma / self.alpha if self.alpha > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,28 @@ class Sampler:
     """Which sampler, and in how many steps; called, it samples."""
 
     kind: Kind = "dpmpp"
-    """ddpm (random, wants hundreds of steps), ddim, heun (two network calls a step), or dpmpp (the 2M)."""
+    """ddim, dpmpp, unipc, heun (two network calls a step): the same picture whatever the steps. ddpm, dpmpp-sde, edm
+    (two calls): fresh noise at each step. adaptive: as many steps as its tolerance takes."""
     steps: int = 20
-    """Noise levels visited."""
+    """Noise levels visited. adaptive: its first step is this part of the way."""
     grid: Grid = "schedule"
-    """Which levels: as the training schedule has it, EDM's (karras), or evenly spaced in logsnr."""
+    """Which levels: as the training schedule has it, EDM's (karras), evenly spaced in logsnr, or tuned for this run."""
     clip: bool = True
     """Keep each guess of the clean image within [-1, 1]."""
+    order: Literal[2, 3] = 2
+    """Of dpmpp and unipc: how many guesses a step joins."""
+    tuned: tuple[float, ...] = ()
+    """What `unfog tune` found, for grid = tuned: the share of noise, sigma / (alpha + sigma), at each level."""
+    tolerance: float = 0.025
+    """Of adaptive: how far the first and second order results of a step may be apart, relative to x."""
+    churn: float = 40.0
+    """Of edm: how much noise is added anew, over all steps (S_churn); 0 makes it heun."""
+    churn_from: float = 0.05
+    """Of edm: lowest sigma / alpha at which noise is added (S_min)."""
+    churn_to: float = 50.0
+    """Of edm: highest sigma / alpha at which noise is added (S_max)."""
+    churn_noise: float = 1.003
+    """Of edm: standard deviation of the added noise (S_noise)."""
 
     def __post_init__(self) -> None:
         for value, known in ((self.kind, get_args(Kind)), (self.grid, get_args(Grid))):
@@ -65,6 +71,40 @@ class Sampler:
             raise RequestError(
                 f"steps = {self.steps} of the sampler: at least one is needed, and 100000 at most; 20 is usual"
             )
+        if self.order not in (2, 3):
+            raise RequestError(f"order = {self.order} of the sampler must be 2 or 3")
+        if any(not 0 < share <= 1 for share in self.tuned) or any(a <= b for a, b in pairwise(self.tuned)):
+            raise RequestError("tuned levels of the sampler must fall, from 1 at most to above 0")
+        if self.grid == "tuned" and not self.tuned:
+            raise RequestError("grid = tuned of the sampler: nothing is tuned yet; `unfog tune RUN` does it for a run")
+        if not 1e-6 <= self.tolerance <= 1:
+            raise RequestError(f"tolerance = {self.tolerance} of the sampler must be from 1e-6 to 1; 0.025 is usual")
+        if not (0 <= self.churn <= 1e6 and 0 <= self.churn_from <= self.churn_to and 0 < self.churn_noise <= 2):
+            raise RequestError(
+                f"churn = {self.churn}, from {self.churn_from} to {self.churn_to}, noise {self.churn_noise}: need "
+                "churn >= 0, 0 <= from <= to and noise above 0, at most 2"
+            )
+
+    def visits(self, schedule: Schedule) -> Tensor:
+        """Logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
+
+        Tuned levels are for one number of steps; with another, they are the schedule's.
+
+        Raises:
+            RequestError: More steps than a quantised schedule has levels.
+        """
+        import torch
+
+        if self.grid != "tuned":
+            return noise_levels(schedule, self.steps, self.grid)
+        if len(self.tuned) != self.steps:
+            return noise_levels(schedule, self.steps, "schedule")
+        share = torch.tensor([*self.tuned, 0.0], dtype=torch.float64)
+        return 2 * ((1 - share).log() - share.log())
+
+    def levels(self, path: Path, schedule: Schedule) -> list[Level]:
+        """The `steps` noise levels, noisiest first, and the clean one. RequestError as `visits`."""
+        return levels_on(path, self.visits(schedule))
 
     def __call__(
         self,
@@ -73,6 +113,8 @@ class Sampler:
         schedule: Schedule,
         draw: Callable[[], Tensor],
         observe: Observe | None = None,
+        start: Tensor | None = None,
+        stretch: slice = slice(None),
     ) -> Tensor:
         """Draw pictures.
 
@@ -80,82 +122,100 @@ class Sampler:
             denoise: E[x0 | x_t] for (x_t [N, C, H, W], logsnr [N]).
             path: What alpha and sigma are at a noise level.
             schedule: What the noise levels are.
-            draw: Fresh standard normal noise [N, C, H, W]; called at the start, and at each step of ddpm.
+            draw: Fresh standard normal noise [N, C, H, W]; called at the start, and at each step of a random sampler.
             observe: Called before each step.
+            start: x_t at the first level; None is pure noise.
+            stretch: Which of `levels` to walk: slice(5, 8) is three of them, two steps; all of them, and so to the
+                clean image, unless given.
 
         Returns:
-            float32 [N, C, H, W] in [-1, 1] (beyond it here and there, without clip).
+            float32 [N, C, H, W] in [-1, 1] (beyond it here and there, without clip); where `stretch` ends before the
+            last level, x_t there.
         """
         import torch
 
-        def predict(x: Tensor, level: Level) -> Tensor:
-            x0 = denoise(x, x.new_full((len(x),), level.logsnr))
-            return x0.clamp(-1, 1) if self.clip else x0
+        def at(x: Tensor, logsnr: Tensor) -> Tensor:
+            answer = denoise(x, logsnr.to(x.dtype).to(x.device))
+            channels = x.shape[1]
+            return torch.cat([answer[:, :channels].clamp(-1, 1), answer[:, channels:]], 1) if self.clip else answer
 
-        logsnr = noise_levels(schedule, self.steps, self.grid)
-        levels = [Level(*level) for level in torch.stack([logsnr, *path(logsnr)], 1).tolist()]
-        before: tuple[Tensor, Level] | None = None
-
+        whole = self.levels(path, schedule)
+        levels = whole[stretch]
         with torch.no_grad():
-            x = levels[0].sigma * draw()
-            for i, (now, then) in enumerate(pairwise(levels)):
-                x0 = predict(x, now)
-                if observe:
-                    observe(i, now.logsnr, x, x0)
-                match self.kind:
-                    case "ddpm":
-                        x = ddpm(x, x0, now, then, draw)
-                    case "ddim":
-                        x = ddim(x, x0, now, then)
-                    case "heun":
-                        x = heun(x, x0, now, then, predict)
-                    case "dpmpp":
-                        x = dpmpp(x, x0, now, then, before)
-                before = x0, now
+            x = levels[0].sigma * draw() if start is None else start
+            if self.kind != "adaptive":
+                return self._walk(at, path, whole[0], levels, x, draw, observe or (lambda *step: None))
+            cleanest = min(schedule.limits()[1], EDM_LIMITS[1])
+            return adaptive(at, path, levels, x, cleanest, len(whole) - 1, self.tolerance, observe)
+
+    def _walk(
+        self,
+        at: Denoise,
+        path: Path,
+        noisiest: Level,
+        levels: Sequence[Level],
+        x: Tensor,
+        draw: Callable[[], Tensor],
+        observe: Observe,
+    ) -> Tensor:
+        """Down the levels, from x at the first."""
+        from unfog.diffusion.variance import deviation
+
+        def ask(x: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+            answer = at(x, x.new_full((len(x),), level.logsnr))
+            return answer[:, : x.shape[1]], answer[:, x.shape[1] :]
+
+        def predict(x: Tensor, level: Level) -> Tensor:
+            return ask(x, level)[0]
+
+        before: list[Visit] = []
+        for i, (now, then) in enumerate(pairwise(levels)):
+            if self.kind == "edm" and (noisier := self._noisier(now, path, noisiest)):
+                x, now = churn(x, now, noisier, self.churn_noise, draw), noisier
+            x0, fraction = ask(x, now)
+            observe(i, now.logsnr, x, x0)
+            # First order at the start, where nothing is known yet, and at the end, where it is steadier.
+            order = min(self.order, len(levels) - 1 - i)
+            if self.kind == "unipc" and before:
+                x = unipc_correct(x0, now, before, min(self.order, len(levels) - i))
+            here = Visit(now, x, x0)
+            match self.kind:
+                case "ddpm":
+                    learned = fraction.shape[1] > 0 and then.sigma > 0
+                    std = deviation(path, now.logsnr, then.logsnr, fraction) if learned else None
+                    x = ddpm(x, x0, now, then, draw, std)
+                case "ddim":
+                    x = ddim(x, x0, now, then)
+                case "heun" | "edm":
+                    x = heun(x, x0, now, then, predict)
+                case "dpmpp" if self.order == 3 and (order == 3 or len(levels) > 15):
+                    x = dpmpp3(x, x0, now, then, before)
+                case "dpmpp":
+                    x = ddim(x, mid_step(x0, now, then, before), now, then)
+                case "dpmpp-sde":
+                    x = ddpm(x, mid_step(x0, now, then, before), now, then, draw)
+                case "unipc":
+                    x = unipc_predict(x, x0, now, then, before, order)
+            before = [*before[-2:], here]
         return x
 
+    def _noisier(self, now: Level, path: Path, noisiest: Level) -> Level | None:
+        """Where EDM's Algorithm 2 adds noise to before a step; None where it adds none."""
+        more = min(self.churn / self.steps, math.sqrt(2) - 1)
+        if more == 0 or not self.churn_from <= now.s <= min(self.churn_to, noisiest.s):
+            return None
+        import torch
 
-def ddim(x: Tensor, x0: Tensor, now: Level, then: Level) -> Tensor:
-    """x' = alpha' x0 + sigma' eps: the same image and noise, mixed anew (Song et al. 2021, eq. 12)."""
-    return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0)
-
-
-def ddpm(x: Tensor, x0: Tensor, now: Level, then: Level, draw: Callable[[], Tensor]) -> Tensor:
-    """A draw from the posterior q(x' | x, x0), for any two levels (DDPM, eq. 7; the "fixed small" variance).
-
-    In z the mean is x0 + (s' / s)^2 (z - x0) and the variance s'^2 (1 - (s' / s)^2): DDIM, with s' / s of the
-    noise kept and the rest drawn afresh.
-    """
-    if then.sigma == 0:
-        return x0
-    kept = then.s / now.s
-    eps = (x - now.alpha * x0) / now.sigma
-    return then.alpha * x0 + then.sigma * (kept * eps + math.sqrt(1 - kept**2) * draw())
+        # No further than the network was trained, which is also where sampling starts.
+        logsnr = max(now.logsnr - 2 * math.log1p(more), noisiest.logsnr)
+        return levels_on(path, torch.tensor([logsnr], dtype=torch.float64))[0] if logsnr < now.logsnr else None
 
 
-def heun(x: Tensor, x0: Tensor, now: Level, then: Level, predict: Callable[[Tensor, Level], Tensor]) -> Tensor:
-    """Second-order step of dz / ds = (z - x0) / s (EDM, Algorithm 1, no churn); Euler's into the last level.
+def levels_on(path: Path, logsnr: Tensor) -> list[Level]:
+    """Noise levels, logsnr float64 [N], on a path."""
+    import torch
 
-    Euler's step is DDIM's. With x0' guessed from where it lands, the mean of both slopes moves z' by
-    (s' - s) / 2 ((z' - x0') / s' - (z' - x0) / s'). Out of pure noise the slope is constant, which makes
-    Euler's step exact, and this mean, whose error grows with s / s', far off where s' is much smaller.
-    """
-    euler = ddim(x, x0, now, then)
-    if then.sigma == 0 or now.s > PURE_NOISE:
-        return euler
-    return euler + then.alpha * (now.s / then.s - 1) / 2 * (predict(euler, then) - x0)
-
-
-def dpmpp(x: Tensor, x0: Tensor, now: Level, then: Level, before: tuple[Tensor, Level] | None) -> Tensor:
-    """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): DDIM, with x0 extrapolated to mid-step in logsnr.
-
-    First order where there is nothing to extrapolate from or to: at the start, after pure noise, at the end.
-    """
-    if before is None or then.sigma == 0:
-        return ddim(x, x0, now, then)
-    x0_before, last = before
-    ahead = (then.logsnr - now.logsnr) / (now.logsnr - last.logsnr) / 2
-    return ddim(x, x0 + ahead * (x0 - x0_before), now, then)
+    return [Level(*level) for level in torch.stack([logsnr, *path(logsnr)], 1).tolist()]
 
 
 def noise_levels(schedule: Schedule, steps: int, grid: Grid) -> Tensor:

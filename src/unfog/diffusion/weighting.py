@@ -7,6 +7,7 @@ eps, 1 for x0, and on the VP path SNR + 1 for v. SNR = alpha^2 / sigma^2.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +15,8 @@ from unfog.errors import RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unfog.diffusion.noise import Schedule
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,49 @@ class MinSnr:
 
 
 @dataclass(frozen=True)
+class SoftMinSnr:
+    """SNR gamma / (SNR + gamma) on x0, min-SNR without its corner (Crowson et al. 2024).
+
+    With gamma = 1 / sigma_data^2 that is 1 / (sigma_data^2 + s^2), s = sigma / alpha.
+    """
+
+    kind: ClassVar[str] = "soft-min-snr"
+    gamma: float = 4.0
+    """SNR about which cleaner levels begin to count no more; 4 is 1 / sigma_data^2 for sigma_data = 0.5."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1e9:
+            raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; 4 is usual")
+
+    def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
+        """Weight on the squared x0 error: gamma times the logistic function of log(SNR / gamma)."""
+        return self.gamma * (logsnr - math.log(self.gamma)).sigmoid()
+
+
+@dataclass(frozen=True)
+class P2:
+    """1 / (k + SNR)^gamma on the noise's error: less for levels that only clean up (Choi et al. 2022)."""
+
+    kind: ClassVar[str] = "p2"
+    k: float = 1.0
+    """SNR up to which all levels count alike; the paper's 1."""
+    gamma: float = 1.0
+    """How fast the weight falls above that; the paper has 0.5 and 1, and 0 is DDPM's loss."""
+
+    def __post_init__(self) -> None:
+        if not (1e-3 <= self.k <= 1e3 and 0 <= self.gamma <= 2):
+            raise RequestError(
+                f"k = {self.k}, gamma = {self.gamma}: need 0.001 <= k <= 1000 and 0 <= gamma <= 2; the paper has k = 1 "
+                "and gamma = 0.5 or 1"
+            )
+
+    def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
+        """Weight on the squared x0 error: SNR / (k + SNR)^gamma."""
+        snr = logsnr.exp()
+        return snr / (self.k + snr) ** self.gamma
+
+
+@dataclass(frozen=True)
 class Edm:
     """EDM's lambda (Table 1): (s^2 + sigma_data^2) / (s sigma_data)^2, s = sigma / alpha; plain MSE on F."""
 
@@ -80,6 +126,33 @@ class Edm:
         return logsnr.exp() + sigma_data**-2
 
 
-Weighting = Plain | Snr | InverseSnr | MinSnr | Edm
+@dataclass(frozen=True)
+class Uncertainty(Plain):
+    """EDM2's learned weighting (Karras et al. 2024, eq. 14): every level is divided by its own expected loss.
+
+    The loss is measured and reported as plain MSE, which for EDM's F is EDM's loss; `Objective` divides that by its
+    running mean at the level (`diffusion.levels`). What was measured then no longer matters.
+    """
+
+    kind: ClassVar[str] = "uncertainty"
+
+
+@dataclass(frozen=True)
+class Elbo:
+    """The evidence lower bound: -dSNR/du / 2 on x0, so that the loss is in nats per number (Kingma et al. 2021).
+
+    With T timesteps these are DDPM's own weights of the variational bound, T (SNR before - SNR) / 2, and for timestep
+    0 those of a decoder with that level's noise. Trains for likelihood rather than for looks; its loss is uneven by
+    level, which `diffusion.adaptive` is for.
+    """
+
+    kind: ClassVar[str] = "elbo"
+
+    def of(self, schedule: Schedule, logsnr: Tensor) -> Tensor:
+        """Weight on the squared x0 error. It takes a schedule: how densely u visits a level is part of it."""
+        return schedule.snr_slope(logsnr) / 2
+
+
+Weighting = Plain | Snr | InverseSnr | MinSnr | SoftMinSnr | P2 | Edm | Uncertainty | Elbo
 """(logsnr, own, sigma_data) -> weight on the squared x0 error."""
-WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, Edm)
+WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, SoftMinSnr, P2, Edm, Uncertainty, Elbo)

@@ -6,6 +6,7 @@ can be compared, and a rise means overfitting.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,9 +25,14 @@ class HeldOut(NamedTuple):
     levels: Tensor
 
     @torch.inference_mode()
-    def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
-        """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level."""
-        totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
+    def losses(
+        self, loss_at: LossAt, batch: int, seed: int = 0, progress: Callable[[int], None] = lambda images: None
+    ) -> Tensor:
+        """float64 [2, L, N]: loss, and squared error of the noise, at each level, clean to noisy, of each image.
+
+        `progress` is told of every pass how many images it had.
+        """
+        table = torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
         for level, u in enumerate(self.levels):
             # All noise of a level at once, so that it is the same whatever the batch.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + level)
@@ -36,13 +42,49 @@ class HeldOut(NamedTuple):
                 label = None if self.label is None else self.label[first : first + batch]
                 noise = noises[first : first + batch].to(x0.device)
                 for row, values in enumerate(loss_at(x0, label, u.expand(len(x0)), noise)):
-                    totals[row, level] += values.cpu().double().sum()
+                    table[row, level, first : first + batch] = values.cpu().double()
+                progress(len(x0))
+        return table
+
+    def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
+        """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level."""
+        # Added up pass by pass, so that the last bit stays what it was when no more than these sums were kept.
+        totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
+        for part in torch.split(self.losses(loss_at, batch, seed), batch, dim=2):
+            for row, of_level in enumerate(part):
+                totals[row] += torch.stack([values.sum() for values in of_level])
         loss, noise_error = (totals / len(self.x0)).tolist()
         return {
             "held_out_loss": sum(loss) / len(loss),
             "held_out_by_level": loss,
             "held_out_noise_error": noise_error,
         }
+
+
+class Mean(NamedTuple):
+    """A mean over images, with its standard error; the latter is nan of one image."""
+
+    value: float
+    error: float
+    n: int
+
+
+def mean_over_images(losses: Tensor) -> Mean:
+    """Mean of losses [L, N] and its standard error over the N images; those of one image are not independent."""
+    by_image = losses.double().mean(0)
+    error = float(by_image.std(unbiased=True)) / math.sqrt(len(by_image)) if len(by_image) > 1 else math.nan
+    return Mean(float(by_image.mean()), error, len(by_image))
+
+
+def paired(a: Tensor, b: Tensor) -> Mean:
+    """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
+
+    What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each
+    other's intervals. ValueError if they are not of the same images and levels.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"losses {list(a.shape)} and {list(b.shape)} are not of the same images and levels")
+    return mean_over_images(a - b)
 
 
 def midpoints(levels: int) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from unfog.errors import RequestError
 from unfog.models.settings import UNet
 
 
@@ -33,6 +36,65 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     else:
         mixed = F.scaled_dot_product_attention(q, k, v)
     return mixed
+
+
+class ConditionalNetwork(nn.Module):
+    """What all networks do alike: labels with a null class, an augmentation that is told, recomputing for the gradient.
+
+    A subclass makes `class_embedding` and `augment_embedding`, or sets them to None.
+
+    Args:
+        image_channels: channels of the input, 1 or 3 for pictures.
+        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is "none" (the null class of
+            classifier-free guidance); 0 builds a network without labels.
+    """
+
+    checkpointing = False
+    """Forget what each block computed, and compute it again for the gradient: less memory, more time, the same bits."""
+    ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
+    """Layers between the hidden space and what is outside: channels of the image, classes, augmentations."""
+    class_embedding: nn.Module | None
+    augment_embedding: nn.Module | None
+
+    def __init__(self, image_channels: int, num_classes: int):
+        super().__init__()
+        self.image_channels = image_channels
+        self.num_classes = num_classes
+
+    def _add_augmentation(self, hidden: Tensor, augment: Tensor | None) -> Tensor:
+        """Plus what was done to the images; `RequestError` if the network has no input for that."""
+        if augment is None:
+            return hidden
+        if self.augment_embedding is None:
+            raise RequestError("an augmentation was told to a network without that input; train with data.augment")
+        # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
+        told: Tensor = self.augment_embedding(augment.to(hidden.dtype))
+        return hidden + told
+
+    def _of_class(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
+        """Embedding [B, width] of the labels, or of no label; None, or `RequestError`, of a network without classes."""
+        if self.class_embedding is None:
+            if label is not None:
+                raise RequestError("a label was given to a network without classes; give none, or train with classes")
+            return None
+        if label is None:
+            label = torch.full(c_noise.shape, self.num_classes, device=c_noise.device)
+        embedding: Tensor = self.class_embedding(label)
+        return embedding
+
+    def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
+        """What `part` makes of its inputs, keeping all that the gradient needs, or the inputs only."""
+        again = self.checkpointing and torch.is_grad_enabled()
+        # Random numbers and autocast are repeated too, so that dropout is the same.
+        output: Tensor = checkpoint(part, *inputs, use_reentrant=False) if again else part(*inputs)
+        return output
+
+
+def unit_rms(x: Tensor, dim: int | tuple[int, ...], eps: float = 1e-4) -> Tensor:
+    """`x` over its root mean square along `dim`, which is at least `eps`; in the type of `x`, computed in float32."""
+    square = x.float().square().mean(dim, keepdim=True)
+    # Limited rather than added to, so that the gradient stays orthogonal to x.
+    return x * square.clamp_min(eps**2).rsqrt().to(x.dtype)
 
 
 def zero_(module: nn.Conv2d | nn.Linear) -> None:

@@ -5,33 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from unfog.errors import RequestError
-from unfog.models.layers import Block, DownLevel, Downsample, UpLevel, Upsample, sinusoids, zero_
+from unfog.models.layers import Block, ConditionalNetwork, DownLevel, Downsample, UpLevel, Upsample, sinusoids, zero_
 from unfog.models.settings import UNet
 
 
-class UNetModel(nn.Module):
+class UNetModel(ConditionalNetwork):
     """A fresh network outputs exactly zero, whatever its input, because its last convolution begins at zero.
 
     Args:
         settings: the architecture.
-        image_channels: channels of input and output, 1 or 3 for pictures.
+        image_channels: channels of the input, 1 or 3 for pictures.
         num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is "none" (the null class of
             classifier-free guidance); 0 builds a network without labels.
         augment_inputs: numbers that say how an image was augmented, all 0 for one that was not; 0 builds a network
             that is not told.
+        out_channels: channels of the output where they are not those of the input: twice as many with a
+            learned variance.
     """
 
-    checkpointing = False
-    """Forget what each block computed, and compute it again for the gradient: less memory, more time, the same bits."""
-
-    def __init__(self, settings: UNet, image_channels: int, num_classes: int = 0, augment_inputs: int = 0):
-        super().__init__()
+    def __init__(
+        self,
+        settings: UNet,
+        image_channels: int,
+        num_classes: int = 0,
+        augment_inputs: int = 0,
+        out_channels: int | None = None,
+    ):
+        super().__init__(image_channels, num_classes)
         self.settings = settings
-        self.image_channels = image_channels
-        self.num_classes = num_classes
         first, width = settings.channels[0], 4 * settings.channels[0]
         self.conv_in = nn.Conv2d(image_channels, first, 3, padding=1)
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
@@ -42,7 +44,7 @@ class UNetModel(nn.Module):
         self.mid = _mid(settings, width)
         self.up = _up(settings, width, skips)
         self.norm_out = nn.GroupNorm(settings.norm_groups, first, settings.norm_eps)
-        self.conv_out = nn.Conv2d(first, image_channels, 3, padding=1)
+        self.conv_out = nn.Conv2d(first, out_channels or image_channels, 3, padding=1)
         zero_(self.conv_out)
         # Last, so that all else begins as it would without; no bias, so that 0 says nothing.
         self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
@@ -57,7 +59,7 @@ class UNetModel(nn.Module):
             augment: float [B, augment_inputs]; None is 0, an image as it is.
 
         Returns:
-            [B, image_channels, H, W], in the type of the autocast where there is one.
+            [B, out_channels, H, W], in the type of the autocast where there is one.
 
         Raises:
             RequestError: a label was given to a network without classes, or an augmentation to one that is not told.
@@ -76,13 +78,6 @@ class UNetModel(nn.Module):
         output: Tensor = self.conv_out(F.silu(self.norm_out(h)))
         return output
 
-    def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
-        """What `part` makes of its inputs, keeping all that the gradient needs, or the inputs only."""
-        again = self.checkpointing and torch.is_grad_enabled()
-        # Random numbers and autocast are repeated too, so that dropout is the same.
-        output: Tensor = checkpoint(part, *inputs, use_reentrant=False) if again else part(*inputs)
-        return output
-
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Noise condition and label, [B] each, and augmentation -> activated embedding [B, 4 * channels[0]]."""
         settings = self.settings
@@ -90,19 +85,9 @@ class UNetModel(nn.Module):
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
         first, activation, second = self.time_embedding
         hidden: Tensor = first(waves.to(dtype))
-        if augment is not None:
-            if self.augment_embedding is None:
-                raise RequestError("an augmentation was told to a network without that input; train with data.augment")
-            # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
-            hidden = hidden + self.augment_embedding(augment.to(dtype))
-        embedding: Tensor = second(activation(hidden))
-        if self.class_embedding is not None:
-            if label is None:
-                label = torch.full(c_noise.shape, self.num_classes, device=c_noise.device)
-            embedding = embedding + self.class_embedding(label)
-        elif label is not None:
-            raise RequestError("a label was given to a network without classes; give none, or train with classes")
-        return F.silu(embedding)
+        embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
+        of_class = self._of_class(label, c_noise)
+        return F.silu(embedding if of_class is None else embedding + of_class)
 
 
 def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:

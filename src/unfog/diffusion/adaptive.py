@@ -1,0 +1,131 @@
+"""DPM-Solver++(2M) with a step size of its own for each picture, from a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from unfog.diffusion.noise import Path
+from unfog.diffusion.steps import PURE_NOISE, Level
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOOR = 0.15
+"""What tolerance is relative to where x is smaller; a tolerance of 0.05 then allows one of 256 grey levels."""
+MOST_STEPS = 500
+"""No step is shorter than this part of the way."""
+GROWTH = 1.5
+"""A step is at most so many times as long as the one before, as what lies ahead is judged by what lies behind."""
+BISECTIONS = 20
+
+
+def adaptive(
+    predict: Callable[[Tensor, Tensor], Tensor],
+    path: Path,
+    levels: Sequence[Level],
+    x: Tensor,
+    cleanest: float,
+    steps: int,
+    tolerance: float,
+    observe: Callable[[int, float, Tensor, Tensor], None] | None = None,
+) -> Tensor:
+    """Draw pictures, each in steps as long as `tolerance` allows; the batch goes on until its last one is done.
+
+    Two results of a step differ by what the second order adds to the first (an embedded pair, as of Jolicoeur-Martineau
+    et al. 2021 and the DPM-Solver-12 of Lu et al. 2022), which is
+
+        alpha' (1 - exp(-h)) h / (2 h_last) (x0 - x0_last)
+
+    for a step h in lambda after one of h_last. In a multistep method both guesses of x0 are known before the step, so
+    the longest step that keeps this within the tolerance is found without asking the network: one call a step, and none
+    is thrown away. A picture's steps follow from its own x alone, continuously, so that its batch does not matter.
+
+    Args:
+        predict: E[x0 | x_t] for (x_t [N, C, H, W], logsnr float64 [N]).
+        path: what alpha and sigma are.
+        levels: from the first of these to the last.
+        x: x_t at the first, [N, C, H, W].
+        cleanest: logsnr from which x0 is guessed, where the last level is clean.
+        steps: the first step is this part of the way.
+        tolerance: root mean square of that difference over a picture, relative to |x|, at unit variance of x.
+        observe: called before each step, with the logsnr of the first picture until that is done.
+
+    Returns:
+        The guess of x0 at the cleanest level, or x_t at the last one where that is not clean, [N, C, H, W].
+    """
+    import torch
+
+    first, last = levels[0].logsnr, levels[-1].logsnr
+    start, end = max(first, -2 * math.log(PURE_NOISE)), min(last, cleanest)
+    logsnr, called = torch.full((len(x),), first, dtype=torch.float64), 0
+    if first < start:  # out of pure noise x0 does not change, and logsnr may be infinite
+        x0 = predict(x, logsnr)
+        if observe:
+            observe(0, first, x, x0)
+        x, logsnr, called = _ddim(path, x, x0, logsnr, then := torch.full_like(logsnr, start)), then, 1
+
+    shortest = max(0.0, end - start) / MOST_STEPS
+    step = torch.full_like(logsnr, (end - start) / steps)
+    before: Tensor | None = None
+    result, done = x, torch.zeros(len(x), dtype=torch.bool)
+    while True:
+        if last < cleanest and (logsnr >= end).all():
+            return x
+        x0 = predict(x, logsnr)
+        if observe and not done[0]:
+            observe(called, float(logsnr[0]), x, x0)
+        called += 1
+        result = torch.where(_like((logsnr >= end) & ~done, x).bool(), x0, result)
+        done = logsnr >= end
+        if done.all():
+            return result
+        left = end - logsnr
+        if before is None:
+            longest, guess = torch.minimum(step, left), x0
+        else:
+            change = _relative_change(path, logsnr, x, x0 - before, tolerance)
+            longest = _longest(path, logsnr, step, change, torch.minimum(GROWTH * step, left), shortest)
+            guess = x0 + _like(longest / (2 * step), x) * (x0 - before)
+        # The end is met exactly, and no sliver is left before it; who is there, stays.
+        then = torch.where(left - longest < shortest, end, logsnr + longest)
+        step = torch.where(done, step, then - logsnr)
+        before, x, logsnr = x0, _ddim(path, x, guess, logsnr, then), then
+
+
+def _like(scalars: Tensor, x: Tensor) -> Tensor:
+    """float64 [N] as factors of x [N, C, H, W]."""
+    return scalars.to(x.dtype).to(x.device)[:, None, None, None]  # in this order: some devices have no float64
+
+
+def _ddim(path: Path, x: Tensor, x0: Tensor, now: Tensor, then: Tensor) -> Tensor:
+    """DDIM's step from levels `now` to `then`, logsnr [N] each."""
+    (alpha, sigma), (alpha_then, sigma_then) = path(now), path(then)
+    kept = sigma_then / sigma
+    return _like(alpha_then - kept * alpha, x) * x0 + _like(kept, x) * x
+
+
+def _relative_change(path: Path, logsnr: Tensor, x: Tensor, change: Tensor, tolerance: float) -> Tensor:
+    """Root mean square [N] of a change of x0 in units of what is allowed of x, at unit variance; float64."""
+    alpha, sigma = path(logsnr)
+    x = x / _like((alpha**2 + sigma**2).sqrt(), x)
+    relative = change / (tolerance * x.abs().clamp(min=FLOOR))
+    return relative.flatten(1).double().square().mean(1).sqrt().cpu()
+
+
+def _longest(path: Path, logsnr: Tensor, last: Tensor, change: Tensor, longest: Tensor, shortest: float) -> Tensor:
+    """The longest step in logsnr [N], `shortest` to `longest`, whose two results differ by no more than allowed."""
+
+    def excess(step: Tensor) -> Tensor:
+        alpha, sigma = path(logsnr + step)
+        reach = alpha / (alpha**2 + sigma**2).sqrt() * -(-step / 2).expm1()
+        return reach * step / (2 * last) * change
+
+    low, high = longest.clamp(max=shortest), longest
+    fits = excess(high) <= 1
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        good = excess(middle) <= 1
+        low, high = middle.where(good, low), high.where(good, middle)
+    return longest.where(fits, low)

@@ -1,0 +1,188 @@
+"""Figures that compare drawn pictures with real ones, each with what is needed to know what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from unfog.errors import RequestError
+from unfog.evaluation.features import Features, is_inception
+from unfog.evaluation.frechet import Distance, Statistics, extrapolated, frechet_with_error
+from unfog.evaluation.kernel import kernel_distance
+from unfog.evaluation.manifold import Inside, Share, Z, inside, mean, proportion
+
+FEW = 10_000
+"""Pictures below which a Frechet distance is marked."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure. 95% interval and standard error are of the choice of pictures; None where none is known to hold."""
+
+    metric: str
+    value: float | None
+    """None where it was refused; `note` says why."""
+    low: float | None
+    high: float | None
+    error: float | None
+    n: int
+    n_reference: int
+    features: str
+    resize: str
+    note: str = ""
+    drawn: str = ""
+    """How the pictures were drawn: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
+
+    def __str__(self) -> str:
+        value = "refused" if self.value is None else f"{self.value:.4g}"
+        within = "" if self.low is None or self.high is None else f" [{self.low:.4g}, {self.high:.4g}]"
+        told = [
+            f"n = {self.n:,}",
+            f"reference {self.n_reference:,}",
+            f"features {self.features}",
+            f"resize {self.resize}",
+        ]
+        return f"{self.metric} {value}{within} ({', '.join([*told, *filter(None, [self.drawn])])})" + (
+            f": {self.note}" if self.note else ""
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """What is compared: features of real pictures [N, D] and of drawn ones [M, D]; what several metrics need, once."""
+
+    real: Tensor
+    fake: Tensor
+    seed: int
+    reference: Statistics | None
+
+    @cached_property
+    def frechet(self) -> Distance:
+        """Frechet distance of all pictures."""
+        return frechet_with_error(self.real, self.fake, self.reference)
+
+    @cached_property
+    def in_real(self) -> dict[int, Inside]:
+        """What of the drawn lies among the real, by 3 neighbours (Kynkaanniemi) and 5 (Naeem)."""
+        return inside(self.real, self.fake, (3, 5))
+
+    @cached_property
+    def in_drawn(self) -> dict[int, Inside]:
+        """What of the real lies among the drawn."""
+        return inside(self.fake, self.real, (3,))
+
+
+class Figure(NamedTuple):
+    """What a metric finds."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+def measure(
+    names: Sequence[str],
+    real: Tensor,
+    fake: Tensor,
+    seed: int = 0,
+    features: Features | None = None,
+    reference: Statistics | None = None,
+) -> list[Measured]:
+    """Compare features of real pictures [N, D] with those of drawn ones [M, D], by these metrics (see METRICS).
+
+    `features` is only told, and decides whether a Frechet distance is called fid or fd. `reference` are the statistics
+    of `real`, where they are known. `seed` is of how sets are cut into parts.
+
+    A Frechet distance of n pictures (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
+    it at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
+    `fd_infinity` takes the c / n away, and needs n >= 2 D to know it; kid has no such term at any n.
+
+    Raises:
+        RequestError: a name that is no metric, or sets that are not [N, D] with equal D and at least ten pictures.
+    """
+    if real.ndim != 2 or fake.ndim != 2 or real.shape[1] != fake.shape[1]:
+        raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
+    if min(len(real), len(fake)) < 10:
+        raise RequestError(f"{len(fake)} pictures against {len(real)} real ones are too few; give at least 10 of each")
+    sets = Sets(real, fake, seed, reference)
+    told = (features.name, features.resize) if features else ("given", "none")
+    frechet = "fid" if is_inception(features) else "fd"
+    found = []
+    for name in names:
+        if name not in METRICS:
+            raise RequestError(f"metric = {name!r} is none; there is {', '.join(METRICS)}")
+        figure = METRICS[name](sets)
+        printed = frechet + name.removeprefix("fid").removeprefix("fd") if METRICS[name] in _FRECHET else name
+        found.append(
+            Measured(
+                printed, figure.value, figure.low, figure.high, figure.error, len(fake), len(real), *told, figure.note
+            )
+        )
+    return found
+
+
+def _frechet(sets: Sets) -> Figure:
+    n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
+    if n <= width:
+        return Figure(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
+    value, error = sets.frechet
+    note = "the interval is of noise, not of the bias of small n"
+    if n < FEW:
+        note = f"n < {FEW:,}: biased upwards, compare at equal n alone; kid is not biased. {note}"
+    return Figure(value, value - Z * error, value + Z * error, error, note)
+
+
+def _frechet_infinity(sets: Sets) -> Figure:
+    n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
+    parts = min(4, n // width)
+    if parts < 2:
+        return Figure(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
+    whole, error = sets.frechet
+    value = extrapolated(sets.real, sets.fake, parts, sets.seed, whole)
+    note = f"extrapolated from {n // parts:,} to {n:,} pictures to infinitely many"
+    return Figure(value, value - Z * error, value + Z * error, error, note)
+
+
+def _kernel(sets: Sets) -> Figure:
+    value, error = kernel_distance(sets.real, sets.fake, sets.seed)
+    return Figure(value, value - Z * error, value + Z * error, error)
+
+
+def _given(share: Share, which: str) -> Figure:
+    return Figure(*share, f"the interval takes the {which} pictures as given")
+
+
+def _precision(sets: Sets) -> Figure:
+    return _given(proportion(sets.in_real[3].by_query > 0), "real")
+
+
+def _recall(sets: Sets) -> Figure:
+    return _given(proportion(sets.in_drawn[3].by_query > 0), "drawn")
+
+
+def _density(sets: Sets) -> Figure:
+    return _given(mean(sets.in_real[5].by_query.double() / 5), "real")
+
+
+def _coverage(sets: Sets) -> Figure:
+    return _given(proportion(sets.in_real[5].centre_reached), "drawn")
+
+
+_FRECHET = (_frechet, _frechet_infinity)
+METRICS: dict[str, Callable[[Sets], Figure]] = {
+    "fid": _frechet,
+    "fd": _frechet,
+    "fid_infinity": _frechet_infinity,
+    "fd_infinity": _frechet_infinity,
+    "kid": _kernel,
+    "precision": _precision,
+    "recall": _recall,
+    "density": _density,
+    "coverage": _coverage,
+}
