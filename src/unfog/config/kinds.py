@@ -17,7 +17,8 @@ from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, UNet
+from unfog.models.settings import ARCHITECTURES, SIZES
+from unfog.training.methods import METHODS
 from unfog.training.settings import EMAS
 
 
@@ -34,7 +35,8 @@ FAMILIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
         (TARGETS, _by_kind(TARGETS)),
         (WEIGHTINGS, _by_kind(WEIGHTINGS)),
         (EMAS, _by_kind(EMAS)),
-        ((UNet,), {"auto": None, "unet": UNet(), **SIZES}),
+        (METHODS, _by_kind(METHODS)),
+        (ARCHITECTURES, {"auto": None, **_by_kind(ARCHITECTURES), **SIZES}),
     )
 )
 

@@ -11,10 +11,10 @@ from unfog.config.text import shown, suggest
 from unfog.config.tree import Config
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VP, Cosine, Flow, LogitNormal
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.sampler import Sampler
-from unfog.diffusion.target import Eps, FlowVelocity
-from unfog.diffusion.weighting import Plain
+from unfog.diffusion.target import EdmF, Eps, FlowVelocity
+from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.training.settings import FixedEma, Optimizer, Preview
@@ -51,6 +51,21 @@ def ddpm() -> Config:
     )
 
 
+def edm() -> Config:
+    """The theory of Karras et al. 2022 (Table 1): variance exploding, log-normal noise, F, Heun's 18 steps (35 calls).
+
+    Command: `unfog train photos/ --preset edm`. Cost: an hour, unless a length is given. The rest is that of `default`.
+    Expect: less than of `default` in short runs on small pictures; its noise levels are those of 32 to 64 pixels, and
+    `--schedule lognormal:mean=0` suits fewer. As in the paper, ln(sigma) / 4 is told as it is; `--network
+    small:time_scale=100` tells levels further apart.
+    """
+    return replace(
+        default(),
+        diffusion=Diffusion(VE(), LogNormal(), EdmF(), Edm(), conditioning="logsnr", scale_input=True),
+        sampler=Sampler(kind="heun", steps=18),
+    )
+
+
 def demo() -> Config:
     """`default`, for three minutes on two CPU cores.
 
@@ -66,7 +81,7 @@ def demo() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"default": default, "ddpm": ddpm, "demo": demo}
+PRESETS: dict[str, Callable[[], Config]] = {"default": default, "ddpm": ddpm, "edm": edm, "demo": demo}
 
 
 def preset(name: str) -> Config:

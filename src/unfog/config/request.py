@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from unfog.config.places import why
 from unfog.config.text import shown
+from unfog.config.toml import update
 from unfog.config.tree import LENGTH, Config
 from unfog.data.decode import colour
 from unfog.data.formats.locate import locate
@@ -17,6 +20,9 @@ from unfog.data.sources import open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
+from unfog.models.codec_folder import describe
+from unfog.models.codec_settings import check_multiple
+from unfog.models.settings import Architecture
 from unfog.reporting.sinks import require
 
 _TEN_YEARS = 10 * 365 * 86400
@@ -40,11 +46,49 @@ def check_request(config: Config) -> None:
     colour(config.data.background)
     check_sampler(config.sampler, config.diffusion.schedule)
     require(config.log.sinks)
+    factor = check_codec(config)
     if config.network is not None and config.data.size:
-        config.network.check(config.data.size)
+        check_side(config.network, config.data.size // factor, factor)
     if not config.fingerprint:
         check_source(config.source)
         find_table(config.data.labels, Path(config.source))
+
+
+def check_side(network: Architecture, side: int, factor: int) -> None:
+    """RequestError unless the network takes what it sees at this side: pixels, or latents of `factor` pixels each."""
+    try:
+        network.check(side)
+    except RequestError as error:
+        if factor == 1:
+            raise
+        raise RequestError(f"{error}; these are latents, of {factor} pixels each: {side * factor} pixels") from None
+
+
+def check_codec(config: Config) -> int:
+    """Pixels across one of what the network sees: 1, or the factor of the codec.
+
+    Raises:
+        RequestError: there is no such codec, or the images or what is done to them does not suit it.
+    """
+    if config.autoencoder.factor and config.data.size:
+        config.autoencoder.check(config.data.size)
+    if not config.codec:
+        return 1
+    described, data = describe(config.codec), config.data
+    for name in ("jitter", "crop", "augment"):
+        if getattr(data, name):
+            raise RequestError(
+                f"data.{name} = {getattr(data, name)} changes pixels, and latents are encoded once from images as they "
+                f"are; leave it away, or train without --codec (--flip is possible)"
+            )
+    if data.channels not in (0, described.image_channels):
+        raise RequestError(
+            f"data.channels = {data.channels}, but the codec in {config.codec} is for images of "
+            f"{described.image_channels}; leave --data.channels away, or take another codec"
+        )
+    if data.size:
+        check_multiple(data.size, described.factor)
+    return described.factor
 
 
 def check_device(name: str) -> None:
@@ -63,6 +107,15 @@ def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
             f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
             f"schedule; use at most {schedule.steps}, or sampler.grid = karras"
         )
+
+
+def changed_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
+    """A run's sampler with another kind or number of steps, where given. Levels tuned for what it was are left."""
+    changes: dict[str, Any] = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
+    other = update(sampler, changes, "sampler")
+    if sampler.grid == "tuned" and (other.kind, other.steps) != (sampler.kind, sampler.steps):
+        return replace(other, grid="schedule")
+    return other
 
 
 def check_source(source: str) -> None:

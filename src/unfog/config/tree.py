@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from tyro.conf import Suppress
 
+from unfog.config.init import Init
 from unfog.config.text import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.models.settings import UNet
+from unfog.models.codec_settings import Autoencoder, Latents
+from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
 from unfog.training.settings import (
+    Averages,
     Checkpoint,
     EmaProfile,
     Evaluate,
@@ -25,7 +29,7 @@ from unfog.training.settings import (
     Training,
 )
 
-Network = UNet | None  # None: chosen for the device and the image size
+Network = Architecture | None  # None: chosen for the device and the image size
 
 
 # Short names of the settings that are given most; the rest go by their place in the tree, such as --optimizer.warmup.
@@ -47,6 +51,8 @@ SHORT = {
     "device": "training.device",
     "seed": "training.seed",
     "lr": "optimizer.lr",
+    "optimizer": "optimizer.method",
+    "init": "init.folder",
 }
 LENGTH = ("steps", "images", "budget")
 
@@ -59,7 +65,9 @@ class Config:
     """Where the images are: a folder, or the name of a built-in set."""
     data: Data = Data()
     network: Network = None
-    """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1."""
+    """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
+    codec: str = ""
+    """Train on the latents of this codec: a folder of `unfog train-codec`, or an AutoencoderKL or AutoencoderTiny."""
     label_dropout: float = 0.1
     """Share of training images that are shown without their class, so that sampling can use --guidance."""
     diffusion: Diffusion = Diffusion()
@@ -67,27 +75,56 @@ class Config:
     optimizer: Optimizer = Optimizer()
     ema: EmaProfile = PowerEma()
     """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
+    averages: Averages = Averages()
     sampler: Sampler = Sampler()
     guidance: float = 1.0
     """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Guide only where the share of noise, sigma / (alpha + sigma), is within this: 0 is the image, 1 noise alone."""
     log: Log = Log()
     preview: Preview = Preview()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    init: Init = Init()
     classes: Suppress[tuple[str, ...]] = ()
     """Class names, as found in the data."""
+    latents: Suppress[Latents] = Latents()
+    """What the codec makes of the images, as measured."""
+    autoencoder: Suppress[Autoencoder] = Autoencoder()
+    """The codec that this run trains, if it does; see `unfog train-codec`."""
     fingerprint: Suppress[str] = ""
     """Digest of the images and their order, so that a resume notices other data."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_dropout <= 1:
             raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
+        check_interval(self.guidance_interval)
+        self._check_averages()
+
+    def _check_averages(self) -> None:
+        """RequestError if the two averages are nearly one."""
+        second = self.averages.second
+        if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
+            raise RequestError(
+                f"averages.second = {self.averages.second} is too near to the width {self.ema.width} of --ema; half "
+                "or twice that is usual"
+            )
 
     @property
     def usual_guidance(self) -> float:
         """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
         the network never sees a picture without its class. Any other asks the network twice."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+
+def check_interval(interval: tuple[float, float]) -> None:
+    """RequestError unless it is an interval of shares of noise."""
+    low, high = interval
+    if not 0 <= low < high <= 1:
+        raise RequestError(
+            f"guidance_interval = {low} {high} must be two shares of noise, the lower first, from 0 to 1; 0.2 0.75 "
+            "leaves out the cleanest fifth and the noisiest quarter"
+        )
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +134,9 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in known and name not in SHORT:
             raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT])}")
-        section, _, field = SHORT.get(name, name).partition(".")
+        # "optimizer" and "init" are sections, and short for what is given most of each.
+        whole = name in known and (isinstance(value, Mapping) or is_dataclass(value))
+        section, _, field = (name if whole else SHORT.get(name, name)).partition(".")
         if field:
             if not isinstance(table.setdefault(section, {}), dict):
                 raise RequestError(f"{section} and {name} cannot both be given, unless {section} is a dict")

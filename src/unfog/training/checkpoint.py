@@ -3,6 +3,7 @@
     checkpoints/00001000/manifest.json           step, images, what made it, size and sha256 of every other file
     checkpoints/00001000/model.safetensors       weights under the network's own names
     checkpoints/00001000/ema.safetensors         the average, same names
+    checkpoints/00001000/ema2.safetensors        a second average, where there is one: see `posthoc`
     checkpoints/00001000/optimizer.safetensors   its moments, as "exp_avg/" and the name of the weight
     checkpoints/00001000/state.json              position, guard, loss scaler, sums for the log
     checkpoints/00001000/config.toml             the settings that it was trained with
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,11 +25,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unfog.errors import RequestError, RunError
-from unfog.training.state import TrainState
+from unfog.training.state import HELD_OUT_LOSS, TrainState, better
 
 FORMAT = 2
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
+SECOND = "ema2.safetensors"
 LARGEST_JSON = 2**20  # bytes; ours have a few thousand
 
 
@@ -47,11 +50,21 @@ class Saved(NamedTuple):
     anchor: bool
     """Whether a roll-back may come back to it."""
     for_best: bool
-    """Whether it was saved only for its held-out loss."""
+    """Whether it was saved only for what it measures."""
     held_out_loss: float | None
     """Where it was measured at this step."""
     measure: str
     """Digest of how it was measured: only equals can be compared."""
+    chosen_by: str
+    """What the best is chosen by: held_out_loss, or kid, …, and a digest of how; only equals compare."""
+    value: float | None
+    """Of that, where it was measured at this step."""
+
+    @property
+    def metric(self) -> str:
+        """The name of what the best is chosen by."""
+        return self.chosen_by.partition(":")[0]
+
     made_on: str
     """What computed it, in words; the same again repeats it to the bit."""
     files: dict[str, File]
@@ -68,10 +81,15 @@ class Broken(NamedTuple):
 
 
 def best_of(saved: list[Saved]) -> Saved | None:
-    """The one with the lowest held-out loss, measured as it was last; None if none was."""
-    measured = [(one.held_out_loss, one) for one in saved if one.held_out_loss is not None]
-    measured = [(loss, one) for loss, one in measured if one.measure == measured[-1][1].measure]
-    return min(measured, key=lambda pair: pair[0])[1] if measured else None
+    """The best by the metric that was chosen last, measured as it was last; None if none was."""
+    measured = [one for one in saved if one.value is not None and math.isfinite(one.value)]
+    best: Saved | None = None
+    for one in measured:
+        if (one.chosen_by, one.measure) != (measured[-1].chosen_by, measured[-1].measure):
+            continue
+        if best is None or better(one.metric, one.value or 0.0, best.value or 0.0):
+            best = one
+    return best
 
 
 def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
@@ -99,7 +117,7 @@ def read_manifest(folder: Path) -> Saved:
     if manifest.pop("sha256") != digest(manifest):
         raise ValueError("it is not what was saved (sha256 differs)")
     files = {name: File(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    if files.keys() != FILES:
+    if files.keys() - {SECOND} != FILES:
         raise ValueError(f"it lists {sorted(files)}, not {sorted(FILES)}")
     loss = manifest["held_out_loss"]
     return Saved(
@@ -110,6 +128,8 @@ def read_manifest(folder: Path) -> Saved:
         bool(manifest["for_best"]),
         None if loss is None else float(loss),
         str(manifest["measure"]),
+        str(manifest.get("chosen_by", HELD_OUT_LOSS)),  # which the first checkpoints did not hold
+        None if (value := manifest.get("value", loss)) is None else float(value),
         str(manifest["made_on"]),
         files,
     )
@@ -165,12 +185,13 @@ def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
             return saved, broken
         broken.append(Broken(saved.folder, wrong))
     if broken:
-        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken))}")
+        more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
+        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
     return None, []
 
 
 def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:
-    """The whole checkpoint of a step; the one with the lowest held-out loss for "best", the newest for None.
+    """The whole checkpoint of a step; the best by what the run measures it by for "best", the newest for None.
 
     Raises:
         RequestError: there is no such checkpoint.
@@ -185,7 +206,7 @@ def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:
     wanted = best_of(found) if which == "best" else next((saved for saved in found if saved.step == which), None)
     if wanted is None:
         steps = ", ".join(str(saved.step) for saved in found) or "none"
-        what = "with a held-out loss" if which == "best" else f"of step {which}"
+        what = "that was measured" if which == "best" else f"of step {which}"
         raise RequestError(f"there is no checkpoint {what}; there is {steps}")
     if wrong := damage(wanted):
         raise RunError(str(Broken(wanted.folder, wrong)))
@@ -229,8 +250,12 @@ def load_tensors(folder: Path, state: TrainState) -> None:
     load_weights(folder, "model", state.model)
     with state.ema.swapped_into(state.model):
         load_weights(folder, "ema", state.model)
+    if state.second is not None:
+        kind = "ema2" if (folder / SECOND).exists() else "ema"  # as near as an older run comes
+        with state.second.swapped_into(state.model):
+            load_weights(folder, kind, state.model)
     try:
-        state.load_moments(read_tensors(folder / "optimizer.safetensors"))
+        state.load_moments(read_tensors(folder / "optimizer.safetensors"), read_state(folder))
     except ValueError as error:
         raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
 
@@ -252,7 +277,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
-    """Put the weights of a checkpoint into a network; `kind` is "model" or "ema".
+    """Put the weights of a checkpoint into a network; `kind` is "model", "ema" or "ema2".
 
     Raises:
         RunError: they are those of another network.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unfog.training.settings import EmaProfile
+from unfog.training.settings import EmaProfile, PowerEma
 
 
 class Ema:
@@ -21,6 +21,12 @@ class Ema:
         self.profile = profile
         self.parameters = [p.detach().clone() for p in model.parameters()]
         self.buffers = [b.detach().clone() for b in model.buffers()]
+
+    @property
+    def width(self) -> float:
+        """Of its profile, which is a power function. AssertionError if it is not."""
+        assert isinstance(self.profile, PowerEma)
+        return self.profile.width
 
     @torch.no_grad()
     def update(self, model: nn.Module, update: int) -> None:

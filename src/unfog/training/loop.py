@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RunError
+from unfog.training.averages import spacing
 from unfog.training.culprit import find_culprit
 from unfog.training.memory import at_once, within_memory
 from unfog.training.noise_scale import squared_norm
@@ -29,6 +30,7 @@ class Every(NamedTuple):
     preview: int
     evaluate: int
     checkpoint: int
+    averages: int = 0
 
     def due(self, step: int, last: bool) -> list[str]:
         """What follows step number `step` (1, 2, …); after the last one all, but evaluation only if ever wanted.
@@ -38,6 +40,7 @@ class Every(NamedTuple):
         wanted = {
             "evaluate": self.evaluate > 0 and (last or step % self.evaluate == 0),
             "log": last or (self.log > 0 and step % self.log == 0),
+            "averages": self.averages > 0 and (last or step % spacing(self.averages, step) == 0),
             "preview": last or (self.preview > 0 and step % self.preview == 0),
             "save": last or (self.checkpoint > 0 and step % self.checkpoint == 0),
         }
@@ -147,7 +150,7 @@ def gradient(
         # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also when
         # the last pass is smaller.
         state.precision.backward(loss.per_image.sum() / settings.batch)
-        losses.append(Loss(*(part.detach() for part in loss)))
+        losses.append(loss.detached())
         if len(losses) == 1 < len(passes):
             part_square = squared_norm(state.optimizer)
     return passes, losses, part_square
@@ -206,12 +209,11 @@ def settle(state: TrainState, run: Run, stopwatch: Stopwatch, batch_size: int) -
             if record:
                 run.log(step, state.seen, record)
             state.due = [name for name in state.due if name not in ("log", "evaluate")]
-            held_out = record.get("held_out_loss", math.inf)
-            if "held_out_loss" in record:
-                state.last["held_out_loss"] = held_out
-            if held_out < (math.inf if state.best is None else state.best):
-                state.best = held_out
-                state.due += [] if "save" in state.due else ["keep the best"]
+            if state.judge(record) and "save" not in state.due:
+                state.due.append("keep the best")
+    if "averages" in state.due:
+        run.keep_averages(state)
+        state.due.remove("averages")
     if "preview" in state.due:
         run.preview(state)
         state.due.remove("preview")
@@ -269,8 +271,8 @@ def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int
 
 
 def relative_loss(losses: list[Loss]) -> Tensor:
-    """Loss of a step over the loss of answering 0 at the same noise levels, a 0-d tensor."""
-    cost = torch.stack([loss.per_image.sum() for loss in losses]).sum()
+    """Weighted squared error of a step over that of answering 0 at the same noise levels, a 0-d tensor."""
+    cost = torch.stack([loss.measured.sum() for loss in losses]).sum()
     reference = torch.stack([loss.reference.sum() for loss in losses]).sum()
     return cost / reference.clamp_min(1e-30)  # 0 over 0 where all weights of a small batch are
 

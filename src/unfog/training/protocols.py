@@ -58,6 +58,9 @@ class Run(Protocol):
     def preview(self, state: TrainState) -> None:
         """Draw a sample grid."""
 
+    def keep_averages(self, state: TrainState) -> None:
+        """Store a snapshot of both averages, for `posthoc`."""
+
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out metrics, to be recorded."""
 
@@ -94,6 +97,9 @@ class Silent:
 
     def preview(self, state: TrainState) -> None:
         """Nothing is drawn."""
+
+    def keep_averages(self, state: TrainState) -> None:
+        """Nothing is stored."""
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Nothing is measured."""

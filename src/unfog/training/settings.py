@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
+from unfog.training.methods import AdamW, Method
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -66,20 +67,26 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW and its learning rate over the run."""
+    """What moves the weights, and its learning rate over the run."""
 
     lr: float = 0.0
     """Peak learning rate. 0: 0.003 for a million parameters and 64 images, by square roots otherwise. Short: --lr."""
     warmup: int = 0
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
-    schedule: Literal["constant", "cosine", "inverse-sqrt"] = "constant"
-    """What follows the warm-up: stay, fall to zero at the end of the run, or fall with 1/sqrt(steps)."""
+    schedule: Literal["constant", "cosine", "inverse-sqrt", "cooldown"] = "constant"
+    """What follows the warm-up. cosine: fall to zero at the end, which has to be known. constant: stay, for a run with
+    no end yet; `unfog resume RUN --steps N --optimizer.schedule cooldown` ends it. cooldown: stay, then fall to zero
+    over the last steps. inverse-sqrt: fall with 1/sqrt(steps), for a run that may stop anywhere."""
+    cooldown: float = 0.2
+    """Share of the whole run, at its end, in which `cooldown` falls to zero."""
+    method: Method = AdamW()
+    """adamw, muon, or custom:path=torch.optim.RMSprop, which runs the code that is named. Short: --optimizer."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running mean and running square of the gradient."""
     eps: float = 1e-8
     """AdamW's guard against division by zero."""
     weight_decay: float = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of AdamW and Muon."""
 
     def __post_init__(self) -> None:
         if not self.lr >= 0:
@@ -88,6 +95,8 @@ class Optimizer:
             raise RequestError(f"warmup = {self.warmup} and weight_decay = {self.weight_decay} must not be negative")
         if not self.eps > 0:  # the gradient of a class that is not in a batch is exactly zero
             raise RequestError(f"eps = {self.eps} must be above 0, as some gradients are zero; 1e-8 is usual")
+        if not 0 < self.cooldown <= 1:
+            raise RequestError(f"cooldown = {self.cooldown} must be a share above 0, up to 1; 0.2 is usual")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RequestError(f"betas = {self.betas} must be from 0 up to, not including, 1; 0.9 0.999 is usual")
 
@@ -151,6 +160,31 @@ EmaProfile = PowerEma | FixedEma
 EMAS = (PowerEma, FixedEma)
 
 
+MOST_AVERAGES = 48
+"""Snapshots that are kept; beyond, every other one goes."""
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Snapshots of two averages, from which `unfog ema-sweep` rebuilds one of any length after training."""
+
+    every: int = 0
+    """Steps between snapshots. 0: some 24 in a run of 200 steps or more with --ema power; -1: none, and no second."""
+    second: float = 0.0
+    """Width of the second average, which only these snapshots need. 0: half of that of --ema."""
+
+    def __post_init__(self) -> None:
+        check_interval("averages.every", self.every)
+        if self.second:
+            PowerEma(self.second)
+
+    def profile(self, ema: EmaProfile) -> PowerEma | None:
+        """The second average; None where there is none."""
+        if self.every < 0 or not isinstance(ema, PowerEma):
+            return None
+        return PowerEma(self.second or (ema.width / 2 if ema.width >= 0.02 else 2 * ema.width))
+
+
 @dataclass(frozen=True)
 class Preview:
     """Sample grids during training, from the same noise each time."""
@@ -165,9 +199,20 @@ class Preview:
         check_interval("preview.every", self.every)
 
 
+def names_in(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Each name once, in the order given; a word may hold several with commas between."""
+    return tuple(dict.fromkeys(name.strip() for word in words for name in word.split(",") if name.strip()))
+
+
 @dataclass(frozen=True)
 class Evaluate:
-    """Held-out loss during training, on the same images, noise and noise levels each time."""
+    """What is measured during training: held-out loss, on the same images, noise and noise levels each time; and, where
+    it is asked for, metrics of pictures that are drawn for it, always from the same noise."""
+
+    DRAWN: ClassVar[tuple[str, ...]] = ("fid", "kid", "precision", "recall", "density", "coverage", "sliced")
+    """Metrics that need drawn pictures."""
+    HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage")
+    """Those that are better when higher."""
 
     every: int = 0
     """Steps between evaluations. 0: about ten in the run; -1: none."""
@@ -175,11 +220,38 @@ class Evaluate:
     """Held-out images that are used."""
     levels: int = 8
     """Noise levels, at equal quantiles of the training distribution."""
+    metrics: tuple[str, ...] = ()
+    """Of drawn pictures as well: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
+    features: str = "pixels"
+    """What the metrics compare: pixels (coarse), texture, or inception, which needs its file."""
+    samples: int = 0
+    """Pictures that are drawn for the metrics. 0: as many as `share` permits, up to 5000."""
+    reference: int = 0
+    """Training images that they are compared with. 0: as many as `share` permits, up to 10000."""
+    metrics_every: int = 0
+    """Steps between two times that pictures are drawn, at evaluations. 0: what `share` permits; -1: never."""
+    share: float = 0.05
+    """Share of the training time that the metrics may take, where `samples` or `metrics_every` is 0."""
+    best: str = "held_out_loss"
+    """What says which checkpoint is the best, and kept: held_out_loss, or one of `metrics`."""
 
     def __post_init__(self) -> None:
         at_least_one("evaluate.images", self.images, most=1_000_000)
         at_least_one("evaluate.levels", self.levels, most=1000)
         check_interval("evaluate.every", self.every)
+        check_interval("evaluate.metrics_every", self.metrics_every)
+        object.__setattr__(self, "metrics", names_in(self.metrics))
+        for name in self.metrics:
+            if name not in self.DRAWN:
+                raise RequestError(f"evaluate.metrics names {name!r}, which is not one of {', '.join(self.DRAWN)}")
+        if self.best not in ("held_out_loss", *self.metrics):
+            asked = f" of --evaluate.metrics {','.join((*self.metrics, self.best))}" if self.best in self.DRAWN else ""
+            raise RequestError(f"evaluate.best = {self.best} is not measured; give held_out_loss, or one{asked}")
+        if not 0 < self.share <= 0.5:
+            raise RequestError(f"evaluate.share = {self.share} must be above 0 and at most 0.5; 0.05 is usual")
+        for name in ("samples", "reference"):
+            if (value := getattr(self, name)) and not 10 <= value <= 1_000_000:
+                raise RequestError(f"evaluate.{name} = {value} must be 0 to choose it, or from 10 to 1000000")
 
 
 @dataclass(frozen=True)
@@ -189,7 +261,7 @@ class Checkpoint:
     every: int = 0
     """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
     keep: int = 3
-    """Newest checkpoints to keep, besides the one with the lowest held-out loss."""
+    """Newest checkpoints to keep, besides the best one by `evaluate.best`."""
     milestones: int = 0
     """Also keep those at multiples of this many steps, for good; 0: none."""
 
@@ -221,4 +293,8 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
         return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
     if settings.schedule == "inverse-sqrt":
         return settings.lr * math.sqrt(warmup / (step + 1))
+    if settings.schedule == "cooldown":
+        # 1 - sqrt ends better than a line does, and a fifth of the run as well as a cosine (Haegele et al. 2024).
+        length = max(1, min(round(settings.cooldown * steps), steps - warmup))
+        return settings.lr * (1 - math.sqrt(max(0, step - (steps - length)) / length))
     return settings.lr

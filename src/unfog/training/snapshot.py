@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unfog.training import checkpoint, rotation
-from unfog.training.state import TrainState
+from unfog.training.state import HELD_OUT_LOSS, TrainState, metric_of
 
 
 class Snapshot(NamedTuple):
@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
     anchor: bool
     """Whether a roll-back may come back to it: taken at a regular interval, when all was well."""
     for_best: bool
-    """Whether it is only for its held-out loss, and may go when there is a better one."""
+    """Whether it is only for what it measures, and may go when there is a better one."""
     config: str
     """The settings, as TOML."""
     made_on: str
@@ -99,6 +99,8 @@ def manifest_of(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
         "anchor": snapshot.anchor,
         "for_best": snapshot.for_best,
         "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
+        "chosen_by": snapshot.progress["keys"].get("best", HELD_OUT_LOSS),
+        "value": snapshot.progress["last"].get(metric_of(snapshot.progress["keys"])),
         "measure": snapshot.progress["keys"].get("measure", ""),
         "made_on": snapshot.made_on,
         "files": {

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
+from unfog.training import optim
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
 from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
-from unfog.training.settings import EmaProfile, Optimizer
+from unfog.training.settings import EmaProfile, Evaluate, Optimizer, PowerEma
 
+HELD_OUT_LOSS = "held_out_loss"
 BINS = 10  # of the noise quantile, in which the training loss is logged
+
+
+def metric_of(keys: Mapping[str, str]) -> str:
+    """The name of what the best is chosen by."""
+    return keys.get("best", HELD_OUT_LOSS).partition(":")[0]
+
+
+def better(name: str, value: float, than: float) -> bool:
+    """Whether a value of what the best is chosen by is better than another."""
+    return value > than if name in Evaluate.HIGHER else value < than
 
 
 class Window:
@@ -27,10 +41,15 @@ class Window:
         self.refused = self.overflows = 0
         self.noise = NoiseScale(device)
 
-    def add(self, per_image: Tensor, u: Tensor) -> None:
-        """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order."""
+    def add(self, per_image: Tensor, u: Tensor, importance: Tensor | None = None) -> None:
+        """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order.
+
+        Where u is not drawn evenly, its importance [B] makes the mean that of even ones.
+        """
         bins = (u * BINS).long().clamp_(0, BINS - 1)
         one_hot = torch.nn.functional.one_hot(bins, BINS).float()
+        if importance is not None:
+            one_hot = one_hot * importance[:, None]
         self.loss += per_image.detach() @ one_hot
         self.count += one_hot.sum(0)
 
@@ -71,6 +90,14 @@ class Window:
             self.noise.restore(saved["noise"])
 
 
+@runtime_checkable
+class Projected(Protocol):
+    """A network whose weights are to stay within a set of values, such as rows of unit length."""
+
+    def project(self) -> None:
+        """Bring the weights back to it, in place."""
+
+
 class TrainState:
     """Network, optimiser, EMA, loss scaler and where the run is.
 
@@ -78,20 +105,27 @@ class TrainState:
     rate. `updates` counts the optimiser steps that were taken; a refused step advances `seen` and not `updates`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, ema: EmaProfile, precision: Precision):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        ema: EmaProfile,
+        precision: Precision,
+        second: PowerEma | None = None,
+    ):
         self.model = model
         self.precision = precision
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
+        self.optimizer = optim.build(model, optimizer, fast)
+        self.method = optimizer.method.identity
         self.ema = Ema(model, ema)
+        self.second = Ema(model, second) if second else None
+        """Another average, whose snapshots together with those of the first give averages of any length."""
+        self.pure = True
+        """Whether both averages had their profiles since the beginning, so that these are known."""
         self.guard = Guard()
         self.window = Window(precision.device)
+        self.levels = Levels(precision.device)
         self.seen = 0
         self.updates = 0
         self.microbatch = 0
@@ -99,11 +133,12 @@ class TrainState:
         self.due: list[str] = []
         """What the last step has still to be followed by: evaluate, log, preview, save, keep the best."""
         self.last: dict[str, float] = {}
-        """Numbers of the last step: gradient_norm, lr, and held_out_loss if it was measured."""
+        """Numbers of the last step: gradient_norm, lr, and what the best is chosen by if it was measured."""
         self.best: float | None = None
-        """Lowest held-out loss so far, since it is measured as it is now."""
+        """Best value so far of what it is chosen by, since that is measured as it is now."""
         self.keys: dict[str, str] = {}
-        """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`."""
+        """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`. "best" begins
+        with the name of what the best is chosen by; the first checkpoints have none, and it is the held-out loss."""
 
     def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
         """Count one step of `images` images, with its losses by micro-batch.
@@ -113,18 +148,41 @@ class TrainState:
         self.seen += images
         if accepted:
             self.updates += 1
+            self.project()
             self.ema.update(self.model, self.updates)
+            if self.second is not None:
+                self.second.update(self.model, self.updates)
             for loss in losses:
-                self.window.add(loss.per_image, loss.u)
+                self.window.add(loss.measured, loss.u, loss.importance)
+            if losses:
+                self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
+
+    def project(self) -> None:
+        """What a network asks for after an update; here, so that the forward pass changes no weight, and what is
+        averaged and saved is what the next step begins with."""
+        if isinstance(self.model, Projected):
+            self.model.project()
+
+    def judge(self, record: dict[str, Any]) -> bool:
+        """Note what was measured after the last step; whether it is the best so far by what that is chosen by."""
+        chosen = metric_of(self.keys)
+        self.last |= {name: float(record[name]) for name in (HELD_OUT_LOSS, chosen) if name in record}
+        value = self.last[chosen] if chosen in record else math.nan
+        if math.isnan(value) or not (self.best is None or better(chosen, value, self.best)):
+            return False
+        self.best = value
+        return True
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The tensors by file: model and ema under the network's names, optimizer under "moment/parameter"."""
-        moments = {
-            f"{key}/{name}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        return {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
+        moments = optim.moments(self.optimizer, self.model)
+        files = {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
+        return files if self.second is None else files | {"ema2": self.second.state_dict(self.model)}
+
+    @property
+    def widths(self) -> list[float]:
+        """Of the averages that snapshots are taken of; [] if none are."""
+        return [] if self.second is None or not self.pure else [self.ema.width, self.second.width]
 
     def non_finite(self) -> str | None:
         """The first tensor with a value that is not finite, as "file: name"; None if there is none."""
@@ -146,6 +204,10 @@ class TrainState:
             self.microbatch = 0
         if keys["measure"] != self.keys.get("measure"):
             self.best = None
+        if keys.get("objective") != self.keys.get("objective"):
+            self.levels.restore(None)
+        if keys.get("best", HELD_OUT_LOSS) != self.keys.get("best", HELD_OUT_LOSS):
+            self.best = None
         self.keys = keys
 
     def progress(self) -> dict[str, Any]:
@@ -161,6 +223,10 @@ class TrainState:
             "scaler": self.precision.scaler.state_dict(),
             "guard": self.guard.to_dict(),
             "window": self.window.to_dict(),
+            "levels": self.levels.to_dict(),
+            "averages": self.widths,
+            "method": self.method,
+            "optimizer": optim.numbers(self.optimizer, self.model),
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
@@ -171,6 +237,9 @@ class TrainState:
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
         self.guard = Guard.from_dict(saved["guard"])
         self.window.restore(saved["window"])
+        self.levels.restore(saved.get("levels"))  # which the first checkpoints did not hold
+        # Neither known nor the same where the first checkpoints, or other settings, had none or others.
+        self.pure = saved.get("averages") == self.widths
         self._load_scaler(saved)
 
     def go_back(self, saved: dict[str, Any]) -> None:
@@ -181,6 +250,8 @@ class TrainState:
         """
         self.updates = saved["updates"]
         self.guard.went_back(saved["guard"], saved["seen"])
+        same = saved["keys"].get("objective") == self.keys.get("objective")
+        self.levels.restore(saved.get("levels") if same else None)
         if saved["keys"].get("training") != self.keys.get("training"):
             self.guard.recent = []  # what was usual before settings changed
         self._load_scaler(saved)
@@ -189,14 +260,10 @@ class TrainState:
         if saved["scaler"]:  # empty where there was none: precision may have been fp32 then
             self.precision.scaler.load_state_dict(saved["scaler"])
 
-    def load_moments(self, moments: dict[str, Tensor]) -> None:
-        """Restore the optimiser's part of `tensors`. ValueError if it is of another network."""
-        places = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
-        state: dict[int, dict[str, Tensor]] = {}
-        for full, value in moments.items():
-            key, _, name = full.partition("/")
-            if name not in places:
-                raise ValueError(f"{full} is of no parameter of the network")
-            state.setdefault(places[name], {})[key] = value.clone()  # it may be the file itself, mapped
-        # The settings of today, not those that were saved.
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+    def load_moments(self, moments: dict[str, Tensor], saved: dict[str, Any]) -> None:
+        """Restore the optimiser's part of `tensors`, and of `progress`. ValueError if it is of another network.
+
+        Moments of another optimiser are of no use to this one, which then begins its own.
+        """
+        same = saved.get("method", "adamw") == self.method  # the first checkpoints were all of AdamW
+        optim.restore(self.optimizer, self.model, moments if same else {}, saved.get("optimizer", {}) if same else {})

@@ -1,0 +1,86 @@
+"""What a codec is trained to: images that come back as they were, from latents near to a standard normal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unfog.diffusion.objective import Loss
+
+BANDS = 3
+"""Of the pyramid, each at half the resolution of the one before; what is coarser is left to the plain error."""
+
+
+@dataclass(frozen=True)
+class CodecLoss:
+    """Mean absolute error, that of each band of a Laplacian pyramid, and a small divergence, all means per number.
+
+    Absolute rather than squared error, as squares blur more. The pyramid (Burt & Adelson 1983) as a loss is that of
+    Bojanowski et al. 2018, whose weights 4^j on sums over band j are equal weights on means. It takes the place of a
+    perceptual network, which would have to be downloaded.
+    """
+
+    kl: float
+    """Weight of the divergence."""
+    pyramid: float
+    """Weight of each band."""
+
+    def __call__(
+        self, network: nn.Module, x0: Tensor, label: Tensor | None = None, condition: Tensor | None = None
+    ) -> Loss:
+        """Loss of images x0 float32 [B, C, H, W] in [-1, 1]; the network draws one latent for each.
+
+        Labels and augmentation say nothing here. `u`, the noise level of a diffusion, is 1/2 for all.
+        """
+        image, mean, logvar = network(x0)
+        cost = self.reconstruction(image.float() - x0) + self.kl * divergence(mean, logvar).mean((1, 2, 3))
+        return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
+
+    def reconstruction(self, error: Tensor) -> Tensor:
+        """What an error [B, C, H, W] costs, [B]."""
+        cost = error.abs().mean((1, 2, 3))
+        if self.pyramid:
+            for band in bands(error):
+                cost = cost + self.pyramid * band.abs().mean((1, 2, 3))
+        return cost
+
+
+def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
+    """KL(N(mean, exp(logvar)) || N(0, 1)) of each number (Kingma & Welling 2014, appendix B)."""
+    return 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
+
+
+def bands(x: Tensor) -> list[Tensor]:
+    """The Laplacian pyramid of [B, C, H, W], finest band first, without what remains below the last.
+
+    Linear, so the bands of a difference are the differences of the bands. Fewer bands of images below 8 pixels.
+    """
+    found = []
+    for _ in range(BANDS):
+        if min(x.shape[-2:]) < 4:
+            break
+        smooth = blurred(x)
+        found.append(x - smooth)
+        x = smooth[..., ::2, ::2]
+    return found
+
+
+def blurred(x: Tensor) -> Tensor:
+    """Convolution of [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both sides, edges repeated."""
+    weights = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], device=x.device, dtype=x.dtype) / 16
+    channels = x.shape[1]
+    x = F.pad(x, (2, 2, 2, 2), mode="replicate")
+    x = F.conv2d(x, weights.view(1, 1, 5, 1).expand(channels, 1, 5, 1), groups=channels)
+    return F.conv2d(x, weights.view(1, 1, 1, 5).expand(channels, 1, 1, 5), groups=channels)
+
+
+def psnr(x: Tensor, y: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB of uint8 images [B, C, H, W], each over its own error, float64 [B].
+
+    10 log10(255^2 / mean squared error); of equal images that of half a level, as no more is to be seen.
+    """
+    error = (x.double() - y.double()).square().mean((1, 2, 3)).clamp_min(0.25)
+    return 10 * torch.log10(255**2 / error)
