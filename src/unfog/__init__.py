@@ -10,6 +10,7 @@ The parts are usable on their own: `unfog.diffusion` (schedules, targets, weight
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,9 +22,11 @@ from unfog.version import __version__
 if TYPE_CHECKING:
     from unfog.config.tree import Config
     from unfog.reporting.findings import Finding
+    from unfog.runs.ema_sweep import Swept
     from unfog.runs.find_lr import FoundLr
     from unfog.runs.plan import Plan
     from unfog.runs.run import Run
+    from unfog.runs.tune import Tuned
 
 __all__ = [
     "RequestError",
@@ -31,12 +34,15 @@ __all__ = [
     "UnfogError",
     "__version__",
     "doctor",
+    "ema_sweep",
     "find_lr",
     "load",
     "pack",
     "plan",
     "resume",
     "train",
+    "train_codec",
+    "tune",
     "verify",
 ]
 
@@ -58,7 +64,7 @@ def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str
         source: a folder or any other SOURCE of the command line; or uint8 images as an array or tensor [N, H, W],
             [N, H, W, C] or [N, C, H, W], with `labels=` one for each where there are classes.
         out: the run folder, which must be new; None is a free one under `runs/`.
-        preset: the recipe that settings change: "default", "ddpm" or "demo".
+        preset: the recipe that settings change: "default", "ddpm", "edm" or "demo".
         settings: any setting of the command line, by its short name (`size=64, steps=2000, lr=1e-4`) or by a table of
             its section (`optimizer={"warmup": 100}`). A part may be given by word, `schedule="cosine:steps=500"`.
 
@@ -77,6 +83,50 @@ def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
+
+
+def train_codec(
+    source: Source,
+    *,
+    out: str | PathLike[str] | None = None,
+    factor: int = 4,
+    channels: int = 4,
+    width: str = "small",
+    kl: float = 1e-3,
+    pyramid: float = 1.0,
+    **settings: Any,
+) -> Path:
+    """Train an autoencoder on images, as `unfog train-codec` does; `train(source, codec=...)` then takes the folder.
+
+    Args:
+        source: as for `train`.
+        out: the folder, which must be new; None is a free one under `runs/`.
+        factor: pixels across one latent: 2, 4, 8 or 16.
+        channels: numbers at each place of a latent.
+        width: size of the codec: "tiny", "small" or "base".
+        kl: weight of the latents' divergence from a standard normal.
+        pyramid: weight of the error in edges and textures.
+        settings: as for `train`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        As `train`.
+    """
+    from unfog.config.codec import codec_recipe, with_codec
+    from unfog.config.toml import update
+    from unfog.config.tree import nested, with_length_of, without_length
+    from unfog.runs.folder import next_folder
+    from unfog.runs.train import start
+
+    base, place = codec_recipe(), _place(source, settings)
+    config = with_length_of(base, update(without_length(base), nested(settings) | {"source": place}, ""))
+    config = with_codec(config, factor, channels, width, kl=kl, pyramid=pyramid)
+    folder, done = start(config, _path(out) or next_folder(f"{place.rstrip('/')}-codec"))
+    if not done:
+        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
+    return folder.path
 
 
 def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -> Run:
@@ -214,16 +264,69 @@ def verify(path: str | PathLike[str]) -> str:
     return repeat(RunFolder(Path(path_text(path, "path"))))
 
 
-def load(path: str | PathLike[str]) -> Run:
-    """A run that was trained, ready to sample from the EMA weights of its newest whole checkpoint.
+def tune(path: str | PathLike[str], *, steps: int = 10, sampler: str | None = None, **settings: Any) -> Tuned:
+    """Find the best few noise levels to sample a run at, and make them its default, as `unfog tune` does.
+
+    Args:
+        path: the run folder.
+        steps: of the sampler.
+        sampler: ddim, heun, dpmpp or unipc; None as the run is set.
+        settings: `pictures` that are compared, `tries`, `store=False` to only look, `device`.
 
     Raises:
-        RequestError: `path` is not a run.
+        RequestError: a setting that will not do, or the run is being trained.
+        RunError: it has no whole checkpoint.
+    """
+    from unfog.runs.tune import tune as search
+
+    return search(path_text(path, "path"), steps, sampler, **settings)
+
+
+def load(path: str | PathLike[str], *, ema: float | None = None) -> Run:
+    """A run that was trained, ready to sample from the EMA weights of its newest whole checkpoint.
+
+    Args:
+        path: the run folder.
+        ema: width of the average, such as 0.07, rebuilt from the run's snapshots; None is what `ema_sweep` chose, or
+            else as the run was set.
+
+    Raises:
+        RequestError: `path` is not a run, or its snapshots do not allow that average.
         RunError: it has no whole checkpoint.
     """
     from unfog.runs.run import Run
 
-    return Run(path_text(path, "path"))
+    return Run(path_text(path, "path"), ema=ema)
+
+
+def ema_sweep(
+    path: str | PathLike[str],
+    *,
+    metric: str = "held_out_loss",
+    n: int = 0,
+    widths: Sequence[float] = (),
+    step: int | None = None,
+    features: str = "",
+    device: str = "auto",
+) -> Swept:
+    """Find the best length of a run's average of weights, as `unfog ema-sweep` does; it is the run's own from then on.
+
+    Args:
+        path: the run folder.
+        metric: held_out_loss, or kid, fid, fd or sliced of drawn pictures; the lowest is best.
+        n: held-out images, or pictures for each length; 0 is the usual number.
+        widths: lengths to try; () are ten from 0.02 to 0.25.
+        step: at which; None is the last snapshot.
+        features: what kid, fid and fd compare by: inception, texture, pixels, or a TorchScript file, which is run.
+        device: auto, cpu, cuda, cuda:1 or mps.
+
+    Raises:
+        RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
+    """
+    from unfog.runs.ema_sweep import ema_sweep as sweep
+
+    listed = widths if isinstance(widths, float | int) else tuple(widths)  # a number is refused there
+    return sweep(Path(path_text(path, "path")), metric, n, listed, step, features, device)  # type: ignore[arg-type]
 
 
 def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
@@ -233,6 +336,13 @@ def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
     from unfog.config.tree import nested, with_length_of, without_length
 
     base, place = recipe(preset), _place(source, settings)
+    for name in ("init", "codec"):
+        if isinstance(settings.get(name), PathLike):
+            settings[name] = path_text(settings[name], name)
+    if "init" in settings:
+        from unfog.runs.initial import started_from
+
+        base = started_from(base, nested(settings))
     config = update(without_length(base), nested(settings) | {"source": place}, "")
     return with_length_of(base, config)
 

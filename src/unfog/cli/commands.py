@@ -6,43 +6,25 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import tyro
 
-from unfog.cli.parsing import Given, read_words, show_help
+from unfog.cli.given import HELP_FLAGS, asked_for, given_to, training_asked_for
 from unfog.cli.places import check_run
-from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Report, Resume, Sample, Train, Training
+from unfog.cli.requests import Doctor, Pack, Resume
+from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
+from unfog.config.codec import with_codec
 from unfog.config.places import check_out
-from unfog.config.presets import preset
-from unfog.config.request import check_device, check_request, check_sampler, check_source
-from unfog.config.toml import read_toml, update
+from unfog.config.request import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
+from unfog.config.toml import update
 from unfog.config.tree import Config, with_length_of, without_length
 from unfog.errors import RequestError
 from unfog.runs.changes import check_changes
 from unfog.runs.folder import RunFolder, free_name, next_folder
 
-HELP_FLAGS = ("-h", "--help")
-KINDS: dict[str, type] = {
-    "train": Train,
-    "resume": Resume,
-    "sample": Sample,
-    "report": Report,
-    "doctor": Doctor,
-    "plan": Plan,
-    "find-lr": FindLr,
-    "pack": Pack,
-}
-
-
-def given_to(command: str, words: Sequence[str], default: Any) -> Given:
-    """What the words after `unfog COMMAND` give; with --help among them, print the help, and leave."""
-    if any(word in HELP_FLAGS for word in words):
-        show_help(KINDS[command], f"unfog {command}", default)
-    others = {f"unfog {name}": kind for name, kind in KINDS.items() if name != command}
-    return read_words(words, KINDS[command], f"unfog {command}", others)
+CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
 
 
 def train(words: Sequence[str]) -> int:
@@ -54,33 +36,19 @@ def train(words: Sequence[str]) -> int:
     return ended(folder, done)
 
 
-def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
-    """The settings and the folder that `unfog train` is given. RequestError if they will not do."""
-    config, given = asked_for("train", words)
-    out = given.table.get("out")
-    check_out(out or next_folder(config.source), config.source)
-    return config, out
+def train_codec(words: Sequence[str]) -> int:
+    """`unfog train-codec`."""
+    config, given = asked_for("train-codec", words)
+    if "preset" in given.table:
+        raise RequestError("--preset is for what is drawn; a codec has a recipe of its own: leave it away")
+    config = with_codec(config, **{k: v for k, v in given.table.items() if k in CODEC_FLAGS})
+    check_codec(config)
+    out = given.table.get("out") or next_folder(f"{config.source.rstrip('/')}-codec")
+    check_out(out, config.source, "the folder of a codec")
+    from unfog.runs.train import start
 
-
-def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
-    """The settings of a command that says how to train on something, and all that it is given.
-
-    Raises:
-        RequestError: they will not do.
-    """
-    kind: type[Training] = KINDS[command]
-    asked = [word for word in words if word not in HELP_FLAGS]
-    default = kind(folder=tyro.MISSING, settings=without_length(Config()))
-    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
-        if asked != list(words):
-            given = given_to(command, [*asked, "SOURCE"], default)
-            default = replace(default, settings=without_length(base_config(given)))
-    given = given_to(command, words, default)
-    base = base_config(given)
-    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
-    config = replace(config, source=given.positionals[0], fingerprint="", classes=())
-    check_request(config)
-    return config, given
+    folder, done = start(config, out)
+    return ended(folder, done)
 
 
 def resume(words: Sequence[str]) -> int:
@@ -118,7 +86,10 @@ def ended(folder: RunFolder, done: bool) -> int:
     from unfog.reporting.progress import result, say
 
     say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
-    say(f"  next      unfog {'sample' if done else 'resume'} {shlex.quote(str(folder.path))}")
+    what = "sample" if done else "resume"
+    if done and folder.read_config().autoencoder.factor:
+        what = "train SOURCE --codec"
+    say(f"  next      unfog {what} {shlex.quote(str(folder.path))}")
     result(str(folder.path))
     return 0 if done else 3
 
@@ -128,20 +99,23 @@ def sample(words: Sequence[str]) -> int:
     given = given_to("sample", words, Sample(run=tyro.MISSING))
     request = update(Sample(run=Path(given.positionals[0])), given.table, "")
     stored = check_run(request.run).read_config()
-    changes = {k: v for k, v in {"kind": request.sampler, "steps": request.steps}.items() if v is not None}
-    check_sampler(update(stored.sampler, changes, "sampler"), stored.diffusion.schedule)
+    sampler = changed_sampler(stored.sampler, request.sampler, request.steps)
+    check_sampler(sampler, stored.diffusion.schedule)
     check_device(request.device)
     if request.out is not None:
         check_out(request.out, what="the folder of the pictures")
-    from unfog.reporting.progress import Progress, result
+    from unfog.reporting.progress import Progress, result, say
+    from unfog.runs.edits import edit_of
     from unfog.runs.pictures import Strip, write_pictures
     from unfog.runs.run import Run
     from unfog.runs.sampling import find_labels
 
     find_labels(request.label, stored.classes)  # before the weights are read
-    run = Run(request.run, request.weights, request.checkpoint, request.device, request.best)
-    sampler = run.sampler(request.sampler, request.steps)
-    strip = Strip(run.config.diffusion.schedule, sampler) if request.strip else None
+    edit = edit_of(stored, request.image, request.mask, request.strength, request.repeats)
+    run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
+    if sampler.grid != stored.sampler.grid:
+        say(f"  the levels were tuned for {stored.sampler.steps} steps of {stored.sampler.kind}; taking the schedule's")
+    strip = Strip(run.config.diffusion.schedule, run.decode) if request.strip else None
     with Progress("drawing", request.n) as progress:
         pictures = run.sample(
             request.n,
@@ -153,10 +127,71 @@ def sample(words: Sequence[str]) -> int:
             request.batch,
             progress.update,
             strip,
+            guidance_interval=request.guidance_interval,
+            guide=request.guide if request.guide_checkpoint is None else request.guide_checkpoint,
+            image=request.image,
+            mask=request.mask,
+            strength=request.strength,
+            repeats=request.repeats,
         )
+    if sampler.kind == "adaptive":
+        say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or free_name(run.path / "pictures")
-    write_pictures(out, pictures, request.label or run.classes, strip)
+    write_pictures(out, pictures, request.label or run.classes, strip, edit)
     result(str(out))
+    return 0
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """`unfog evaluate`."""
+    given = given_to("evaluate", words, Evaluate(run=tyro.MISSING))
+    request = update(Evaluate(run=Path(given.positionals[0])), given.table, "")
+    stored = check_run(request.run).read_config()
+    changes = {k: v for k, v in {"kind": request.sampler, "steps": request.steps}.items() if v is not None}
+    check_sampler(update(stored.sampler, changes, "sampler"), stored.diffusion.schedule)
+    check_device(request.device)
+    if request.reference not in ("", "held-out"):
+        check_source(request.reference)
+    from unfog.reporting.progress import result
+    from unfog.reporting.report import write_report
+    from unfog.runs.evaluation import Asked
+    from unfog.runs.ranks import device_of, first
+    from unfog.runs.run import Run
+
+    names = {f.name for f in fields(Asked)}
+    asked = update(Asked(), {k: v for k, v in vars(request).items() if k in names}, "")  # before weights are read
+    run = Run(request.run, request.weights, request.checkpoint, device_of(request.device), request.best)
+    found = run.evaluate(**vars(asked))
+    if first():
+        result("\n".join(found.lines()))
+        write_report(run.path)
+    return 0
+
+
+def ema_sweep(words: Sequence[str]) -> int:
+    """`unfog ema-sweep`."""
+    given = given_to("ema-sweep", words, EmaSweep(run=tyro.MISSING))
+    asked = update(EmaSweep(run=Path(given.positionals[0])), given.table, "")
+    check_run(asked.run).read_config()
+    check_device(asked.device)
+    from unfog.runs.ema_sweep import ema_sweep as sweep
+    from unfog.runs.ema_sweep import tell
+
+    tell(sweep(asked.run, asked.metric, asked.n, asked.widths, asked.checkpoint, asked.features, asked.device))
+    return 0
+
+
+def tune(words: Sequence[str]) -> int:
+    """`unfog tune`."""
+    given = given_to("tune", words, Tune(run=tyro.MISSING))
+    request = update(Tune(run=Path(given.positionals[0])), given.table, "")
+    check_run(request.run).read_config()
+    check_device(request.device)
+    from unfog.reporting.progress import result
+    from unfog.runs.tune import tune as search
+
+    asked = (request.steps, request.sampler, request.pictures, request.tries, request.store, request.device)
+    result(search(request.run, *asked).table())
     return 0
 
 
@@ -239,11 +274,3 @@ def pack(words: Sequence[str]) -> int:
 
     result(str(write(config, Path(out))))
     return 0
-
-
-def base_config(given: Given) -> Config:
-    """What the flags start from: the preset, changed by the file of --config."""
-    base = preset(given.table.get("preset", "default"))
-    if "config" not in given.table:
-        return base
-    return with_length_of(base, read_toml(given.table["config"], without_length(base)))

@@ -18,6 +18,9 @@ usage: unfog COMMAND …
   train SOURCE     train on a folder of images, or on the built-in set `fashion`
   resume RUN       go on with a run, exactly where it was
   sample RUN       draw pictures
+  evaluate RUN     measure its pictures, by FID, KID and others, and the loss of held-out images
+  ema-sweep RUN    find the best length of the average of weights, after training
+  tune RUN         find the best few steps to draw with, and make them the run's default
   report RUN       write report.html: settings, loss curves, pictures over time
 
   doctor SOURCE    look for what is wrong with images, settings and machine, before a run
@@ -25,6 +28,7 @@ usage: unfog COMMAND …
   plan SOURCE      predict memory, time and disk
   find-lr SOURCE   find a learning rate, on a throwaway copy
   pack SOURCE OUT  decode and resize images once, for all runs to come
+  train-codec SOURCE  make images small for large pictures: then train with --codec
 
   unfog COMMAND --help   explains a command
   unfog --version        says which version this is
@@ -36,7 +40,7 @@ exit status: 0 done, 1 the run failed, 2 the request was wrong, 3 stopped by a s
 try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
-SAVES_NOTHING = ("doctor", "plan", "find-lr")
+SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune")
 """Commands that a signal stops without anything to go on from."""
 
 LONGEST = 1000  # characters of a message
@@ -110,8 +114,12 @@ def run(words: list[str]) -> int:
 
     table: dict[str, Callable[[list[str]], int]] = {
         "train": commands.train,
+        "train-codec": commands.train_codec,
         "resume": commands.resume,
         "sample": commands.sample,
+        "evaluate": commands.evaluate,
+        "ema-sweep": commands.ema_sweep,
+        "tune": commands.tune,
         "report": commands.report,
         "doctor": commands.doctor,
         "plan": commands.plan,

@@ -1,17 +1,16 @@
-"""What each command takes, as a dataclass: its fields are the flags, its docstrings the help text."""
+"""What the commands about training take, as dataclasses: their fields are the flags, their docstrings the help text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from tyro.conf import Positional
 
 from unfog.config.tree import Config
 from unfog.data.settings import Data
-from unfog.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Training:
     """Folder, zip, tar shards, pack, NumPy file or Hugging Face dataset of images, or a built-in set."""
     settings: Annotated[Config, tyro.conf.arg(name="")]
     preset: str = "default"
-    """Recipe to start from: default, ddpm or demo."""
+    """Recipe to start from: default, ddpm, edm or demo."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """TOML file of settings, such as the config.toml of another run."""
 
@@ -45,6 +44,29 @@ class Train(Training):
 
 
 @dataclass(frozen=True)
+class TrainCodec(Training):
+    """Train a codec on SOURCE: an autoencoder that makes images small, so that large ones can be learned quickly.
+
+    unfog train-codec photos/ --size 256 --factor 8 --budget 30m    then: unfog train photos/ --codec runs/photos-codec
+
+    It is a run like any other: `unfog resume` goes on with it, `unfog report` shows it.
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Folder of the codec; must be new. Left open: runs/ and the name of SOURCE, and -codec."""
+    factor: int = 4
+    """Pixels across one of the latents: 2, 4, 8 or 16. 4 suits 64 and 128 pixels, 8 suits 256."""
+    channels: int = 4
+    """Numbers at each place of a latent; 8 keep more, and take longer to learn to draw."""
+    width: str = "small"
+    """Size of the codec: tiny, small or base."""
+    kl: float = 1e-3
+    """Weight of the latents' divergence from a standard normal."""
+    pyramid: float = 1.0
+    """Weight of the error in edges and textures, beside that of pixels."""
+
+
+@dataclass(frozen=True)
 class Resume:
     """Go on with RUN from its newest whole checkpoint; it ends as if it had never stopped.
 
@@ -61,58 +83,6 @@ class Resume:
     """Also change what makes it another run from here on: images, seed, weighting, EMA, background, held-out share."""
     verify: bool = False
     """Do not go on: train from the checkpoint before the newest one once more, and compare with that to the bit."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Draw pictures from RUN: numbered PNGs and grid.png. Needs no flag: the run knows its model, sampler and classes.
-
-    Picture number i of a seed is the same picture whatever -n is.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
-    """How many pictures."""
-    out: Path | None = None
-    """Folder for them. Left open: a new one in the run folder."""
-    seed: int = 0
-    """Another seed gives other pictures."""
-    steps: int | None = None
-    """Steps of the sampler; more is slower and closer to the model. Left open: as the run is set."""
-    sampler: Literal["ddpm", "ddim", "heun", "dpmpp"] | None = None
-    """Left open: as the run is set."""
-    label: tuple[str, ...] = ()
-    """Classes by name or number; pictures cycle through them. Left open: all classes."""
-    guidance: float | None = None
-    """Classifier-free guidance: above 1, pictures keep closer to their class. Left open: as the run is set."""
-    weights: Literal["ema", "raw"] = "ema"
-    """The average of the weights, or the last ones as they are."""
-    checkpoint: int | None = None
-    """Step of the checkpoint. Left open: the newest whole one."""
-    best: bool = False
-    """The checkpoint with the lowest held-out loss instead, of those that were kept."""
-    batch: int = 64
-    """Pictures drawn at once; lower it when memory is short."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps."""
-    strip: bool = False
-    """Also strip.png: x_t and the predicted x0 of the first picture, from noise to picture."""
-
-    def __post_init__(self) -> None:
-        if self.best and self.checkpoint is not None:
-            raise RequestError(f"--best and --checkpoint {self.checkpoint} both name a checkpoint; give one of them")
-        for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
-            if value < least:
-                raise RequestError(f"{name} = {value} must be at least {least}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """Write report.html of RUN: one file with settings, curves and pictures that opens anywhere."""
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
 
 
 @dataclass(frozen=True)

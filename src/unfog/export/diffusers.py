@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.models.settings import UNet
+from unfog.models.settings import Architecture, UNet
 
 # What diffusers 0.42 assumes where a configuration is silent.
 _DEFAULTS: dict[str, Any] = {
@@ -78,21 +78,27 @@ for _ours, _theirs in {"down.#.blocks": "down_blocks.#", "up.#.blocks": "up_bloc
 
 
 class Network(NamedTuple):
-    """Everything that `UNetModel(settings, image_channels, num_classes).load_state_dict(state)` needs."""
+    """Everything that `build_model(settings, image_channels, num_classes).load_state_dict(state)` needs."""
 
-    settings: UNet
+    settings: Architecture
     image_channels: int
     num_classes: int
     state: dict[str, Tensor]
+    out_channels: int | None = None
 
 
 def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
 
     Raises:
-        RequestError: a setting has no equivalent.
+        RequestError: the network or a setting has no equivalent.
     """
     settings = network.settings
+    if not isinstance(settings, UNet):
+        raise RequestError(
+            f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; export with --format "
+            "safetensors"
+        )
     if settings.time_scale != 1:
         raise RequestError(
             f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
@@ -103,7 +109,7 @@ def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Te
     config = {
         "sample_size": size,
         "in_channels": network.image_channels,
-        "out_channels": network.image_channels,
+        "out_channels": network.out_channels or network.image_channels,
         "block_out_channels": list(settings.channels),
         "layers_per_block": settings.blocks,
         "down_block_types": down,
@@ -129,14 +135,14 @@ def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_cla
 
     Args:
         config: keys left out have diffusers' defaults.
-        state: in the names that current diffusers saves.
+        state: in the names that diffusers saves, or saved before its version 0.11.
         null_class: whether the last row of a class embedding is the null class, as in what Unfog exports. False
             adds one, the mean of all rows: something to start from, which label dropout then trains.
 
     Raises:
         RequestError: the configuration or a weight has no equivalent.
     """
-    settings, image_channels, rows = _settings(config)
+    settings, image_channels, rows = unet2d_settings(config)
     ours = from_unet2d_state(state)
     if rows is not None and not null_class:
         classes = ours["class_embedding.weight"]
@@ -166,19 +172,22 @@ def to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of a `UNet2DModel` to `UNetModel`'s names; query, key and value become one."""
-    split = {_rename(key, _TO_OURS): tensor for key, tensor in state.items()}
+    split = {_rename(_renewed(key), _TO_OURS): tensor for key, tensor in state.items()}
     merged: dict[str, Tensor] = {}
     for key, tensor in split.items():
         if ".attention.q." in key:
-            parts = [split[key.replace(".q.", f".{letter}.")] for letter in "qkv"]
+            names = [key.replace(".q.", f".{letter}.") for letter in "qkv"]
+            if missing := [name for name in names if name not in split]:
+                raise RequestError(f"weight {missing[0]!r} is missing beside {key!r}; save it again with diffusers")
+            parts = [split[name] for name in names]
             merged[key.replace(".q.", ".qkv.")] = torch.cat(parts)
         elif ".attention.k." not in key and ".attention.v." not in key:
             merged[key] = tensor
     return merged
 
 
-def _settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
-    """Return settings, image channels and rows of the class embedding, or refuse what we cannot build."""
+def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
+    """Return settings, image channels and rows of the class embedding. RequestError for what we cannot build."""
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     for key in given.keys() - _DEFAULTS.keys() - _ACCEPTED.keys() - _WITHOUT_EFFECT:
         raise _no_equivalent(key, given[key], "nothing known by that name")
@@ -186,6 +195,9 @@ def _settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
         if key in given and given[key] not in accepted:
             raise _no_equivalent(key, given[key], " or ".join(map(repr, accepted)))
     full = _DEFAULTS | given
+    for key, usual in _DEFAULTS.items():
+        if not _is_like(full[key], usual) and (key, full[key]) != ("attention_head_dim", None):
+            raise _no_equivalent(key, full[key], f"what is like {2 if usual is None else usual}")
     if full["in_channels"] != full["out_channels"]:
         raise _no_equivalent("out_channels", full["out_channels"], f"in_channels = {full['in_channels']}")
     attention = _attention(full)
@@ -210,6 +222,15 @@ def _settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
         downsample_padding=full["downsample_padding"],
     )
     return settings, full["in_channels"], full["num_class_embeds"]
+
+
+def _is_like(value: object, usual: object) -> bool:
+    """Whether a value out of a file, which may hold anything, is of the type that diffusers' default has."""
+    if usual is None:
+        return value is None or type(value) is int
+    if isinstance(usual, tuple):
+        return isinstance(value, list | tuple) and {type(one) for one in value} == {type(usual[0])}
+    return type(value) is type(usual) or (type(usual) is float and type(value) is int)
 
 
 def _attention(config: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -241,6 +262,17 @@ def _rules(names: Mapping[str, str]) -> _Rules:
 
 _TO_THEIRS = _rules(_NAMES)
 _TO_OURS = _rules({theirs: ours for ours, theirs in _NAMES.items()})
+
+
+# How attention was called before diffusers 0.11; google/ddpm-cifar10-32 and its kin are still saved so.
+_OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_OLD_ATTENTION = re.compile(rf"(.*\.attentions\.\d+)\.({'|'.join(_OLD)})\.(weight|bias)")
+
+
+def _renewed(key: str) -> str:
+    """Return the name of a weight as it is today."""
+    match = _OLD_ATTENTION.fullmatch(key)
+    return f"{match[1]}.{_OLD[match[2]]}.{match[3]}" if match else key
 
 
 def _rename(key: str, rules: _Rules) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
+from unfog.reporting.evaluations import HEAD, StoredEvaluation, read_evaluations
 from unfog.reporting.figures import data_uri
 from unfog.reporting.pages import page
 from unfog.reporting.progress import amount, duration
@@ -55,6 +56,9 @@ class RunRecord:
     written: datetime
     """When the record was last added to."""
 
+    evaluations: Sequence[StoredEvaluation] = ()
+    """What `unfog evaluate` has measured, by step."""
+
 
 def write_report(run_dir: Path) -> Path:
     """Write RUN/report.html from the run folder, running or ended, and return its path.
@@ -85,6 +89,7 @@ def read_run(run_dir: Path) -> RunRecord:
             if (path / "manifest.json").exists()
         ],
         written=datetime.fromtimestamp(max(path.stat().st_mtime for path in found), UTC),
+        evaluations=read_evaluations(run_dir),
     )
 
 
@@ -106,6 +111,7 @@ def _view(run: RunRecord) -> dict[str, object]:
         "denoising": _last(_pictures(run.denoising[-1:], _LARGE)),
         "film": film if len(film) > 1 else [],
         "charts": charts(run.metrics),
+        "evaluations": [_evaluated(one) for one in run.evaluations],
         "data": _last([_fields(event) for event in _of_kind(run, "data")]),
         "choices": [defaultdict(str, _fields(event)) for event in _of_kind(run, "choice")],
         "settings": run.settings,
@@ -113,6 +119,15 @@ def _view(run: RunRecord) -> dict[str, object]:
         "events": [_event(event) for event in run.events[-_EVENTS:]],
         "events_left_out": max(0, len(run.events) - _EVENTS),
     }
+
+
+def _evaluated(one: StoredEvaluation) -> dict[str, object]:
+    """What the template shows of an evaluation."""
+    pairs = [
+        (severity, said, _last(_pictures([(one.step, path)] if path else [], _LARGE)))
+        for severity, said, path in one.copies
+    ]
+    return {"step": f"{one.step:,}", "how": one.how, "head": HEAD, "rows": one.rows, "notes": one.notes, "pairs": pairs}
 
 
 def _state(run: RunRecord) -> tuple[str, str]:

@@ -13,6 +13,15 @@ from unfog.reporting.records import Row, number
 
 _SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
+_DRAWN = {
+    "fid": "Fréchet distance",
+    "kid": "Kernel distance",
+    "sliced": "Sliced Wasserstein distance",
+    "precision": "Precision",
+    "recall": "Recall",
+    "density": "Density",
+    "coverage": "Coverage",
+}
 
 
 class Chart(NamedTuple):
@@ -41,6 +50,7 @@ def charts(metrics: Sequence[Row]) -> list[Chart]:
             "squared error",
             "Held-out pictures; 1 is what predicting no noise at all would give.",
         ),
+        *(_from_zero(metrics, name, title, f"{name}, of drawn pictures") for name, title in _DRAWN.items()),
         _gradient_norm(metrics),
         _from_zero(metrics, "lr", "Learning rate", "learning rate"),
         _from_zero(metrics, "images_per_second", "Speed", "images a second"),

@@ -29,6 +29,7 @@ FREE = (
     "preview.",
     "evaluate.",
     "checkpoint.",
+    "averages.",
     "data.cache",
     "data.labels",  # where they are written; that they are the same is part of the fingerprint
     "data.flip",
@@ -38,11 +39,13 @@ FREE = (
     "source",  # where the images are; that they are the same is checked
     "label_dropout",
     "guidance",
+    "guidance_interval",
 )
 # These make it another run from here on, although the weights go on to mean what they did.
 WITH_FORCE = (
     "training.seed",
     "diffusion.weighting",
+    "diffusion.adaptive",
     "ema",
     "data.background",
     "data.held_out",
@@ -52,7 +55,9 @@ WITH_FORCE = (
 
 # What neither the weights nor the losses depend on.
 INDIFFERENT = (
+    "init.",  # of what it started from, a run is told once
     "source",
+    "codec",
     "data.cache",
     "data.labels",
     "training.device",
@@ -61,12 +66,14 @@ INDIFFERENT = (
     "training.compile",
     "sampler.",
     "guidance",
+    "guidance_interval",
     "log.",
     "preview.",
     "checkpoint.",
 )
 # What the steps depend on, and what is usual does not.
 EXACTLY = (
+    "averages.",  # whether there is a second one
     "training.steps",
     "training.images",
     "training.budget",
@@ -74,7 +81,22 @@ EXACTLY = (
     "training.patience",
     "training.rollbacks",
 )
-MEASURE = ("diffusion.", "fingerprint", "data.background", "data.held_out", "evaluate.images", "evaluate.levels")
+OBJECTIVE = ("diffusion.", "latents.", "autoencoder.", "fingerprint", "data.background", "data.held_out")
+MEASURE = (*OBJECTIVE, "evaluate.images", "evaluate.levels")
+
+# What the metrics of drawn pictures depend on besides.
+DRAWN = ("evaluate.features", "evaluate.samples", "evaluate.reference", "sampler.", "guidance", "guidance_interval")
+
+# What came after the first checkpoints of this format, which tell by digests without it what they were trained with.
+LATER = (
+    "diffusion.learned_variance",
+    "diffusion.adaptive",
+    "optimizer.cooldown",
+    "optimizer.method.",
+    "averages.",
+    "latents.",
+    "autoencoder.",
+)
 
 
 def keys_of(config: Config) -> dict[str, str]:
@@ -83,13 +105,24 @@ def keys_of(config: Config) -> dict[str, str]:
     "training": what the loss depends on, so that what is usual, and learning rates that were too high, are of these.
     "repeat": also the length, say, which the learning rate follows; only under the same do steps come out the same.
     "measure": what the held-out loss is a measure of; only equals compare.
+    "objective": what the loss by noise level is a measure of.
+    "best": the name of what the best is chosen by, and for a metric of drawn pictures what it is a measure of.
     """
-    settings = flat(config)
+    # What an earlier version did not know, and is as it was then or not used, changes no digest.
+    second = config.averages.profile(config.ema)
+    idle = (("latents", config.codec), ("autoencoder", config.autoencoder.factor), ("averages", second))
+    unused = tuple(name for name, used in idle if not used)
+    usual = set(flat(Config()))
+    settings = [s for s in flat(config) if not among(unused, s[0]) and not (among(LATER, s[0]) and s in usual)]
     repeat = [pair for pair in settings if not among((*INDIFFERENT, "evaluate."), pair[0])]
     training = [pair for pair in repeat if not among(EXACTLY, pair[0])]
     measure = [pair for pair in settings if among(MEASURE, pair[0])]
-    purposes = {"training": training, "repeat": repeat, "measure": measure}
-    return {name: hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] for name, pairs in purposes.items()}
+    objective = [pair for pair in settings if among(OBJECTIVE, pair[0])]
+    drawn = [pair for pair in settings if among(DRAWN, pair[0])]
+    purposes = {"training": training, "repeat": repeat, "measure": measure, "objective": objective, "best": drawn}
+    keys = {name: hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] for name, pairs in purposes.items()}
+    best = config.evaluate.best
+    return keys | {"best": best if best == "held_out_loss" else f"{best}:{keys['best']}"}
 
 
 def flat(settings: Any, where: str = "") -> list[tuple[str, Any]]:
@@ -128,6 +161,8 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
                     "new run, or go on with these by --force"
                 )
             lines.append("images: other ones from here on (forced)")
+        elif name == "codec" and before and now:
+            continue  # where it is; that it is the same is checked
         elif among(FREE, name):
             lines.append(f"{name}: {before!r} -> {now!r}")
         elif not among(WITH_FORCE, name):

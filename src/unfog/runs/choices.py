@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,15 +15,23 @@ from unfog.config.tree import Config
 from unfog.data.images import ImageSet
 from unfog.diagnosis.plan.memory import available_memory
 from unfog.diagnosis.settings.intervals import passes
+from unfog.diagnosis.settings.machine import averages_bytes
 from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, UNet
-from unfog.runs.build import build_network
+from unfog.models.settings import SIZES, Architecture, MPUNet
+from unfog.reporting.progress import size
+from unfog.runs.build import build_network, shape_of
 from unfog.runs.microbatch import choose_microbatch, needed
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import native_precision
 from unfog.training.settings import PrecisionName
+from unfog.training.writer import free_bytes
 
+AVERAGES = 24
+"""Snapshots of a run, left open: an average 0.3 to 2 times as long is rebuilt to within 0.1%."""
+WORTH_AVERAGES = 200
+"""Steps from which on they are taken."""
+FINE_TUNING = 0.3  # of the usual learning rate, for weights that are trained already
 MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
 
 
@@ -65,6 +74,7 @@ class Settling:
         """All that is open, for a new run, in the order in which one follows from another."""
         self.network()
         self.learning_rate()
+        self.weight_decay()
         self.microbatch()
         self.precision()
         self.length()
@@ -72,7 +82,9 @@ class Settling:
 
     def network(self) -> None:
         """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
-        size = self.config.data.size
+        if self.config.autoencoder.factor:
+            return
+        size = shape_of(self.config)[1]
         if self.config.network is not None:
             self.config.network.check(size)
             return
@@ -83,7 +95,7 @@ class Settling:
         # Sizes that the usual one cannot halve often enough get the next that can.
         name = next((n for n in (wanted, "small", "tiny") if fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} pixels")
+        self._note("network", name, f"{reason} at {size} {'latents' if self.config.codec else 'pixels'}")
 
     def microbatch(self, resuming: bool = False) -> None:
         """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.
@@ -132,9 +144,19 @@ class Settling:
             return
         # In memory, as that is quick; on the "meta" device it would cost a second of imports.
         parameters = sum(p.numel() for p in build_network(self.config).parameters())
-        lr = float(f"{usual_learning_rate(parameters, batch):.2g}")
+        share = FINE_TUNING if self.config.init.folder else 1.0
+        lr = float(f"{share * usual_learning_rate(parameters, batch, self.config.network):.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
-        self._note("optimizer.lr", lr, f"for {parameters / 1e6:.2f}M parameters and batches of {batch}")
+        why = f"for {parameters / 1e6:.2f}M parameters and batches of {batch}"
+        why += f", {share:g} of what random weights get: more would undo what these know" if share < 1 else ""
+        self._note("optimizer.lr", lr, why)
+
+    def weight_decay(self) -> None:
+        """None for weights of fixed length: they are brought back to it after each step, so that decay would only
+        shrink the gains that they are multiplied by."""
+        if isinstance(self.config.network, MPUNet) and self.config.optimizer.weight_decay:
+            self.config = replace(self.config, optimizer=replace(self.config.optimizer, weight_decay=0.0))
+            self._note("optimizer.weight_decay", 0, "the weights of this network have a fixed length")
 
     def length(self, seen: int = 0) -> None:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
@@ -144,6 +166,7 @@ class Settling:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
             possible = seconds(budget) / pace * training.batch
+            possible *= 1 - (self.config.evaluate.share if self.config.evaluate.metrics else 0)
             images = seen + self._trained_of(possible)
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
@@ -181,11 +204,29 @@ class Settling:
         if config.log.every == 0:
             config = replace(config, log=replace(config.log, every=min(50, round_number(steps / 20))))
             self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
+        if config.averages.every > 0 and config.averages.profile(config.ema) is None:
+            config = replace(config, averages=replace(config.averages, every=-1))
+            self._note("averages.every", -1, "averages of a fixed decay cannot be rebuilt into others")
+        if config.averages.every == 0:
+            config = replace(config, averages=replace(config.averages, every=self._averages_every(config, steps)))
         config, open_ones = with_intervals(config)
         if open_ones:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
             self._note("every", told, "ten to twenty times in the run, and no more than 1000 steps to lose")
         self.config = config
+
+    def _averages_every(self, config: Config, steps: int) -> int:
+        """Some 24 snapshots, from which `unfog ema-sweep` finds the best length; none where nobody would sweep."""
+        if steps < WORTH_AVERAGES or config.averages.profile(config.ema) is None:
+            return -1
+        every = max(1, round(steps / AVERAGES))
+        takes = averages_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
+        if takes > free_bytes(Path.cwd()) / 4:
+            self._note("averages.every", -1, f"{size(takes)} would be over a quarter of the disk that is free")
+            return -1
+        reason = f"{size(takes)} of snapshots, from which unfog ema-sweep rebuilds an average of any length"
+        self._note("averages.every", every, reason)
+        return every
 
     def seconds_per_step(self) -> float:
         """Wall time of a training step as it is settled, measured once."""
@@ -211,7 +252,7 @@ def with_intervals(config: Config) -> tuple[Config, list[str]]:
     return config, open_ones
 
 
-def fits(network: UNet, size: int) -> bool:
+def fits(network: Architecture, size: int) -> bool:
     """Whether images of this size pass through the network."""
     try:
         network.check(size)

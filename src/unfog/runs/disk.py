@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unfog.diagnosis.settings.machine import room_for
+from unfog.diagnosis.settings.machine import NO_AVERAGES, room_for
 from unfog.errors import RequestError
 from unfog.reporting.progress import size as size  # as this module's own, for those that also forecast
-from unfog.training.settings import Checkpoint
+from unfog.training.settings import Averages, Checkpoint
 from unfog.training.state import TrainState
 from unfog.training.writer import free_bytes
 
 
-def forecast(checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int) -> str:
-    """A line on what the checkpoints of a new run will need.
+def forecast(
+    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: Averages = NO_AVERAGES
+) -> str:
+    """A line on what the checkpoints and the snapshots of averages of a new run will need.
 
     Raises:
         RequestError: there is not even room for two, of which one is always whole while the other is written.
     """
     tensors = [*state.model.parameters(), *state.model.buffers()]
-    room, free = room_for(sum(t.numel() for t in tensors), keep, steps), free_bytes(checkpoints)
+    room, free = room_for(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)
     if free < room.least:
         raise RequestError(
             f"{checkpoints.parent} has {size(free)} free, and two checkpoints of this network take "
             f"{size(2 * room.one)}; make room, or give another --out or a smaller --network"
         )
-    line = f"disk: {size(room.one)} a checkpoint, {size(room.most * room.one)} at most; {size(free)} free"
+    beside = f" and {size(room.beside)} of averages" if room.beside else ""
+    line = f"disk: {size(room.one)} a checkpoint, {size(room.most * room.one)} at most{beside}; {size(free)} free"
     return line if free > room.ample else f"{line}, so training may have to wait for room"

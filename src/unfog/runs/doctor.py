@@ -22,11 +22,13 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
 from unfog.reporting.progress import Progress, say
-from unfog.runs.build import build_state
+from unfog.runs.build import as_it_is, build_state
 from unfog.runs.choices import Settling, choose_device
+from unfog.runs.codec import decoder
 from unfog.runs.data_record import contact_sheet
 from unfog.runs.examination import examine_run
 from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.measuring import settle_metrics
 from unfog.runs.rehearsal import rehearse
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
@@ -109,9 +111,10 @@ def _prospects(
     prepared: Prepared, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
     """What the settings will make of these images, on this machine."""
-    settling = Settling(config, prepared.train, device, stop)
+    settling = Settling(config, prepared.seen.train, device, stop)
     try:
         settling.everything()
+        settle_metrics(settling, prepared.train, device)
     except RequestError as error:  # with these images they will not do
         return [Finding("settings.request", "fatal", str(error))]
     for choice in settling.choices:
@@ -123,7 +126,9 @@ def _prospects(
         if not quick:
             objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
             state = build_state(config, device)
-            findings.append(overfit_one_batch(config, state, objective, prepared.train, stop=stop))
+            see, show = as_it_is(config), decoder(config, device)
+            images = prepared.seen.train
+            findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
             findings += rehearse(config, prepared, device, stop)
     return findings
 

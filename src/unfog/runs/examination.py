@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +13,10 @@ from torch import Tensor
 
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
-from unfog.data.augment import to_model_range
 from unfog.data.images import ImageSet, Prepared
 from unfog.diagnosis.run.costs import run_costs
-from unfog.diagnosis.run.losses import Looked, answers, average_against_raw, losses, overfitting
-from unfog.diagnosis.run.memorised import FEWEST, Nearest, memorised, nearest
+from unfog.diagnosis.run.losses import answers, average_against_raw, looked_at, losses, overfitting, spread
+from unfog.diagnosis.run.memorised import FEWEST
 from unfog.diagnosis.run.record import RunRecord
 from unfog.diagnosis.run.state import run_state
 from unfog.diagnosis.run.tint import blank, comparison, contrast, measure, saturated, tint
@@ -28,8 +29,9 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.figures import Pixels
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
-from unfog.runs.build import build_network
+from unfog.runs.build import as_it_is, build_network
 from unfog.runs.choices import choose_device
+from unfog.runs.copies import by_pixels
 from unfog.runs.folder import RunFolder
 from unfog.runs.pulse import last_beat
 from unfog.runs.sampling import Drawing, draw
@@ -37,12 +39,8 @@ from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.training import checkpoint
 
-MEASURED = 128
-"""Images of each kind whose loss is measured."""
 COMPARED = 2000
 """Training images that drawn ones are compared with as a whole."""
-REAL = 256
-"""Real images that say how near to the training images an unseen one usually comes."""
 
 
 class Weights(NamedTuple):
@@ -65,10 +63,16 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
         RequestError: it is no run, its settings cannot be read, or there is no such device.
     """
     config = folder.read_config()
+    if config.autoencoder.factor:
+        raise RequestError(
+            f"{folder.path} is a codec; `unfog report {folder.path}` shows its losses and what comes back of images"
+        )
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, last_beat(folder.path))
     skipped: list[str] = []
     weights = newest_weights(folder, skipped)
+    if weights is not None:  # the codec is where the run is now
+        weights = weights._replace(config=replace(weights.config, codec=config.codec))
     prepared = images_of(config, skipped)
     usual = usual_rate(config)
     findings, relative, beaten = [], None, None
@@ -124,7 +128,8 @@ def usual_rate(config: Config) -> float | None:
     """The learning rate that would be chosen for this network and batch; None for a network that is not settled."""
     if config.network is None:
         return None
-    return usual_learning_rate(sum(p.numel() for p in build_network(config).parameters()), config.training.batch)
+    parameters = sum(p.numel() for p in build_network(config).parameters())
+    return usual_learning_rate(parameters, config.training.batch, config.network)
 
 
 def by_losses(
@@ -137,7 +142,8 @@ def by_losses(
     """
     config, network = weights.config, build_network(weights.config).to(device).eval()
     objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
-    seen, unseen = looked_at(prepared.train, device), looked_at(prepared.held_out, device)
+    see = as_it_is(config)
+    seen, unseen = (looked_at(part, device, see) for part in (prepared.seen.train, prepared.seen.held_out))
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
     own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
@@ -172,7 +178,7 @@ def by_losses(
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 would, of 100 or more)")
     else:
         findings.append(overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
-    zero, pixelwise = answers(config.diffusion, everything(prepared.train, COMPARED), levels)
+    zero, pixelwise = answers(config.diffusion, everything(prepared.seen.train, COMPARED, see), levels)
     # Of the two weights the better one: the average may be behind without that nothing was learned.
     lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
@@ -207,46 +213,14 @@ def by_pictures(
     if len(prepared.train) < FEWEST:
         skipped.append(f"copies of training images, as there are only {len(prepared.train)} of them")
     else:
-        findings.append(by_neighbours(drawn, prepared))
+        with Progress("searching copies", len(prepared.train)) as progress:
+            findings.append(by_pixels(drawn, prepared, progress.update))
     return findings
 
 
-def by_neighbours(drawn: Pixels, prepared: Prepared) -> Finding:
-    """Whether drawn pictures copy training images, against how near held-out images are to them, or, with few of
-    those, how near training images are to each other."""
-    train, held_out = prepared.train, prepared.held_out
-    enough = len(held_out) >= 20
-    rows = spread(held_out if enough else train, REAL)
-    real = torch.from_numpy(np.ascontiguousarray((held_out if enough else train).pixels[rows]))
-    queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), real])
-    own = [-1] * len(drawn) + ([-1] * len(rows) if enough else rows.tolist())
-    with Progress("searching copies", len(train)) as progress:
-        both = nearest(queries, train.pixels, own, progress.update)  # at once, as reading may be what takes long
-    found, unseen = (
-        Nearest(both.distance[part], both.image[part]) for part in (slice(len(drawn)), slice(len(drawn), None))
-    )
-    matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    what = "held-out images" if enough else "training images among the others"
-    return memorised(drawn, found, unseen, matches, what, len(train))
-
-
-def spread(images: ImageSet, count: int) -> NDArray[np.int64]:
-    """At most `count` rows of a set, evenly spread."""
-    return np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(np.int64)
-
-
-def looked_at(images: ImageSet, device: torch.device) -> Looked | None:
-    """Images to measure, evenly spread over the set; None of none."""
-    if not len(images):
-        return None
-    pixels, labels, _ = images.take(spread(images, MEASURED))
-    x0 = to_model_range(torch.from_numpy(pixels)).to(device)
-    return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
-
-
-def everything(images: ImageSet, count: int) -> Tensor:
+def everything(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
     """Up to `count` images as the network sees them."""
-    return to_model_range(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(images, count)])))
+    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(images, count)])))
 
 
 def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:

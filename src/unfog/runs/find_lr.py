@@ -12,7 +12,6 @@ import torch
 
 from unfog.config.request import check_request
 from unfog.config.tree import Config
-from unfog.data.augment import Augment, to_model_range
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.diagnosis.lr.range import LrRange, Probe, Subject, find_lr_range
@@ -22,7 +21,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
-from unfog.runs.build import build_state
+from unfog.runs.build import as_it_is, augmentation, build_state
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
@@ -99,9 +98,10 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
-        settling = Settling(config, prepared.train, device, stop)
+        settling = Settling(config, prepared.seen.train, device, stop)
         settling.network()
         settling.learning_rate()
+        settling.weight_decay()
         settling.microbatch()
         settling.precision()
         for choice in settling.choices:
@@ -119,17 +119,18 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
 
 def subject_of(config: Config, prepared: Prepared, device: torch.device, stop: StopSignals) -> Subject:
     """The live objects of a run with this configuration, which is settled but for its length."""
-    images = prepared.held_out if len(prepared.held_out) else prepared.train
+    seen = prepared.seen
+    images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
     pixels, labels, _ = images.take(index)
-    x0 = to_model_range(torch.from_numpy(pixels)).to(device)
+    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
     return Subject(
         config.training,
         config.optimizer,
         lambda: build_state(config, device),
-        ImageStream(prepared.train, config.training.seed),
-        Augment.of(config.data),
+        ImageStream(seen.train, config.training.seed),
+        augmentation(config),
         Objective(config.diffusion, len(config.classes), config.label_dropout),
         Probe.of(x0, label),
         stop,

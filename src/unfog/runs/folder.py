@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from unfog.config.tree import Config
 from unfog.errors import RequestError
 from unfog.reporting.records import write_atomic
 from unfog.runs.pulse import last_beat
+
+CODEC = "codec"
+"""Folder in a run of its own copy of the codec, or in a codec's run of what came of it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of checkpoints, one folder each."""
         return self.path / "checkpoints"
+
+    @property
+    def averages(self) -> Path:
+        """Folder of the snapshots of averages."""
+        return self.path / "averages"
 
     @property
     def metrics(self) -> Path:
@@ -114,6 +122,8 @@ class RunFolder:
                 f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
                 "`unfog train` printed into it"
             )
+        if config.codec and (self.path / CODEC / "config.json").is_file():
+            config = replace(config, codec=str((self.path / CODEC).absolute()))  # wherever the run is now
         return config
 
     def check_is_run(self) -> None:

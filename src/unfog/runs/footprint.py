@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from unfog.config.tree import Config
-from unfog.data.augment import Augment
 from unfog.data.nonleaking import CONDITIONS
 from unfog.diagnosis.plan.memory import (
     CUDNN_WORKSPACE,
@@ -22,9 +22,11 @@ from unfog.diagnosis.plan.memory import (
 )
 from unfog.diagnosis.plan.trace import Recorder, Trace, record
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.objective import Objective
-from unfog.models.settings import UNet
-from unfog.runs.build import build_network
+from unfog.errors import RequestError
+from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.runs.build import augmentation, blank_batch, build_network, loss_function, shape_of
+from unfog.training import optim
+from unfog.training.methods import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import PrecisionName, Training
 from unfog.training.state import TrainState
@@ -70,7 +72,7 @@ class Traces:
     _made: ClassVar[dict[tuple[Config, str, int, int, bool], Trace]] = {}
 
     def __init__(self, config: Config, device: str):
-        self.config, self.device = config, device
+        self.config, self.device = traceable(config), device
 
     def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
@@ -112,12 +114,31 @@ class Traces:
         return held_by(step) + call.total - call.parts["parameters"]
 
 
+def traceable(config: Config) -> Config:
+    """The configuration, with AdamW in place of an optimiser that looks at values, of which a trace has none.
+
+    Raises:
+        RequestError: the optimiser cannot be used at all.
+    """
+    method = config.optimizer.method
+    if not isinstance(method, Custom):
+        return config
+    optim.custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
+    try:
+        with FakeTensorMode():
+            optim.custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
+    except RequestError:
+        return replace(config, optimizer=replace(config.optimizer, method=AdamW()))
+    return config
+
+
 def alike(config: Config) -> Config:
     """The configuration without what makes no difference to a step's trace."""
     training = Training(precision=config.training.precision, clip=config.training.clip)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
-    return replace(config, training=training, optimizer=optimizer, **asides)
+    averages = replace(config.averages, every=min(config.averages.every, 0))  # whether there are any
+    return replace(config, training=training, optimizer=optimizer, averages=averages, **asides)
 
 
 def held_by(step: Peak) -> int:
@@ -126,8 +147,12 @@ def held_by(step: Peak) -> int:
 
 
 def snapshot_of(step: Peak) -> int:
-    """Host memory that a checkpoint takes while it is written and read back: all tensors, the largest file twice."""
-    return held_by(step) + 2 * step.parts["parameters"]
+    """Host memory that a checkpoint takes while it is written and read back: all tensors, the largest file twice.
+
+    Where there are two averages, a snapshot of them in float16 may be on its way as well.
+    """
+    weights = step.parts["parameters"]
+    return held_by(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
 
 
 def on_top(peak: int, snapshot: int, device: str) -> int:
@@ -140,7 +165,7 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
     training, cpu = config.training, torch.device("cpu")
     # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
-    augment, shape = Augment.of(config.data), images_shape(config, microbatch)
+    augment, objective = augmentation(config), loss_function(config)
 
     def work(recorder: Recorder) -> None:
         if here == "bf16":
@@ -149,14 +174,15 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
         network = build_network(config)
         network.checkpointing = checkpointing
         recorder.kind = "workspace"
-        state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu))
-        objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
-        recorder.name("average", [*state.ema.parameters, *state.ema.buffers])
+        second = config.averages.profile(config.ema)
+        state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
+        for average in filter(None, (state.ema, state.second)):
+            recorder.name("average", [*average.parameters, *average.buffers])
         make_moments(recorder, state)
         for _ in range(passes):
             label = labels_for(config, microbatch)
             with recorder.keeping("activations"):
-                x0, condition = augment(torch.zeros(shape, dtype=torch.uint8))
+                x0, condition = augment(blank_batch(config, microbatch))
                 with state.precision.autocast():
                     loss = objective(network, x0, label, condition)
                 total = loss.per_image.sum() / training.batch
@@ -167,7 +193,9 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
         norm = state.precision.gradient_norm(state.optimizer)
         state.precision.update(state.optimizer, training.clip, norm, True)
         state.optimizer.zero_grad(set_to_none=True)
-        state.ema.update(network, 1)
+        state.project()
+        for average in filter(None, (state.ema, state.second)):
+            average.update(network, 1)
 
     return record(work, device, DTYPES.get(training.precision))
 
@@ -178,7 +206,7 @@ def make_moments(recorder: Recorder, state: TrainState) -> None:
         parameter.grad = torch.empty_like(parameter)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    recorder.name("moments", (value for moments in state.optimizer.state.values() for value in moments.values()))
+    recorder.name("moments", (optim.moments(state.optimizer, state.model).values()))
 
 
 def trace_call(config: Config, device: str, images: int) -> Trace:
@@ -198,8 +226,8 @@ def trace_call(config: Config, device: str, images: int) -> Trace:
 
 
 def images_shape(config: Config, images: int) -> tuple[int, int, int, int]:
-    """[B, C, H, W] of so many."""
-    return (images, config.data.channels, config.data.size, config.data.size)
+    """[B, C, H, W] of so many as the network sees them."""
+    return (images, *shape_of(config))
 
 
 def labels_for(config: Config, images: int) -> Tensor | None:
@@ -210,18 +238,36 @@ def labels_for(config: Config, images: int) -> Tensor | None:
 def at_most(config: Config) -> float:
     """Bytes that training surely does not exceed, in host memory or on a device; infinite where nothing is known.
 
-    A glance at the channels of a U-Net, for the usual case in which memory is no question at all: every layer of a
-    residual block keeps what it gets in fp32, twice.
+    A glance at the settings of the network, for the usual case in which memory is no question at all: every layer of a
+    block keeps what it gets in fp32, twice.
     """
     network = config.network
-    if not isinstance(network, UNet):
+    if isinstance(network, UNet):
+        weights, activations = _of_unet(network, config)
+    elif isinstance(network, MPUNet):
+        weights, activations = _of_mpunet(network, config)
+    elif isinstance(network, DiT):
+        weights, activations = _of_dit(network, config)
+    else:
         return float("inf")
     batch = config.training.microbatch or config.training.batch
+    # Weights, gradients, two averages, two moments and what the optimiser takes for a moment, with holes between; and a
+    # checkpoint's snapshot, which is as large once more.
+    return 4 * (16 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
+
+
+def _rows(config: Config) -> int:
+    """Of the embeddings of class and augmentation."""
+    return len(config.classes) + 1 + CONDITIONS
+
+
+def _of_unet(network: UNet, config: Config) -> tuple[float, float]:
+    """Numbers that its weights are at most, and that an image leaves for the backward pass."""
     first = last = network.channels[0]
-    rows = len(config.classes) + 1 + CONDITIONS + 5 * first + 1  # of the embeddings: class, augmentation, noise level
+    rows = _rows(config) + 5 * first + 1  # the rest is of the noise level
     weights, activations = 4.0 * first * rows, 0.0
     for level, channels in enumerate(network.channels):
-        pixels = (config.data.size / 2**level) ** 2
+        pixels = (shape_of(config)[1] / 2**level) ** 2
         attends = network.attention[level] or (network.mid_attention and level == len(network.channels) - 1)
         blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
         wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
@@ -230,9 +276,33 @@ def at_most(config: Config) -> float:
         heads = channels / (network.head_channels or channels)
         activations += blocks * attends * 4 * heads * pixels**2
         last = channels
-    # Weights, gradients, average, two moments and what the optimiser takes for a moment, with holes between; and a
-    # checkpoint's snapshot, which is as large once more.
-    return 4 * (13 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
+    return weights, activations
+
+
+def _of_mpunet(network: MPUNet, config: Config) -> tuple[float, float]:
+    """The same; every block is taken to be as wide as all that it might join."""
+    width = max(network.channels)
+    weights, activations, last = float(width * (_rows(config) + network.channels[0])), 0.0, network.channels[0]
+    for level, channels in enumerate(network.channels):
+        pixels = (shape_of(config)[1] / 2**level) ** 2
+        attends = network.attention[level]
+        blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
+        wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
+        weights += blocks * wide * (9 * wide + width + 5 * channels * attends)
+        activations += blocks * pixels * (14 * wide + 30 * channels * attends)
+        heads = channels / (network.head_channels or channels)
+        activations += blocks * attends * 4 * heads * pixels**2
+        last = channels
+    return weights, activations
+
+
+def _of_dit(network: DiT, config: Config) -> tuple[float, float]:
+    """The same."""
+    width, tokens = network.width, (shape_of(config)[1] / network.patch) ** 2
+    values = network.patch**2 * 2 * max(1, shape_of(config)[0])  # of a patch, in and out
+    weights = width * (network.depth * 19.0 * (width + 8) + 12 * width + _rows(config) + 2 * values)
+    heads = width / network.head_channels
+    return weights, network.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)
 
 
 def with_precision(config: Config) -> Config:

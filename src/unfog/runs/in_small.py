@@ -21,10 +21,13 @@ from unfog.export.diffusers import Network, to_unet2d
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import size
 from unfog.reporting.settings import Log
+from unfog.runs.build import shape_of
+from unfog.runs.measuring import FEWEST, TRIED
 from unfog.runs.pulse import Pulse
 from unfog.runs.run import Run
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
+from unfog.training.settings import Evaluate
 from unfog.training.writer import free_bytes
 
 PARTS = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
@@ -70,9 +73,22 @@ def in_small(config: Config, steps: int) -> Config:
         training=replace(training, images=steps * training.batch, steps=0, budget=""),
         log=Log(every=1),
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
-        evaluate=replace(config.evaluate, every=steps if config.evaluate.every > 0 else -1),
+        evaluate=evaluated_in_small(config.evaluate, steps),
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
+        averages=replace(config.averages, every=min(config.averages.every, 1)),
     )
+
+
+def evaluated_in_small(evaluate: Evaluate, steps: int) -> Evaluate:
+    """Evaluation at the end, and with as few drawn pictures as can be measured. The best of two is chosen by the
+    held-out loss, as some metrics are refused of so few."""
+    if evaluate.every <= 0:
+        return replace(evaluate, every=-1)
+    evaluate = replace(evaluate, every=steps)
+    if not evaluate.metrics or evaluate.metrics_every < 0:
+        return evaluate
+    best = "held_out_loss"
+    return replace(evaluate, samples=TRIED, reference=min(evaluate.reference, FEWEST), metrics_every=steps, best=best)
 
 
 def well(part: str, said: str, **facts: Any) -> Finding:
@@ -116,7 +132,7 @@ class NoRoomError(Exception):
 def check_room(folder: Path, session: Session) -> None:
     """NoRoomError unless all the checkpoints that a rehearsal keeps at a time find room."""
     parameters = sum(p.numel() for p in session.state.model.parameters())
-    room, free = room_for(parameters, session.config.checkpoint, 0), free_bytes(folder)
+    room, free = room_for(parameters, session.config.checkpoint, 0, session.config.averages), free_bytes(folder)
     if free < room.ample:
         said = f"{folder.parent} has {size(free)} free, and {room.most} checkpoints of this network take "
         raise NoRoomError(said + size(room.most * room.one))
@@ -141,12 +157,14 @@ def export_difference(run: Run) -> float:
 
     config, network = run.config, filled(run.network.cpu())
     assert config.network is not None  # a run's is settled
-    ours = Network(config.network, config.data.channels, len(config.classes), network.state_dict())
-    settings, state = to_unet2d(ours, config.data.size)
+    channels, side, _ = shape_of(config)
+    out = channels * (2 if config.diffusion.learned_variance else 1)
+    ours = Network(config.network, channels, len(config.classes), network.state_dict(), out)
+    settings, state = to_unet2d(ours, side)
     theirs = UNet2DModel(**settings).eval()
     theirs.load_state_dict(state)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, config.data.channels, config.data.size, config.data.size, generator=generator)
+    x = torch.randn(2, channels, side, side, generator=generator)
     level = torch.tensor([10.0, 500.0])
     label = torch.tensor([0, len(config.classes)]) if config.classes else None
     expected = network(x, level, label)

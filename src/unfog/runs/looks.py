@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from unfog.config.tree import Config
+from unfog.diagnosis.run.losses import Looked, losses
 from unfog.diffusion.objective import Objective
-from unfog.evaluation.held_out import HeldOut
+from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
+from unfog.reporting.charts import Floats
 from unfog.reporting.figures import Pixels
 from unfog.reporting.progress import warn
+from unfog.runs.codec import decoder
 from unfog.runs.pictures import Strip
 from unfog.runs.sampling import draw, picture_grid, usual
 from unfog.runs.signals import StopSignals
@@ -26,6 +29,9 @@ T = TypeVar("T")
 
 class Looks:
     """Looks at the state of a run, which is what it was afterwards, whatever cuts a look short."""
+
+    closing = "denoising"
+    """What the picture at the end of a run is called."""
 
     def __init__(
         self, config: Config, state: TrainState, objective: Objective, held_out: HeldOut | None, stop: StopSignals
@@ -41,7 +47,8 @@ class Looks:
 
     def denoising(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
-        strip = Strip(self.config.diffusion.schedule, self.config.sampler)
+        decode = decoder(self.config, next(self.state.model.parameters()).device)
+        strip = Strip(self.config.diffusion.schedule, decode)
         with self._average():
             draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
         return strip.picture()
@@ -51,6 +58,19 @@ class Looks:
         held_out = self.held_out
         if held_out is None:
             return {}
+        return self._losing(len(held_out.x0), lambda loss_at, at_once: dict(held_out.measure(loss_at, at_once)))
+
+    def losses(self, looked: Looked) -> Floats:
+        """Loss [L, N] of images at the noise levels of the evaluation, by `diagnosis.run.losses`."""
+        levels = midpoints(self.config.evaluate.levels)
+        return self._losing(len(looked.x0), lambda loss_at, at_once: losses(loss_at, looked, levels, at_once))
+
+    def pictures(self, count: int, look: Callable[[int], T]) -> T:
+        """What `look`, which draws as many pictures at once as it is told, gives with the average in the network."""
+        return self._looking(count, look)
+
+    def _losing(self, count: int, look: Callable[[LossAt, int], T]) -> T:
+        """What a look at the losses of `count` images gives."""
         model, schedule = self.state.model, self.config.diffusion.schedule
 
         def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +78,7 @@ class Looks:
 
         model.eval()
         try:
-            return dict(self._looking(len(held_out.x0), lambda at_once: held_out.measure(loss_at, at_once)))
+            return self._looking(count, lambda at_once: look(loss_at, at_once))
         finally:
             model.train()
 

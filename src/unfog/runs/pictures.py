@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Schedule
-from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.reporting.figures import Pixels, save_png, strip
+from unfog.runs.codec import Decode
+from unfog.runs.edits import edits_grid
 from unfog.runs.sampling import picture_grid, to_pixels
 
 LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
+
+
+class Column(NamedTuple):
+    """What a step showed."""
+
+    step: int
+    caption: str
+    x_t: Pixels
+    x0: Pixels
 
 
 class Strip:
@@ -22,29 +35,34 @@ class Strip:
     x_t is the state before the step, so that it belongs to the level that its column names.
     """
 
-    def __init__(self, schedule: Schedule, sampler: Sampler):
-        logsnr = noise_levels(schedule, sampler.steps, sampler.grid)[:-1]
-        quantile = schedule.quantile(logsnr)
-        self.wanted = {int((quantile - level).abs().argmin()) for level in LEVELS}
-        self.names = [
-            f"t = {u * schedule.steps:.0f}" if schedule.steps else f"log SNR {value:.1f}"
-            for u, value in zip(quantile.tolist(), logsnr.tolist())
-        ]
-        self.captions: list[str] = []
-        self.x_t: list[Pixels] = []
-        self.x0: list[Pixels] = []
+    def __init__(self, schedule: Schedule, decode: Decode = lambda x: x):
+        self.schedule, self.decode = schedule, decode
+        self.nearest: dict[float, tuple[float, Column]] = {}
+        """For each of LEVELS, how far from it the nearest step so far was, and what was seen there."""
 
     def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
-        """Look at one sampling step."""
-        if step in self.wanted:
-            self.captions.append(self.names[step])
-            # Shown within [-1, 1]: on the VE path x_t reaches far beyond.
-            self.x_t.append(_first(x_t / x_t[:1].abs().amax().clamp(min=1)))
-            self.x0.append(_first(x0))
+        """Look at one sampling step. Which are the nearest shows as it goes: a sampler may choose its own levels."""
+        quantile = float(self.schedule.quantile(torch.tensor([logsnr], dtype=torch.float64)))
+        far = {level: abs(quantile - level) for level in LEVELS}
+        nearer = [level for level in LEVELS if level not in self.nearest or far[level] < self.nearest[level][0]]
+        if not nearer:
+            return
+        steps = self.schedule.steps
+        caption = f"t = {quantile * steps:.0f}" if steps else f"log SNR {logsnr:.1f}"
+        # Shown within [-1, 1]: on the VE path x_t reaches far beyond.
+        seen = self.decode(x_t[:1] / x_t[:1].abs().amax().clamp(min=1))
+        column = Column(step, caption, _first(seen), _first(self.decode(x0[:1])))
+        self.nearest.update({level: (far[level], column) for level in nearer})
+
+    def columns(self) -> list[Column]:
+        """The steps that were kept, each once, in their order."""
+        return [column for _, column in sorted({c.step: c for _, c in self.nearest.values()}.items())]
 
     def picture(self) -> Pixels:
         """The strip, uint8 [H, W, 3]."""
-        return strip({"x_t": np.stack(self.x_t), "predicted x0": np.stack(self.x0)}, self.captions)
+        columns = self.columns()
+        rows = {"x_t": np.stack([c.x_t for c in columns]), "predicted x0": np.stack([c.x0 for c in columns])}
+        return strip(rows, [c.caption for c in columns])
 
 
 def _first(x: Tensor) -> Pixels:
@@ -52,11 +70,16 @@ def _first(x: Tensor) -> Pixels:
     return pixels
 
 
-def write_pictures(folder: Path, pictures: Pixels, classes: Sequence[str], watched: Strip | None) -> None:
-    """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched."""
+def write_pictures(
+    folder: Path, pictures: Pixels, classes: Sequence[str], watched: Strip | None, edit: Edit | None = None
+) -> None:
+    """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched.
+
+    The grid of what was made of an image begins with that, and with the mask.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for number, picture in enumerate(pictures):
         save_png(folder / f"{number:06d}.png", picture)
-    save_png(folder / "grid.png", picture_grid(pictures, classes))
+    save_png(folder / "grid.png", edits_grid(edit, pictures) if edit else picture_grid(pictures, classes))
     if watched is not None:
         save_png(folder / "strip.png", watched.picture())

@@ -17,7 +17,7 @@ from unfog.diagnosis.plan.devices import Device, find_device
 from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
 from unfog.errors import RequestError
 from unfog.reporting.findings import Finding, finite
-from unfog.runs.build import build_network
+from unfog.runs.build import blank_batch, build_network
 from unfog.runs.choices import Choice, Settling, choose_device
 from unfog.runs.disk import forecast, size
 from unfog.runs.folder import next_folder
@@ -143,10 +143,11 @@ def plan(config: Config, device_for: str = "") -> Plan:
     device = torch.device("cuda") if other else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop, few=True)
-        decoded = prepared.train if other or config.data.cache == "none" else at_hand(prepared.train)
+        decoded = prepared.seen.train if other or config.data.cache == "none" else at_hand(prepared.seen.train)
         settling = Settling(config, decoded, device, stop)
         settling.network()
         settling.learning_rate()
+        settling.weight_decay()
         available = other.memory - CUDA_CONTEXT if other else available_memory(device)
         machine = other.name if other else str(device)
         fatal = settle_memory(settling, device, available, machine)
@@ -257,11 +258,16 @@ def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[st
         there = isinstance(prepared.train.pixels, np.ndarray)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{size(image_bytes(prepared, config))} of decoded images, {when}")
+    if config.codec:
+        count = (len(prepared.train) + len(prepared.held_out)) * blank_batch(config, 1).numel()
+        lines.append(f"{size(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch
     with FakeTensorMode():  # only its sizes are asked for
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
     try:
-        line = forecast(next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps)
+        line = forecast(
+            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.averages
+        )
     except RequestError as error:
         return lines, [Finding("plan.disk", "fatal", str(error))]
     waits = "may have to wait" in line
@@ -271,7 +277,7 @@ def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[st
 
 def image_bytes(prepared: Prepared, config: Config) -> int:
     """Bytes of the decoded set."""
-    return (len(prepared.train) + len(prepared.held_out)) * int(np.prod(images_shape(config, 1)))
+    return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
 
 
 def in_file(prepared: Prepared) -> bool:

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 
 from unfog.config.tree import Config
-from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress
-from unfog.runs.build import build_state
+from unfog.runs.build import augmentation, build_state, loss_function
 from unfog.training.loop import Every, train
 from unfog.training.protocols import Silent
 
@@ -55,16 +53,17 @@ def seconds_per_step(
     """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
     mine = [device] if device.type == "cuda" else []
     # The loop seeds at each step; the caller's generators are none of its business.
+    state = build_state(config, device)
     with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = Clock(limit, progress, stop_requested)
         train(
             replace(config.training, images=10**9 * config.training.batch),
             config.optimizer,
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
-            build_state(config, device),
+            state,
             ImageStream(images, config.training.seed),
-            Augment.of(config.data),
-            Objective(config.diffusion, len(config.classes), config.label_dropout),
+            augmentation(config),
+            loss_function(config, state.levels),
             clock,
         )
     if stop_requested():

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from unfog.config.places import path_text
+from unfog.config.request import changed_sampler
 from unfog.config.toml import of_type, update
 from unfog.config.tree import Config
-from unfog.diffusion.sampler import Observe, Sampler
+from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels
+from unfog.runs.averaged import put_average, put_usual_average
 from unfog.runs.build import build_network
 from unfog.runs.choices import choose_device
+from unfog.runs.codec import Decode, decoder
+from unfog.runs.edits import Picture, edit_of
 from unfog.runs.folder import RunFolder
+from unfog.runs.guide import open_guide
 from unfog.runs.sampling import Drawing, draw, find_labels
 from unfog.training import checkpoint
+
+if TYPE_CHECKING:
+    from unfog.runs.evaluation import Evaluation
 
 
 class Run:
@@ -29,10 +38,12 @@ class Run:
         weights: "ema", the average that pictures are best drawn from, or "raw", the weights as trained.
         step: which checkpoint; None is the newest whole one.
         device: auto, cpu, cuda, cuda:1 or mps.
-        best: the checkpoint with the lowest held-out loss, of those that were kept, rather than that of a step.
+        best: the best checkpoint of those that were kept, by held-out loss or `evaluate.best`, rather than a step.
+        ema: width of the average, 0.01 to 0.28, rebuilt from the run's snapshots of two others; `step` may then be any
+            up to the last. None is what `ema_sweep` chose, or else the width of the run's settings.
 
     Raises:
-        RequestError: `path` is not a run, or has no such checkpoint.
+        RequestError: `path` is not a run, or has no such checkpoint, or its snapshots do not allow that average.
         RunError: its checkpoints are broken, or there is none yet.
     """
 
@@ -43,18 +54,34 @@ class Run:
         step: int | None = None,
         device: str = "auto",
         best: bool = False,
+        ema: float | None = None,
     ):
         self.folder = RunFolder(Path(path_text(path, "path")))
         self.config: Config = self.folder.read_config()
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
-        self.device = choose_device(device)
+        self.weights, self.device = weights, choose_device(device)
+        if self.config.autoencoder.factor:
+            raise RequestError(
+                f"{self.folder.path} is a codec, which draws nothing by itself; train a network on its latents: unfog "
+                f"train SOURCE --codec {self.folder.path}"
+            )
         step = of_type(int | None, step, "step")
-        self.checkpoint = checkpoint.find(self.folder.checkpoints, "best" if best else step)
+        ema = of_type(float | None, ema, "ema")
+        if ema is not None and weights == "raw":
+            raise RequestError(f"ema = {ema:g} is of the average, and weights = 'raw' wants none; give one of them")
         network = build_network(self.config)
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, "best" if best else step if ema is None else None)
         # At once, because a run that goes on may remove this checkpoint later.
-        checkpoint.load_weights(self.checkpoint.folder, "ema" if weights == "ema" else "model", network)
+        if ema is not None:
+            put_average(network, self.folder, ema, self.checkpoint.step if best else step)
+        elif weights == "ema":
+            put_usual_average(network, self.folder, self.config, self.checkpoint)
+        else:
+            checkpoint.load_weights(self.checkpoint.folder, "model", network)
         self.network: nn.Module = network.to(self.device).eval()
+        self.calls = 0
+        """How often the last `sample` asked for E[x0 | x_t] for a picture; that is two passes with guidance."""
 
     @property
     def path(self) -> Path:
@@ -66,10 +93,14 @@ class Run:
         """Names of the classes; () without."""
         return self.config.classes
 
+    @property
+    def decode(self) -> Decode:
+        """What turns what the network sees, pixels or latents, into images [B, C, H, W] about [-1, 1]."""
+        return decoder(self.config, self.device)
+
     def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
         """The run's own sampler, with another kind or number of steps where given."""
-        changes = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
-        return update(self.config.sampler, changes, "sampler")
+        return changed_sampler(self.config.sampler, kind, steps)
 
     def sample(
         self,
@@ -78,12 +109,18 @@ class Run:
         seed: int = 0,
         label: Sequence[str | int] | str | int = (),
         guidance: float | None = None,
-        sampler: Literal["ddpm", "ddim", "heun", "dpmpp"] | None = None,
+        sampler: Kind | None = None,
         batch: int = 64,
         progress: Callable[[int], None] = lambda done: None,
         observe: Observe | None = None,
+        guidance_interval: Sequence[float] | None = None,
+        guide: Run | str | PathLike[str] | int | None = None,
+        image: Picture | None = None,
+        mask: Picture | None = None,
+        strength: float | None = None,
+        repeats: int | None = None,
     ) -> Pixels:
-        """Draw n pictures, uint8 [n, H, W, C].
+        """Draw n pictures, uint8 [n, H, W, C]; with an image, of that image.
 
         Picture i is the same whatever n and batch are, to within the last bit of floating-point sums.
 
@@ -92,15 +129,61 @@ class Run:
             steps: of the sampler; None as the run is set.
             seed: another one gives other pictures.
             label: class names or numbers that the pictures cycle through; () is all classes.
-            guidance: strength of classifier-free guidance; 1 is none, None as the run is set.
+            guidance: strength of guidance; 1 is none, None as the run is set. It leads away from pictures of no class
+                (classifier-free), or from what `guide` would draw.
             sampler: None as the run is set.
             batch: pictures drawn at once.
             progress: called with the number of pictures done.
             observe: called before each sampling step of the first batch.
+            guidance_interval: the lowest and highest share of noise, sigma / (alpha + sigma), with guidance; None as
+                the run is set.
+            guide: a weaker network, told the same class: the step of another checkpoint of this run, or another run,
+                or the folder of one, with ":" and a step where it is not the newest.
+            image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; pictures like
+                it are drawn.
+            mask: file, or uint8 or bool of the image's height and width: only what is white is drawn, in keeping with
+                the rest, which stays as it is to the bit.
+            strength: share of the sampler's steps that the image is noised by, 0 to 1; None is 0.6, and 1 with a mask.
+            repeats: times that each stretch of steps is walked with a mask; None is 10.
+
+        Raises:
+            RequestError: a setting, an image or a mask that will not do; a guide that does not fit, or is not there.
         """
         words = list(label) if isinstance(label, list | tuple) else [label]
         labels = find_labels([str(word) for word in words], self.classes)
-        strength = self.config.usual_guidance if guidance is None else of_type(float, guidance, "guidance")
+        given = self.config.guidance_interval if guidance_interval is None else guidance_interval
+        interval = of_type(tuple[float, float], given, "guidance_interval")
+        weaker = None if guide is None else open_guide(self, guide)
+        usual = self.config.usual_guidance if weaker is None else self.config.guidance
+        scale = usual if guidance is None else of_type(float, guidance, "guidance")
+        if weaker is not None and scale == 1:
+            raise RequestError("guidance = 1 makes no use of a guide; give --guidance 2, or leave the guide away")
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
-        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, strength, batch)
-        return draw(self.network, self.config, drawing, progress, observe)
+        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, scale, batch, interval)
+        edit = edit_of(self.config, image, mask, strength, repeats)
+        if edit and observe:
+            raise RequestError("observe watches pictures come out of noise; leave it away, or the image")
+        calls: list[int] = []
+        pictures = draw(
+            self.network, self.config, drawing, progress, observe, guide=weaker, calls=calls.append, edit=edit
+        )
+        self.calls = max(calls)
+        return pictures
+
+    def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **asked: Any) -> Evaluation:
+        """Measure this run, as `unfog evaluate` does; what was measured before is read from the run folder.
+
+        Args:
+            metrics: of fid, kid, precision, recall, density, coverage, sliced, held_out, bits; () is all that can be.
+            n: pictures to draw; 0 is 1,000 on a CPU, and 10,000 elsewhere.
+            asked: features, reference, sampler, steps, seed, guidance, batch, against: see `runs.evaluation.Asked`.
+
+        Raises:
+            RequestError: there is no such metric, file or reference.
+            RunError: the run folder or the cache cannot be written.
+        """
+        from unfog.runs.evaluate import evaluate  # which loads a run by what trains one
+        from unfog.runs.evaluation import Asked
+
+        names = (metrics,) if isinstance(metrics, str) else metrics
+        return evaluate(self, update(Asked(), {"metrics": names, "n": n, **asked}, ""))

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unfog.config.tree import Config
+from unfog.config.tree import Config, check_interval
 from unfog.diffusion.denoiser import Denoiser, Guided
+from unfog.diffusion.editing import Edit
+from unfog.diffusion.guidance import Autoguided, Labelled, Within
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels, grid
+from unfog.runs.build import shape_of
+from unfog.runs.codec import decoder, encoded_edit
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,15 @@ class Drawing:
     guidance: float = 1.0
     batch: int = 64
     """Pictures at once, which memory limits."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
+    first: int = 0
+    """Number of the first picture."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
             raise RequestError(f"guidance = {self.guidance} must be a finite number; 1 to 3 is usual")
+        check_interval(self.interval)
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")
@@ -41,7 +50,8 @@ class Drawing:
 def usual(config: Config, count: int, batch: int) -> Drawing:
     """What the run draws unless told otherwise: its sampler, seed 0, all classes in turn, guided as it is set."""
     labels = tuple(range(len(config.classes)))
-    return Drawing(count, config.sampler, labels, guidance=config.usual_guidance, batch=batch)
+    guidance, interval = config.usual_guidance, config.guidance_interval
+    return Drawing(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
 
 
 @torch.inference_mode()
@@ -51,51 +61,103 @@ def draw(
     drawing: Drawing,
     progress: Callable[[int], None] = lambda done: None,
     observe: Observe | None = None,
+    guide: Labelled | None = None,
+    calls: Callable[[int], None] = lambda calls: None,
+    edit: Edit | None = None,
 ) -> Pixels:
     """Pictures, uint8 [N, H, W, C]; the network is in evaluation mode meanwhile, and computes in fp32.
 
-    `progress` is told how many pictures are done; `observe` sees every step of the first batch.
+    `progress` is told how many pictures are done; `observe` sees every step of the first batch, unless they are made
+    of a picture that there is, by `edit`. `guide` is a weaker denoiser, which guidance leads away from, rather than
+    from pictures of no class. `calls` is told how often each batch asked the network.
     """
     device = next(network.parameters()).device
-    shape = (config.data.channels, config.data.size, config.data.size)
+    shape, decode = shape_of(config), decoder(config, device)
+    sampler, seen = within_range(drawing.sampler, config), encoded_edit(edit, config, device)
     was_training, pictures = network.training, []
     network.eval()
     try:
-        for first in range(0, drawing.count, drawing.batch):
-            indices = range(first, min(first + drawing.batch, drawing.count))
-            x0 = drawing.sampler(
-                conditional(Denoiser(network, config.diffusion), config, drawing, indices, device),
+        end = drawing.first + drawing.count
+        for first in range(drawing.first, end, drawing.batch):
+            indices = range(first, min(first + drawing.batch, end))
+            # A guide and an edit know the image's half of an answer only.
+            variance = (
+                config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and guide is None and edit is None
+            )
+            denoiser = Denoiser(network, config.diffusion, variance)
+            denoise = Counted(conditional(denoiser, config, drawing, indices, device, guide))
+            parts = (
+                denoise,
                 config.diffusion.path,
                 config.diffusion.schedule,
                 NoiseSource(drawing.seed, indices, shape, device).draw,
-                observe if first == 0 else None,
             )
-            pictures.append(to_pixels(x0).permute(0, 2, 3, 1).cpu().numpy())
-            progress(indices.stop)
+            if edit is None or seen is None:
+                images = decode(sampler(*parts, observe if first == drawing.first else None))
+            else:
+                images = edit.keep(decode(seen(sampler, *parts)))
+            pictures.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
+            progress(indices.stop - drawing.first)
+            calls(denoise.calls)
     finally:
         network.train(was_training)
     return np.concatenate(pictures)
 
 
+def within_range(sampler: Sampler, config: Config) -> Sampler:
+    """The sampler, which clips guesses to the range of pixels only where it is pixels that are drawn."""
+    return replace(sampler, clip=False) if config.codec else sampler
+
+
+class Counted:
+    """A denoiser that counts how often it is asked."""
+
+    def __init__(self, denoise: Denoise) -> None:
+        self.denoise, self.calls = denoise, 0
+
+    def __call__(self, x_t: Tensor, logsnr: Tensor) -> Tensor:
+        """As the denoiser."""
+        self.calls += 1
+        return self.denoise(x_t, logsnr)
+
+
 def conditional(
-    denoiser: Denoiser, config: Config, drawing: Drawing, indices: Sequence[int], device: torch.device
+    denoiser: Denoiser,
+    config: Config,
+    drawing: Drawing,
+    indices: Sequence[int],
+    device: torch.device,
+    guide: Labelled | None = None,
 ) -> Denoise:
     """The denoiser with the labels of these pictures, and with guidance where it is asked for.
+
+    Guidance leads away from what the weaker `guide` says, told the same label; without one, from what the network
+    itself says when it is told no class.
 
     Raises:
         RequestError: guidance without classes, or of a network that never saw an image without its class.
     """
-    if not drawing.labels:
-        if drawing.guidance != 1:
-            raise RequestError(f"guidance = {drawing.guidance} needs classes, and this run has none")
-        return denoiser
-    label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices], device=device)
+    label = None
+    if drawing.labels:
+        label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices], device=device)
+    asked = guided(denoiser, config, drawing, guide)
+    return lambda x, logsnr: asked(x, logsnr, label)
+
+
+def guided(denoiser: Denoiser, config: Config, drawing: Drawing, guide: Labelled | None) -> Labelled:
+    """The denoiser, with the guidance that a drawing asks for. RequestError as `conditional`."""
     if drawing.guidance == 1:
-        return lambda x, logsnr: denoiser(x, logsnr, label)
-    if config.label_dropout == 0:
+        return denoiser
+    led: Labelled
+    if guide is not None:
+        led = Autoguided(denoiser, guide, drawing.guidance)
+    elif not drawing.labels:
+        raise RequestError(f"guidance = {drawing.guidance} needs classes, and this run has none; or a weaker --guide")
+    elif config.label_dropout == 0:
         raise RequestError(f"guidance = {drawing.guidance} needs a network trained with --label-dropout, such as 0.1")
-    guided = Guided(denoiser, drawing.guidance, len(config.classes))
-    return lambda x, logsnr: guided(x, logsnr, label)
+    else:
+        led = Guided(denoiser, drawing.guidance, len(config.classes))
+    return led if drawing.interval == (0.0, 1.0) else Within(led, denoiser, drawing.interval)
 
 
 def to_pixels(x: Tensor) -> Tensor:

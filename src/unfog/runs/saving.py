@@ -15,7 +15,8 @@ from unfog.reporting.recorder import Recorder
 from unfog.runs.folder import RunFolder
 from unfog.runs.pulse import Pulse, identity
 from unfog.runs.signals import StopSignals
-from unfog.training import checkpoint, snapshot
+from unfog.training import averages, checkpoint, snapshot
+from unfog.training.averages import AverageWriter
 from unfog.training.state import TrainState
 from unfog.training.writer import Writer
 
@@ -28,6 +29,7 @@ class Saver:
     def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Pulse, recorder: Recorder):
         self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
         self.writer = Writer(folder.checkpoints, config.checkpoint)
+        self.averages = AverageWriter(config.averages)
         self.identity = identity(folder.path)
         self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
@@ -47,6 +49,7 @@ class Saver:
         if bad:
             self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
             return
+        self.averages.wait()  # a checkpoint covers the snapshots before it, which a resume would not take again
         self.wait(leaving=self.stop())
         if self.moved():
             self._follow(state, step)
@@ -56,6 +59,13 @@ class Saver:
             self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(self.config)))
             self.saved = (step, list(state.due))
             self.pulse.taken()
+        self.held_up += time.perf_counter() - started
+
+    def keep_averages(self, state: TrainState) -> None:
+        """Copy both averages to host memory, and have them written from there."""
+        started = time.perf_counter()
+        taken = averages.take(state, state.seen // self.config.training.batch)
+        self.averages.submit(taken, self.folder.averages)
         self.held_up += time.perf_counter() - started
 
     def moved(self) -> bool:
@@ -122,6 +132,8 @@ class Saver:
             )
         with self.stop.undivided():
             checkpoint.roll_back(good.folder, state)
+            self.averages.wait()
+            averages.forget_after(self.folder.averages, good.step)
             lr = self.config.optimizer.lr * state.guard.lr_scale
             skipped = [good.images, state.seen]
             self.recorder.event("rolled_back", step, reason=reason, to=good.step, lr=lr, images_skipped=skipped)
@@ -168,6 +180,9 @@ class Saver:
 
     def pass_on_news(self) -> None:
         """Record and say what the writer has done since the last time."""
+        for step, reason in self.averages.failures():
+            self.recorder.event("averages_left_out", step, reason=reason)
+            warn(f"the averages of step {step:,} could not be written ({reason}); others of them will do")
         for kind, step, fields in self.writer.news():
             self.recorder.event(kind, step, **fields)
             if kind == "checkpoint":

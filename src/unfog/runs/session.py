@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from unfog.config.tree import Config
-from unfog.data.augment import Augment
 from unfog.data.images import Prepared
 from unfog.data.ledger import Quarantined, shown
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.diffusion.sampler import noise_levels
 from unfog.errors import Interrupted
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
-from unfog.runs.build import build_state, held_out_set
+from unfog.runs.build import augmentation, build_state, every_of, held_out_set, loss_function
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
+from unfog.runs.codec_looks import CodecLooks
+from unfog.runs.evaluator import Evaluator
 from unfog.runs.folder import RunFolder
 from unfog.runs.looks import Looks
 from unfog.runs.pulse import Pulse
@@ -33,7 +33,7 @@ from unfog.runs.saving import Saver
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
-from unfog.training.loop import Every, Stopwatch, settle, train
+from unfog.training.loop import Stopwatch, settle, train
 from unfog.training.memory import at_once
 from unfog.training.state import TrainState
 
@@ -49,15 +49,18 @@ class Session:
         device: torch.device,
         stop: StopSignals,
         pulse: Pulse,
+        weights: dict[str, torch.Tensor] | None = None,
     ):
         self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, pulse
-        self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
-        noise_levels(config.diffusion.schedule, config.sampler.steps, config.sampler.grid)  # may be refused
+        config.sampler.visits(config.diffusion.schedule)  # may be refused
         require(config.log.sinks)
-        self.stream = ImageStream(prepared.train, config.training.seed)
-        self.augment = Augment.of(config.data)
-        self.state = build_state(config, device)
-        self.looks = Looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
+        self.stream = ImageStream(prepared.seen.train, config.training.seed)
+        self.augment = augmentation(config)
+        self.state = build_state(config, device, weights)
+        self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+        looks = CodecLooks if config.autoencoder.factor else Looks
+        self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
+        self.evaluator = Evaluator(folder, config, prepared, self.looks, device)
         self.recorder: Recorder
         self.saver: Saver
         self.quarantined: set[Quarantined] = set()  # told of: they could not be decoded when their turn came
@@ -128,6 +131,7 @@ class Session:
         """Write things down here from now on."""
         self.recorder = recorder
         self.saver = Saver(self.folder, self.config, self.stop, self.pulse, recorder)
+        self.keep_averages = self.saver.keep_averages
         self.pulse.step, self.pulse.steps = self.step, self.steps
 
     def _recorder(self) -> Recorder:
@@ -155,11 +159,11 @@ class Session:
         train(
             config.training,
             config.optimizer,
-            Every(config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every),
+            every_of(config, self.state),
             self.state,
             self.stream,
             self.augment,
-            self.objective,
+            loss_function(config, self.state.levels),
             self,
         )
 
@@ -177,6 +181,8 @@ class Session:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
         self.recorder.event("data", self.step, summary=self.prepared.ledger.line())
+        if self.config.averages.every > 0 and not self.state.pure:
+            say("  no snapshots of averages are taken: the two have not been kept alike since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
         say(
@@ -208,7 +214,7 @@ class Session:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
                 with self.pulse.during("drawing"):
                     strip = self.looks.denoising()
-                self.recorder.images(self.step, "denoising", strip)
+                self.recorder.images(self.step, self.looks.closing, strip)
             if self.state.guard.strange:
                 strange = self.state.guard.strange
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
@@ -277,13 +283,8 @@ class Session:
         self.recorder.event("preview", self.step, seconds=seconds_since(started))
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Held-out loss of the EMA weights; empty if nothing is held out."""
-        started = time.perf_counter()
-        with self.pulse.during("evaluation"):
-            record = self.looks.held_out_loss()
-        if record:
-            self.recorder.event("evaluated", self.step, seconds=seconds_since(started))
-        return record
+        """Held-out loss of the EMA weights, empty if nothing is held out; and what is measured of drawn pictures."""
+        return self.evaluator.evaluate(self.step, self.recorder, self.pulse)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Save a checkpoint."""

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from unfog.config.request import check_request, check_source
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
+from unfog.data.augment import Augment
 from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -18,17 +21,27 @@ from unfog.data.survey import MIN_TO_HOLD_OUT
 from unfog.diagnosis.images.examine import glance
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.errors import RequestError, RunError
+from unfog.evaluation.features import open_features
+from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, say, warn
 from unfog.reporting.records import number, read_metrics
 from unfog.runs.changes import check_changes
 from unfog.runs.choices import Settling, choose_device
+from unfog.runs.codec import keep_codec
+from unfog.runs.codec_looks import finish_codec
 from unfog.runs.data_record import DATA_FILE, write_data_record
 from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder, next_folder, printable
+from unfog.runs.initial import read_weights, seen_alike
+from unfog.runs.latents import fitted, with_latents
+from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint, rotation
+from unfog.training.averages import forget_after
+from unfog.training.methods import Custom
+from unfog.training.optim import check_goes_on
 
 _TOP = re.compile(
     r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
@@ -45,27 +58,36 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         RunError: training could not go on.
     """
     check_request(config)
+    tell_of_foreign_code(config)
     folder = RunFolder(out or next_folder(config.source))
     device = choose_device(config.training.device)
+    if config.evaluate.metrics:  # what is not there is missed at once, rather than after reading images
+        open_features(config.evaluate.features, device, only_known=True)
     with (
         StopSignals() as stop,
         folder.reserved(config.source),
         Pulse(folder.path, stop, silent=True) as pulse,
     ):
-        prepared, config = load_images(config, stop)
-        settling = Settling(config, prepared.train, device, stop)
+        prepared, config = load_images(seen_alike(config), stop)
+        initial = read_weights(config) if config.init.folder else None
+        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop)
         settling.everything()
+        settle_metrics(settling, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
-        session = Session(folder, settling.config, prepared, device, stop, pulse)
-        room = forecast(folder.checkpoints, session.state, session.config.checkpoint, session.steps)
+        if config.codec:
+            settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
+        session = Session(folder, settling.config, prepared, device, stop, pulse, initial and initial.state)
+        room = forecast(
+            folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.averages
+        )
         say(f"  {room}")
         folder.write_config(settling.config)
         folder.checkpoints.mkdir()
         pulse.silent = False
         record_data(session)
-        settings = examine_settings(session.config, prepared, device, folder=folder.path)
-        findings = [*glance(prepared, session.config), *settings]
-        return folder, session.run(settling.choices, findings)
+        findings = [*glance(prepared, session.config), *examined(session, device)]
+        choices = [*(initial.choices if initial else ()), *settling.choices]
+        return folder, ended(folder, session.run(choices, findings), settling.config)
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
@@ -83,6 +105,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     stored = folder.read_config()
     config = config or stored
     check_request(config)
+    tell_of_foreign_code(config)
     if Path(config.source).is_absolute():
         try:
             check_source(config.source)
@@ -99,27 +122,51 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
         prepared, config = load_images(config, stop)
+        if saved and checkpoint.SECOND not in saved.files and config.averages.every == 0:
+            # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
+            config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
-        settling = Settling(config, prepared.train, device, stop)
+        settling = Settling(config, prepared.seen.train, device, stop)
         settling.learning_rate()
         settling.microbatch(resuming=True)
         settling.precision()
         settling.length(seen=saved.images if saved else 0)
         settling.intervals()
+        settle_metrics(settling, prepared.train, device)
         stop.leave_if_requested()
         if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             return folder, True
-        session = Session(folder, settling.config, prepared, device, stop, pulse)
+        if config.codec:
+            settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
+        # Of a run that has saved nothing yet.
+        weights = read_weights(settling.config).state if config.init.folder and saved is None else None
+        session = Session(folder, settling.config, prepared, device, stop, pulse, weights)
+        changes = check_changes(trained, settling.config, force)
+        if any(line.startswith("evaluate.") for line in changes):
+            session.evaluator.rehearse()  # what would fail at the next evaluation fails now
         folder.write_config(settling.config)
         rotation.clear_away(folder.checkpoints, broken)
+        forget_after(folder.averages, saved.step if saved else -1)
         for folder_and_reason in broken:
             say(str(folder_and_reason))
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        findings = examine_settings(session.config, prepared, device, folder=folder.path)
-        changes = check_changes(trained, settling.config, force)
-        return folder, session.run(settling.choices, findings, saved, changes)
+        findings = examined(session, device)
+        done = session.run(settling.choices, findings, saved, changes)
+        return folder, ended(folder, done, settling.config)
+
+
+def tell_of_foreign_code(config: Config) -> None:
+    """Say so where the settings, which may be somebody else's, have code run that is not ours.
+
+    RequestError if that is no optimiser that can be gone on with, before images are read.
+    """
+    if isinstance(config.optimizer.method, Custom):
+        path = config.optimizer.method.path
+        if path:
+            say(f"  optimizer: imports and runs {path}, as these settings ask for")
+        check_goes_on(config.optimizer.method)
 
 
 def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
@@ -139,10 +186,25 @@ def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[che
     return saved, broken
 
 
+def examined(session: Session, device: torch.device) -> list[Finding]:
+    """What is to be said of the settings; of a codec nothing, as what is known is known of diffusion."""
+    if session.config.autoencoder.factor:
+        return []
+    return examine_settings(session.config, session.prepared, device, folder=session.folder.path)
+
+
+def ended(folder: RunFolder, done: bool, config: Config) -> bool:
+    """What follows a run: of a codec, the folder that others train with. Returns `done`."""
+    if config.autoencoder.factor:
+        say(finish_codec(folder, config))
+    return done
+
+
 def record_data(session: Session) -> None:
     """Write down what became of every image, and what the network sees of them; a run goes on without."""
     try:
-        write_data_record(session.folder, session.prepared, session.augment, session.config.training.seed)
+        config = session.config
+        write_data_record(session.folder, session.prepared, Augment.of(config.data), config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
 
@@ -176,6 +238,7 @@ def load_images(config: Config, stop: StopSignals, few: bool = False) -> tuple[P
 
         return update
 
+    config = fitted(config)
     with Progress("indexing shards (MB)", None) as progress:
         source = open_source(config.source, counting(progress))
     with Progress("decoding", None) as progress:
@@ -191,10 +254,11 @@ def load_images(config: Config, stop: StopSignals, few: bool = False) -> tuple[P
     tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
     if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
         say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
-    return prepared, replace(
+    config = replace(
         config,
         source=source.resolved,  # so that a resume finds it from anywhere
         data=replace(prepared.settings, cache=config.data.cache) if few else prepared.settings,
         classes=tuple(printable(name) for name in prepared.train.classes),
         fingerprint=prepared.train.fingerprint,
     )
+    return with_latents(prepared, config, stop.leave_if_requested, few)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from unfog.config.tree import Config
-from unfog.data.augment import Augment
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.reporting.progress import Progress
-from unfog.runs.build import build_state
+from unfog.runs.build import augmentation, build_state, loss_function
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
@@ -102,9 +100,9 @@ def replay(
             config.optimizer,
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
-            ImageStream(prepared.train, config.training.seed),
-            Augment.of(config.data),
-            Objective(config.diffusion, len(config.classes), config.label_dropout),
+            ImageStream(prepared.seen.train, config.training.seed),
+            augmentation(config),
+            loss_function(config, state.levels),
             run,
         )
     if stop():
@@ -140,9 +138,11 @@ def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, che
 
 
 def compare(tensors: dict[str, dict[str, Tensor]], saved: checkpoint.Saved) -> list[str]:
-    """Names of the tensors that are not those of a checkpoint, bit for bit."""
+    """Names of the tensors that are not those of a checkpoint, bit for bit; an earlier version saved one average."""
     different = []
     for file, mine in tensors.items():
+        if f"{file}.safetensors" not in saved.files:
+            continue
         theirs = checkpoint.read_tensors(saved.folder / f"{file}.safetensors")
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):

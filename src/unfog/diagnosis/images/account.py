@@ -20,8 +20,8 @@ TOO_FEW, FEW, MANY = 5, 100, 1000
 _ROWS = 50  # of a table
 
 _SMALL_SET = (
-    "add images; else train with --flip (if mirrored ones make sense), --data.augment 0.15 and "
-    "--network tiny:dropout=0.2, and judge samples by their nearest training images"
+    "add images; else train with --flip (if mirrored ones make sense){} and --network tiny:dropout=0.2, and judge "
+    "samples by their nearest training images"
 )
 
 
@@ -38,12 +38,13 @@ def _count(prepared: Prepared) -> Finding:
     )
     severity: Severity = "fine"
     remedy = ""
+    small = _SMALL_SET.format(", --data.augment 0.15" * (prepared.latents is None))  # which latents cannot have
     if train < TOO_FEW:
         severity, remedy = "fatal", f"give at least {TOO_FEW}, better {FEW} or more: a model can only repeat so few"
     elif train < FEW:
-        severity, remedy = "warning", f"a model learns so few by heart: {_SMALL_SET}"
+        severity, remedy = "warning", f"a model learns so few by heart: {small}"
     elif train < MANY:
-        severity, remedy = "hint", f"a model soon learns so few by heart: {_SMALL_SET}"
+        severity, remedy = "hint", f"a model soon learns so few by heart: {small}"
     return Finding("data.count", severity, evidence, remedy, {"train": train, "held_out": held_out})
 
 

@@ -169,7 +169,8 @@ def one_step(subject: Subject, state: TrainState, lr: float, run: Silent) -> Non
     """A step of the real loop at this rate. Interrupted if a stop was requested instead."""
     training = replace(subject.training, images=state.seen + subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=1, schedule="constant")
-    train(training, optimizer, NEVER, state, subject.stream, subject.augment, subject.objective, run)
+    objective = subject.objective.following(state.levels)
+    train(training, optimizer, NEVER, state, subject.stream, subject.augment, objective, run)
     if state.seen < training.images:
         raise Interrupted
 
@@ -202,7 +203,8 @@ def run_trial(subject: Subject, lr: float, steps: int, run: Silent) -> Trial:
     state = subject.fresh()
     training = replace(subject.training, images=steps * subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
-    train(training, optimizer, NEVER, state, subject.stream, subject.augment, subject.objective, run)
+    objective = subject.objective.following(state.levels)
+    train(training, optimizer, NEVER, state, subject.stream, subject.augment, objective, run)
     if state.seen < training.images:
         raise Interrupted
     with state.ema.swapped_into(state.model):

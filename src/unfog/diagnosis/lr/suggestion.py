@@ -10,6 +10,9 @@ FLAT = 0.02
 """Share of its loss at the start that a network must lose to have learned something."""
 AS_GOOD = 1.03
 """A trial this close to the best one is as good; of such, the lowest rate is suggested."""
+WORST = 2.0
+"""Times the loss at the start that a loss counts for at most in a smoothed curve: where it explodes from one step to
+the next, as with weights of fixed length, all that was learned before would vanish under its average."""
 RAMP_ALONE = 0.3
 """What the rate at the ramp's lowest loss is multiplied by, where there is no time for trials."""
 
@@ -39,7 +42,7 @@ class Ramp:
     @property
     def smooth(self) -> list[float]:
         """Finite losses averaged over about a quarter of a decade, to both sides, so that no dip moves to the right."""
-        known = [loss for loss in self.losses if math.isfinite(loss)]
+        known = [min(loss, WORST * self.start) for loss in self.losses if math.isfinite(loss)]
         forward, backward = smoothed(known, self.memory), smoothed(known[::-1], self.memory)[::-1]
         return [(before + after) / 2 for before, after in zip(forward, backward)]
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from unfog.data.images import ImageSet
 from unfog.diagnosis.run.record import RunRecord
 from unfog.diffusion.diffusion import Diffusion
 from unfog.evaluation.held_out import LossAt
@@ -20,6 +22,8 @@ from unfog.reporting.progress import counted
 from unfog.reporting.records import number
 from unfog.training.settings import FixedEma, PowerEma
 
+MEASURED = 128
+"""Images of each kind whose loss is measured."""
 LEVELS = "noise level: clean 0 to noisy 1"
 CERTAIN = 3.0
 """Standard errors from which on a difference is not the luck of the draw."""
@@ -34,6 +38,20 @@ class Looked(NamedTuple):
 
     x0: Tensor
     label: Tensor | None
+
+
+def spread(images: ImageSet, count: int) -> NDArray[np.int64]:
+    """At most `count` rows of a set, evenly spread."""
+    return np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(np.int64)
+
+
+def looked_at(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> Looked | None:
+    """Images to measure, evenly spread over the set, as the network sees them; None of none."""
+    if not len(images):
+        return None
+    pixels, labels, _ = images.take(spread(images, MEASURED))
+    x0 = see(torch.from_numpy(pixels)).to(device)
+    return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
 
 
 @torch.inference_mode()
@@ -181,8 +199,10 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
 def remedy_of(record: RunRecord) -> str:
     """What helps against overfitting, most helpful first."""
     flip = "" if record.config.data.flip else "--flip, "
+    augment = "" if record.config.codec else "--data.augment 0.15, "  # which changes pixels
+    by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
     return (
-        f"the best checkpoint is kept: {record.command('sample', '--best')}; next time {flip}--data.augment 0.15, "
+        f"the best checkpoint{by} is kept: {record.command('sample', '--best')}; next time {flip}{augment}"
         "dropout (--network small:dropout=0.1), a smaller network or fewer steps"
     )
 

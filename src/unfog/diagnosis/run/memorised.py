@@ -102,6 +102,21 @@ def nearest(
     return Nearest(best, index)
 
 
+def nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> Nearest:
+    """The same by features [Q, D] of the queries and [N, D] of the images, of any extractor, whose distances have its
+    own scale; an extractor that is to find mirrored copies must not tell them apart."""
+    kept = 1 + min(NEIGHBOURS, max(2, len(reference) // 6))
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    found = []
+    for first in range(0, len(queries), CHUNK // 8):
+        part = slice(first, first + CHUNK // 8)
+        distance = distances(queries[part], reference)
+        if own is not None:
+            distance = distance.masked_fill(torch.arange(len(reference))[None] == own[part], torch.inf)
+        found.append(distance.topk(min(kept, len(reference) - (own is not None)), largest=False))
+    return Nearest(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+
+
 def distances(a: Tensor, b: Tensor) -> Tensor:
     """Root mean square differences [A, B] of features [A, D] and [B, D]."""
     a, b = a.double(), b.double()  # in float32 the product would leave a copy at a distance of rounding errors
@@ -109,7 +124,9 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
 
-def memorised(drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, what: str, searched: int) -> Finding:
+def memorised(
+    drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, what: str, searched: int, same: float = SAME
+) -> Finding:
     """run.memorised.
 
     Args:
@@ -119,13 +136,14 @@ def memorised(drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, w
         matches: the training image nearest to each drawn picture, [N, H, W, C].
         what: what `unseen` are, for people: "held-out images".
         searched: how many training images were searched.
+        same: distance below which two are the same picture.
     """
     ratio, usual = found.ratio, unseen.ratio
-    limit, (share, expected, certain) = COPY, compared(found, unseen, COPY)
+    limit, (share, expected, certain) = COPY, compared(found, unseen, COPY, same)
     related = expected
     if not certain and related > RELATED:
         limit = min(COPY, NEARER * float(np.quantile(usual, LOWEST)))
-        share, expected, certain = compared(found, unseen, limit)
+        share, expected, certain = compared(found, unseen, limit, same)
     copies = round(share * len(ratio))
     facts = {
         "copies": copies,
@@ -156,13 +174,13 @@ def memorised(drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, w
     return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
 
 
-def compared(found: Nearest, unseen: Nearest, limit: float) -> tuple[float, float, bool]:
+def compared(found: Nearest, unseen: Nearest, limit: float, same: float = SAME) -> tuple[float, float, bool]:
     """Shares of drawn and of unseen pictures that are as near as copies are, and whether the first is larger for sure.
 
     A copy is what is nearer than `limit` by the ratio, or the same picture.
     """
     copied, usual = (
-        (of.ratio < limit) | ((of.distance[:, 0] < SAME).numpy() & (of.ratio < COPY)) for of in (found, unseen)
+        (of.ratio < limit) | ((of.distance[:, 0] < same).numpy() & (of.ratio < COPY)) for of in (found, unseen)
     )
     share, expected = float(copied.mean()), float(usual.mean())
     # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.

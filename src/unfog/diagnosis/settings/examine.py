@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.augment import Augment, to_model_range
 from unfog.data.images import Prepared
+from unfog.data.latents import Normalise
 from unfog.data.nonleaking import CONDITIONS
 from unfog.diagnosis.settings.intervals import (
     check_asides,
@@ -36,7 +38,7 @@ from unfog.diagnosis.settings.rates import (
     check_warmup,
 )
 from unfog.errors import RequestError
-from unfog.models.unet import UNetModel
+from unfog.models.networks import build_model
 from unfog.reporting.findings import Finding
 
 
@@ -66,7 +68,7 @@ def examine_settings(
         check_range(pixels, Augment.of(config.data)),
         check_timesteps(config.diffusion),
         check_terminal_signal(config),
-        check_input_scale(config.diffusion, to_model_range(pixels[:8])),
+        check_input_scale(config.diffusion, first_seen(config, prepared)),
         check_labels(config, prepared),
         check_guidance(config),
         check_batch(config, len(prepared.train)),
@@ -85,9 +87,17 @@ def examine_settings(
     ]
 
 
+def first_seen(config: Config, prepared: Prepared) -> Tensor:
+    """Some images as the network sees them, [B, C, H, W]."""
+    stored = some(prepared.seen.train)[:8]
+    if not config.codec:
+        return to_model_range(stored)
+    return Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data).forward(stored[:, 0])
+
+
 def check_network(config: Config, prepared: Prepared) -> Finding:
     """Whether the network takes images of this size and these channels, by building it."""
-    _, channels, height, width = prepared.train.pixels.shape
+    channels, height, width = prepared.seen.train.pixels.shape[-3:]
     if config.network is None:
         raise RequestError("network = auto has to be settled before settings can be examined")
     try:
@@ -96,10 +106,8 @@ def check_network(config: Config, prepared: Prepared) -> Finding:
         return Finding("settings.network", "fatal", str(error), "--network small, or another --size")
     with torch.random.fork_rng(devices=[]):
         told = CONDITIONS if config.data.augment else 0
-        network = UNetModel(config.network, channels, len(config.classes), told)
+        network = build_model(config.network, channels, len(config.classes), told)
     parameters = sum(p.numel() for p in network.parameters())
-    levels = len(config.network.channels)
-    lowest = height // 2 ** (levels - 1)
-    facts = {"parameters": parameters, "height": height, "width": width, "channels": channels, "lowest": lowest}
-    said = f"{parameters / 1e6:.2f}M parameters in {levels} levels for {width}x{height} pixels, the lowest at {lowest}"
+    facts = {"parameters": parameters, "height": height, "width": width, "channels": channels}
+    said = f"{parameters / 1e6:.2f}M parameters {config.network.layout(height, width)}"
     return Finding("settings.network", "fine", said, facts=facts)

@@ -6,6 +6,7 @@ import math
 
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
+from unfog.diffusion.sampler import TWO_CALLS
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount, duration
 
@@ -25,7 +26,7 @@ def passes(config: Config, held_out: int) -> dict[str, float]:
     """
     steps = config.training.images // config.training.batch
     calls = (
-        config.sampler.steps * (2 if config.sampler.kind == "heun" else 1) * (2 if config.usual_guidance != 1 else 1)
+        config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1) * (2 if config.usual_guidance != 1 else 1)
     )
     measured = min(config.evaluate.images, held_out) * config.evaluate.levels * (config.evaluate.every > 0)
     return {

@@ -12,7 +12,7 @@ from unfog.config.tree import Config
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import size
 from unfog.training.precision import DTYPES
-from unfog.training.settings import Checkpoint
+from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
 from unfog.training.writer import free_bytes
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
@@ -21,6 +21,7 @@ SLOWER = 1.25
 """Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
 COPIES = 4
 """Of the weights in a checkpoint: themselves, their average, and the optimiser's two moments."""
+NO_AVERAGES = Averages(every=-1)
 MARGIN = 16 * 10**6
 """Bytes for pictures and records."""
 
@@ -98,6 +99,8 @@ class Room(NamedTuple):
     """Bytes of each."""
     most: int
     """How many there are at a time, at most."""
+    beside: int = 0
+    """Bytes of all snapshots of averages."""
 
     @property
     def least(self) -> int:
@@ -107,22 +110,30 @@ class Room(NamedTuple):
     @property
     def ample(self) -> int:
         """Bytes with which it never has to wait for room."""
-        return self.most * self.one + MARGIN
+        return self.most * self.one + self.beside + MARGIN
 
 
-def room_for(parameters: int, keep: Checkpoint, steps: int) -> Room:
+def averages_bytes(parameters: int, every: int, steps: int) -> int:
+    """What the snapshots of averages take: two in float16 each time; one more than is kept, and one at the end."""
+    return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
+
+
+def room_for(parameters: int, keep: Checkpoint, steps: int, averages: Averages = NO_AVERAGES) -> Room:
     """The room that a run of so many steps needs for a network of so many numbers, all of them fp32."""
     # Beside those that are kept: the best, two to go back to, and one that is being written.
-    return Room(COPIES * 4 * parameters, keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4)
+    most = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
+    one = (COPIES + (averages.every > 0)) * 4 * parameters
+    return Room(one, most, averages_bytes(parameters, averages.every, steps))
 
 
 def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Whether the checkpoints of the run will fit where `folder` is or will be."""
     steps = config.training.images // config.training.batch
-    room, free = room_for(parameters, config.checkpoint, steps), free_bytes(folder)
+    room, free = room_for(parameters, config.checkpoint, steps, config.averages), free_bytes(folder)
     facts = {"checkpoint_bytes": room.one, "checkpoints": room.most, "free_bytes": free}
     most = size(room.most * room.one)
     said = f"{room.most} checkpoints of {size(room.one)} make {most} at most, and {size(free)} are free"
+    said += f"; snapshots of averages take {size(room.beside)}" if room.beside else ""
     if free > room.ample:
         return Finding("settings.disk", "fine", said, facts=facts)
     remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"

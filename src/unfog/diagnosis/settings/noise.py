@@ -10,7 +10,6 @@ from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.sampler import noise_levels
 from unfog.reporting.findings import Finding, Severity
 
 LOOKED_AT = 64  # images
@@ -84,7 +83,7 @@ def check_terminal_signal(config: Config) -> Finding:
     noise, so that all pictures come out in medium brightness.
     """
     diffusion, sampler = config.diffusion, config.sampler
-    noisiest = noise_levels(diffusion.schedule, sampler.steps, sampler.grid)[:1]
+    noisiest = sampler.visits(diffusion.schedule)[:1]
     alpha, sigma = (float(part) for part in diffusion.path(noisiest))
     signal = alpha / (alpha**2 + sigma**2) ** 0.5
     facts = {"logsnr": float(noisiest), "alpha": alpha, "sigma": sigma, "signal": signal}
@@ -119,7 +118,10 @@ def check_sampler(config: Config) -> Finding:
     sampler = config.sampler
     said = f"pictures are drawn by {sampler.kind} in {sampler.steps} steps"
     facts = {"kind": sampler.kind, "steps": sampler.steps}
-    if sampler.steps <= FEW_SAMPLING_STEPS:
+    if sampler.kind == "adaptive":
+        said = f"pictures are drawn by adaptive, in as many steps as a tolerance of {sampler.tolerance} takes"
+        return Finding("settings.sampler", "fine", said, facts=facts)
+    if sampler.steps <= FEW_SAMPLING_STEPS and sampler.grid != "tuned":
         return Finding("settings.sampler", "hint", f"{said}, which leaves them blurred", "--sampler.steps 20", facts)
     if sampler.kind == "ddpm" and sampler.steps < FEW_RANDOM_STEPS:
         remedy = "--sampler.kind dpmpp, or --sampler.steps 250"

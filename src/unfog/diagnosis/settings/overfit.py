@@ -48,6 +48,8 @@ MOST_STEPS = 600
 HEEDED = 1e-6
 """Relative change of the answers when an input is exchanged, below which the network does not look at it."""
 
+See = Callable[[Tensor], Tensor]
+
 
 def overfit_one_batch(
     config: Config,
@@ -57,6 +59,8 @@ def overfit_one_batch(
     seconds: float = 20.0,
     stop: Callable[[], bool] = lambda: False,
     steps: int = MOST_STEPS,
+    see: See = to_model_range,
+    show: See = lambda x0: x0,
 ) -> Finding:
     """Learn a few images by heart in the real loop: the run's network, objective, optimiser and precision.
 
@@ -68,8 +72,9 @@ def overfit_one_batch(
         seconds: time limit; it ends sooner where they are learned.
         stop: whether somebody wants to leave; Interrupted is raised then.
         steps: limit of steps.
+        see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
     """
-    lesson = Lesson.of(images, objective, state.precision.device)
+    lesson = replace(Lesson.of(images, objective, state.precision.device, see), show=show)
     lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
     drill = Drill(lesson, seconds, steps, stop)
     settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
@@ -81,7 +86,7 @@ def overfit_one_batch(
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             lesson,
-            lambda pixels: (to_model_range(pixels), None),
+            lambda pixels: (see(pixels), None),
             lesson.loss,
             drill,
         )
@@ -98,11 +103,12 @@ class Lesson:
     x0: Tensor
     """float32 [B, C, H, W]."""
     pixels: Tensor
-    """uint8 [B, C, H, W]."""
+    """As the stream gives them: uint8 [B, C, H, W], or stored latents."""
     label: Tensor | None
     u: Tensor
     noise: Tensor
     objective: Objective
+    show: See = lambda x0: x0
     at_once: int = IMAGES
     """How many the network is given at a time, for lack of memory."""
     place: int = 0
@@ -111,17 +117,17 @@ class Lesson:
     """Loss of each image when it was last shown, float32 [B] on the CPU."""
 
     @classmethod
-    def of(cls, images: ImageSet, objective: Objective, device: torch.device) -> Lesson:
+    def of(cls, images: ImageSet, objective: Objective, device: torch.device, see: See = to_model_range) -> Lesson:
         """Eight images of a set, or all where there are fewer; label dropout would hide what is to be learned."""
         index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
         index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
         taken, labels, _ = images.take(index)
         pixels = torch.from_numpy(taken)
         label = None if labels is None else torch.from_numpy(labels)
+        x0 = see(pixels).to(device)
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(pixels.shape, generator=generator).to(device)
+        noise = torch.randn(x0.shape, generator=generator).to(device)
         u = (torch.arange(IMAGES, device=device) + 0.5) / IMAGES
-        x0 = to_model_range(pixels).to(device)
         return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
 
     @property
@@ -140,7 +146,7 @@ class Lesson:
         """The run's own, at the levels and with the noise that belong to the images."""
         part = slice(self.place, self.place + len(x0))
         loss = self.objective(network, x0, label, u=self.u[part], noise=self.noise[part])
-        self.latest[part] = loss.per_image.detach().cpu()
+        self.latest[part] = loss.measured.detach().cpu()
         return loss
 
     def blind(self) -> Tensor:
@@ -157,8 +163,9 @@ class Lesson:
         variance = (self.x0 - mean).square().mean(0, keepdim=True)
         x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
         answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
-        loss = self.objective(lambda x, c_noise, label: answer, self.x0, self.label, u=self.u, noise=self.noise)
-        return loss.per_image
+        objective = replace(self.objective, diffusion=replace(diffusion, learned_variance=False))
+        loss = objective(lambda x, c_noise, label: answer, self.x0, self.label, u=self.u, noise=self.noise)
+        return loss.measured
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
         """What the network says to the images, [B, C, H, W], with one of its inputs exchanged: image, level or label.
@@ -194,7 +201,7 @@ class Lesson:
         guess = diffusion.recover(self.answers(network), x_t, logsnr)[0]
         # On the VE path x_t reaches far beyond the range; each is shown as far as it reaches.
         x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
-        rows = torch.cat([self.x0, x_t, guess])
+        rows = self.show(torch.cat([self.x0, x_t, guess]))
         pixels: Pixels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
         names = [name for name in ("images", "with noise", "guessed") for _ in range(self.count)]
         return grid(pixels, columns=self.count, labels=names)

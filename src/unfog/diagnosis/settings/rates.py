@@ -6,13 +6,17 @@ import math
 
 import numpy as np
 
-from unfog.config.tree import Config
+from unfog.config.tree import Config, Network
+from unfog.models.settings import DiT, MPUNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount
+from unfog.training.methods import Custom, Muon
 from unfog.training.settings import EmaProfile, learning_rate
 
 REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
 """Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
+MP_LR, DIT_LR = 3e-2, 5e-3
+"""The same of the magnitude-preserving U-Net and of the transformer (docs/decisions/0013-networks.md)."""
 LINEAR_UP_TO = 512
 """Batch beyond which nobody lets the learning rate grow in proportion."""
 HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
@@ -22,22 +26,30 @@ LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def usual_learning_rate(parameters: int, batch: int) -> float:
-    """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there."""
-    return REFERENCE_LR * math.sqrt(batch / REFERENCE_BATCH / max(parameters / 1e6, 1))
+def usual_learning_rate(parameters: int, batch: int, network: Network = None) -> float:
+    """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
+
+    The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
+    slowly: by the fourth root, which goes through what Karras et al. (2024, table 6) use from 125M to 1.5B.
+    """
+    millions = max(parameters / 1e6, 1)
+    if isinstance(network, MPUNet):
+        return MP_LR * math.sqrt(batch / REFERENCE_BATCH / math.sqrt(millions))
+    reference = DIT_LR if isinstance(network, DiT) else REFERENCE_LR
+    return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
 
 
-def linear_learning_rate(parameters: int, batch: int) -> float:
+def linear_learning_rate(parameters: int, batch: int, network: Network = None) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
     proportional = min(batch, LINEAR_UP_TO)
-    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH)
+    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network)
     return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
 
 
 def check_learning_rate(config: Config, parameters: int) -> Finding:
     """The peak against what either rule allows at most, and the mean over the run against what both have at least."""
     batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
-    by_root, by_line = usual_learning_rate(parameters, batch), linear_learning_rate(parameters, batch)
+    by_root, by_line = (rule(parameters, batch, config.network) for rule in (usual_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
     mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
     # Half of it is what a cosine leaves on average, and so no sign of anything.
@@ -120,11 +132,18 @@ def half_from(profile: EmaProfile, steps: int) -> int:
 
 
 def check_optimizer(config: Config) -> Finding:
-    """Whether AdamW is AdamW: momentum within its bounds, eps below the gradients, decay slower than learning."""
+    """Whether AdamW is AdamW: momentum within its bounds, eps below the gradients, decay slower than learning.
+
+    Of an optimiser that is named by its path nothing is known but that.
+    """
     settings = config.optimizer
+    if isinstance(settings.method, Custom):
+        said = f"{settings.method.path} with {', '.join(settings.method.arguments) or 'its own settings'}"
+        return Finding("settings.optimizer", "fine", f"{said}, which is not looked into", facts={})
     (beta1, beta2), decay = settings.betas, settings.lr * settings.weight_decay
     facts = {"betas": list(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
-    said = f"AdamW with betas {beta1:g} {beta2:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
+    muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
+    said = f"{muon}AdamW with betas {beta1:g} {beta2:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
     if beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9:
         return Finding(
             "settings.optimizer",

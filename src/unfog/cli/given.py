@@ -1,0 +1,98 @@
+"""From the words of a command to what they give: a request, or the settings of something to train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from unfog.cli.parsing import Given, read_words, show_help
+from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Resume, Train, TrainCodec, Training
+from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
+from unfog.config.codec import codec_recipe
+from unfog.config.places import check_out
+from unfog.config.presets import preset
+from unfog.config.request import check_request
+from unfog.config.toml import read_toml, update
+from unfog.config.tree import Config, with_length_of, without_length
+from unfog.errors import RequestError
+from unfog.models.codec_settings import Autoencoder, Latents
+from unfog.runs.folder import next_folder
+
+HELP_FLAGS = ("-h", "--help")
+KINDS: dict[str, type] = {
+    "train": Train,
+    "train-codec": TrainCodec,
+    "resume": Resume,
+    "sample": Sample,
+    "evaluate": Evaluate,
+    "ema-sweep": EmaSweep,
+    "tune": Tune,
+    "report": Report,
+    "doctor": Doctor,
+    "plan": Plan,
+    "find-lr": FindLr,
+    "pack": Pack,
+}
+
+
+def given_to(command: str, words: Sequence[str], default: Any) -> Given:
+    """What the words after `unfog COMMAND` give; with --help among them, print the help, and leave."""
+    if any(word in HELP_FLAGS for word in words):
+        show_help(KINDS[command], f"unfog {command}", default)
+    others = {f"unfog {name}": kind for name, kind in KINDS.items() if name != command}
+    return read_words(words, KINDS[command], f"unfog {command}", others)
+
+
+def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
+    """The settings and the folder that `unfog train` is given. RequestError if they will not do."""
+    config, given = asked_for("train", words)
+    out = given.table.get("out")
+    check_out(out or next_folder(config.source), config.source)
+    return config, out
+
+
+def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
+    """The settings of a command that says how to train on something, and all that it is given.
+
+    Raises:
+        RequestError: they will not do.
+    """
+    kind: type[Training] = KINDS[command]
+    asked = [word for word in words if word not in HELP_FLAGS]
+    default = kind(folder=tyro.MISSING, settings=without_length(Config()))
+    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
+        if asked != list(words):
+            given = given_to(command, [*asked, "SOURCE"], default)
+            default = replace(default, settings=without_length(base_config(given, command)))
+    given = given_to(command, words, default)
+    base = base_config(given, command)
+    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
+    config = replace(
+        config,
+        source=given.positionals[0],
+        # Of another run, where --config names one's.
+        fingerprint="",
+        classes=(),
+        latents=Latents(),
+        autoencoder=Autoencoder(),
+        init=replace(config.init, sha256=""),
+    )
+    check_request(config)
+    return config, given
+
+
+def base_config(given: Given, command: str = "train") -> Config:
+    """What the flags start from: the preset, changed by what --init names, changed by the file of --config."""
+    base = codec_recipe() if command == "train-codec" else preset(given.table.get("preset", "default"))
+    file, settings = given.table.get("config"), given.table.get("settings", {})
+    named = read_toml(file, without_length(base)).init if file else base.init
+    if named.folder or settings.get("init", {}).get("folder"):
+        from unfog.runs.initial import started_from
+
+        base = started_from(replace(base, init=named), settings)
+    return with_length_of(base, read_toml(file, without_length(base))) if file else base
