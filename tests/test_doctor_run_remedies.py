@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import unfog
-from unfog.cli.commands import KINDS
+from unfog.cli.given import KINDS
 from unfog.cli.parsing import flags_of
 
 ROOT = Path(unfog.__file__).parent

@@ -220,16 +220,16 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
     config = settled(fashion)
     state, steps = build_state(config, CPU), config.training.images // config.training.batch
     parameters = sum(p.numel() for p in state.model.parameters())
-    room = machine.room_for(parameters, config.checkpoint, steps)
+    room = machine.room_for(parameters, config.checkpoint, steps, config.averages)
     for free, severity in ((room.least - 1, "fatal"), (room.least, "warning"), (room.ample + 1, "fine")):
         for module in (machine, disk):
             monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
         assert machine.check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
             with pytest.raises(RequestError, match=machine.size(2 * room.one)):
-                disk.forecast(tmp_path, state, config.checkpoint, steps)
+                disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)
         else:
-            line = disk.forecast(tmp_path, state, config.checkpoint, steps)
+            line = disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)
             assert ("may have to wait" in line) == (severity == "warning")
 
 

@@ -237,6 +237,16 @@ def test_exported_weights_share_no_memory():
         ("up_block_types", ("AttnUpBlock2D", "UpBlock2D"), "mirror"),
         ("out_channels", 6, "in_channels = 3"),
         ("a_setting_of_tomorrow", 1, "a_setting_of_tomorrow"),
+        ("block_out_channels", 32, "like (224, 448, 672, 896)"),
+        ("block_out_channels", [32, "x"], "like (224, 448, 672, 896)"),
+        ("layers_per_block", None, "like 2"),
+        ("layers_per_block", "2", "like 2"),
+        ("down_block_types", None, "like ('DownBlock2D'"),
+        ("dropout", "x", "like 0.0"),
+        ("norm_eps", [1e-5], "like 1e-05"),
+        ("attention_head_dim", [8, 8], "like 8"),
+        ("add_attention", "yes", "like True"),
+        ("num_class_embeds", "10", "like 2"),
     ],
 )
 def test_refuses_configurations_without_equivalent(key, value, rule):
@@ -251,7 +261,12 @@ def test_refuses_a_scaled_condition():
 
 
 def test_refuses_unknown_weights():
-    for name in ("mid_block.attentions.0.query.weight", "conv_in.weight.extra", "conv_in"):
+    for name in (
+        "mid_block.attentions.0.query.weight",
+        "mid_block.attentions.0.q.weight",
+        "conv_in.weight.extra",
+        "conv_in",
+    ):
         with pytest.raises(RequestError, match="save it again"):
             from_unet2d_state({name: torch.zeros(1)})
 

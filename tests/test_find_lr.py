@@ -206,6 +206,12 @@ def test_lowest_point_is_not_moved_by_the_smoothing():
     assert Ramp(1.0, rates, (*bowl[:96], math.nan), "").lowest[0] == pytest.approx(rates[72])
 
 
+def test_an_explosion_at_the_end_hides_nothing_that_was_learned_before():
+    ramp = ramp_of([*VALLEY[:-1], 500.0], ended="diverged")
+    assert ramp.learns
+    assert ramp.lowest[0] == ramp_of(VALLEY).lowest[0]
+
+
 def test_smoothing_is_without_bias_from_the_start():
     assert smoothed([2.0] * 5, memory=4) == pytest.approx([2.0] * 5)
     assert smoothed([1.0, 2.0, 4.0], memory=1) == [1.0, 2.0, 4.0]

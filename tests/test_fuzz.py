@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from unfog.cli.commands import KINDS, training_asked_for
+from unfog.cli.given import KINDS, training_asked_for
 from unfog.cli.main import in_a_line
 from unfog.cli.parsing import flags_of, read_words
 from unfog.config import kinds

@@ -117,6 +117,27 @@ def test_continuous_round_trip(schedule: Schedule) -> None:
     torch.testing.assert_close(schedule(u.float()), logsnr.float(), rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("schedule", CONTINUOUS, ids=str)
+def test_snr_slope_is_the_derivative(schedule: Schedule) -> None:
+    u = quantiles().requires_grad_()
+    snr = schedule(u).exp()
+    (slope,) = torch.autograd.grad(snr.sum(), u)
+    logsnr = schedule(u).detach()
+    torch.testing.assert_close(schedule.snr_slope(logsnr), -slope, rtol=1e-6, atol=0)
+    torch.testing.assert_close(schedule.snr_slope(logsnr.float()).double(), -slope, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("schedule", QUANTISED, ids=str)
+def test_snr_slope_of_timesteps_adds_up_to_the_snr(schedule: Linear | Cosine) -> None:
+    table = schedule.table()
+    slope = schedule.snr_slope(table)
+    snr = table.exp()
+    torch.testing.assert_close(slope[1:], schedule.steps * (snr[:-1] - snr[1:]))
+    torch.testing.assert_close(slope.mean(), 2 * snr[0] - snr[-1])
+    assert schedule.before(table[:3]).tolist() == [math.inf, *table[:2].tolist()]
+    assert torch.equal(schedule.before(table.float())[1:], table.float()[:-1])
+
+
 @pytest.mark.parametrize("schedule", QUANTISED + CONTINUOUS, ids=str)
 def test_schedules_go_from_clean_to_noisy(schedule: Schedule) -> None:
     n = schedule.steps or 999

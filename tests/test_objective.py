@@ -1,5 +1,7 @@
 """The objective: DDPM's loss written by hand, stratified levels, label dropout, determinism."""
 
+import math
+
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -9,6 +11,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective, stratified
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
+from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Plain
 from unfog.errors import RequestError
 
@@ -50,6 +53,25 @@ def test_it_is_edms_loss() -> None:
     torch.testing.assert_close(
         Objective(diffusion)(network, x0, u=u, noise=noise).per_image, expected, rtol=1e-3, atol=1e-4
     )
+
+
+def test_a_learned_variance_adds_a_thousandth_of_the_bound_in_bits() -> None:
+    """L_simple + 0.001 L_vlb, the sum over all timesteps (Nichol and Dhariwal 2021, eq. 16); a mean is 1/T."""
+    steps = 50
+    diffusion = Diffusion(VP(), Cosine(steps=steps), Eps(), Plain(), learned_variance=True)
+
+    def both(x: Tensor, c_noise: Tensor, label: Tensor | None) -> Tensor:
+        return torch.cat([network(x, c_noise, label), torch.sin(3 * x)], 1)
+
+    x0, u = images(steps), (torch.arange(steps) + 0.5) / steps
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    loss = Objective(diffusion)(both, x0, u=u, noise=noise)
+    x_t = diffusion.add_noise(x0, noise, diffusion.schedule.table().float())
+    simple = (network(x_t, torch.arange(steps).float(), None) - noise).square().mean()
+    torch.testing.assert_close(loss.measured.mean(), simple, rtol=1e-3, atol=0)
+    y = both(x_t, torch.arange(steps).float(), None)
+    bits = variational_bound(diffusion, y, x0, x_t, diffusion.schedule.table().float()).sum() / math.log(2)
+    torch.testing.assert_close(loss.per_image.mean() - loss.measured.mean(), 0.001 * bits, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from unfog.diagnosis.plan.trace import Trace, record
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, UNet
+from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.runs.build import build_network
 from unfog.runs.choices import Settling
 from unfog.runs.footprint import Traces, at_most, trace_step
 from unfog.runs.microbatch import MARGIN, choose_microbatch, largest
-from unfog.training.settings import Training
+from unfog.training.settings import Averages, Training
 
 CPU = torch.device("cpu")
 SMALL = UNet((8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.1)
@@ -62,7 +62,10 @@ def test_parts_of_a_step():
     wanted = sum(p.numel() for p in build_network(config()).parameters()) * 4
     for device in ("cpu", "cuda"):
         peak = Traces(config(), device).step(8, False)
-        assert peak.parts["parameters"] == peak.parts["average"] == wanted
+        assert peak.parts["parameters"] == wanted
+        assert peak.parts["average"] == 2 * wanted  # two of them
+        alone = Traces(replace(config(), averages=Averages(every=-1)), device).step(8, False)
+        assert alone.parts["average"] == wanted
         assert 2 * wanted < peak.parts["moments"] < 2 * wanted + 1000  # and a count of steps for each
         assert sum(peak.parts.values()) == peak.total
     assert Traces(config(), "cpu").step(4, False).parts["gradients"] == wanted  # from the pass before
@@ -229,7 +232,12 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     [
         config(3),
         replace(config(1), classes=tuple(map(str, range(100_000)))),
-        *(pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow) for n in ("tiny", "small")),
+        config(3, 8, DiT(width=8, depth=1, head_channels=8, patch=1, modulation="block")),
+        pytest.param(config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)), marks=pytest.mark.slow),
+        *(
+            pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow)
+            for n in ("tiny", "small", "mp-tiny", "dit-tiny")
+        ),
     ],
 )
 def test_the_glance_is_never_below_the_prediction(given):

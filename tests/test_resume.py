@@ -23,6 +23,7 @@ FLAGS = [
     *("--steps", "36", "--data.jitter", "0.1", "--flip", "--log.every", "5", "--preview.images", "4"),
     *("--preview.every", "12", "--evaluate.every", "12", "--evaluate.images", "8", "--evaluate.levels", "2"),
     *("--sampler.steps", "3", "--checkpoint.every", "6", "--checkpoint.keep", "100"),
+    *("--averages.every", "4"),
 ]
 
 
@@ -40,7 +41,8 @@ def command(*words: object) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, status: int = 0, wait: float = 120) -> str:
+def finish(process: subprocess.Popen, status: int = 0, wait: float = 280) -> str:
+    """Its words and status; the wait is for what hangs, as a busy machine takes long over the seconds of work."""
     out, err = process.communicate(timeout=wait)
     assert process.returncode == status, err
     return out + err
@@ -56,9 +58,12 @@ def whole(tmp_path_factory) -> Path:
 
 def assert_same(folder: Path, reference: Path) -> None:
     step = "00000036"
-    for name in checkpoint.FILES:
+    for name in (*checkpoint.FILES, checkpoint.SECOND):
         mine, theirs = ((f / "checkpoints" / step / name).read_bytes() for f in (folder, reference))
         assert mine == theirs, f"{name} differs"
+    mine, theirs = ({p.name: p.read_bytes() for p in (f / "averages").iterdir()} for f in (folder, reference))
+    assert sorted(theirs) == [f"{n:08d}.safetensors" for n in range(4, 37, 4)]
+    assert mine == theirs
     assert state_of(folder)["seen"] == 36 * 8
     assert (folder / "config.toml").read_text() == (reference / "config.toml").read_text()
     assert without_clock(folder / "metrics.jsonl") == without_clock(reference / "metrics.jsonl")
@@ -153,6 +158,10 @@ def test_no_whole_checkpoint_is_said(whole, tmp_path):
     os.truncate(tmp_path / "checkpoints/00000006/ema.safetensors", 10)
     with pytest.raises(RunError, match=r"no whole checkpoint.*00000006.*ema\.safetensors"):
         checkpoint.newest(tmp_path / "checkpoints")
+    for name in ("00000004", "00000005"):
+        shutil.copytree(tmp_path / "checkpoints/00000006", tmp_path / "checkpoints" / name)
+    with pytest.raises(RunError, match=r"; and 1 more$"):
+        checkpoint.newest(tmp_path / "checkpoints")
 
 
 def test_going_on_for_longer_and_what_cannot_change(whole, tmp_path):
@@ -180,7 +189,7 @@ def test_what_makes_it_another_run_needs_force(whole, tmp_path):
     said = finish(command("resume", folder, "--steps", 37, "--seed", 5, "--ema", "fixed", "--force"))
     assert "changed: training.seed: 0 -> 5 (forced)" in said
     settings = [event["setting"] for event in read_events(folder / "events.jsonl") if event["kind"] == "changed"]
-    assert [line.split(":")[0] for line in settings] == ["training.images", "training.seed", "ema"]
+    assert [line.split(":")[0] for line in settings] == ["training.images", "training.seed", "ema", "averages.every"]
     assert "cannot become" in finish(command("resume", folder, "--size", 32, "--force"), status=2)
 
 
@@ -309,7 +318,7 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     # Without dropout, which compiled code draws otherwise; the loss of the first step then only rounds otherwise.
     flags = changed(steps=2, microbatch=8, network=NETWORK.replace("dropout=0.1", "dropout=0"), **{"log.every": 1})
     finish(command("train", "fashion", "--out", tmp_path / "eager", *flags))
-    finish(command("train", "fashion", "--out", tmp_path / "compiled", *flags, "--compile"), wait=280)
+    finish(command("train", "fashion", "--out", tmp_path / "compiled", *flags, "--compile"))
     mine, theirs = (checkpoint.find(tmp_path / name / "checkpoints", None) for name in ("compiled", "eager"))
     tensors = [checkpoint.read_tensors(saved.folder / "model.safetensors") for saved in (mine, theirs)]
     assert tensors[0].keys() == tensors[1].keys()
@@ -318,7 +327,7 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-4)
     assert first[0]["gradient_norm"] == pytest.approx(first[1]["gradient_norm"], rel=1e-3)
     finish(command("resume", tmp_path / "compiled", "--steps", 3, "--training.no-compile"))
-    finish(command("resume", tmp_path / "eager", "--steps", 3, "--compile"), wait=280)
+    finish(command("resume", tmp_path / "eager", "--steps", 3, "--compile"))
     assert {unfog.load(tmp_path / name).checkpoint.step for name in ("eager", "compiled")} == {3}
 
 
@@ -376,7 +385,8 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    changed = {12: {"held_out_loss": 0.0}} | {step: {"anchor": step in (0, 24)} for step in (0, 6, 18, 24, 30, 36)}
+    changed = {step: {"anchor": step in (0, 24)} for step in (0, 6, 18, 24, 30, 36)}
+    changed[12] = {"held_out_loss": 0.0, "value": 0.0}
     for step, changes in changed.items():
         file = tmp_path / f"checkpoints/{step:08d}/manifest.json"
         manifest = json.loads(file.read_text()) | changes
@@ -417,6 +427,39 @@ def test_killed_inside_a_save_or_a_rotation(whole, tmp_path, call):
     finish(command("resume", folder, "--checkpoint.keep", "100"))
     left = {path.name for path in (folder / "checkpoints").iterdir()}
     assert not {name for name in left if name.startswith(".")}
+    assert_same(folder, whole)
+
+
+CRASH_IN_AVERAGES = """
+import os, sys
+import unfog.training.averages as a
+calls, limit = 0, int(sys.argv[1])
+def deadly(function):
+    def call(*args):
+        global calls
+        calls += 1
+        if calls == limit:
+            if function is save_file:
+                args[1].write_bytes(b"half")
+            os.kill(os.getpid(), 9)
+        return function(*args)
+    return call
+save_file = a.save_file
+a.save_file, a.sync, a.thin = map(deadly, (a.save_file, a.sync, a.thin))
+from unfog.cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [1, 6, 11, 16])  # each of the four that a snapshot makes
+def test_killed_inside_a_snapshot_of_averages(whole, tmp_path, call):
+    folder = tmp_path / "run"
+    words = [sys.executable, "-c", CRASH_IN_AVERAGES, str(call), "train", "fashion", "--out", folder, *FLAGS]
+    assert subprocess.run(words).returncode == -signal.SIGKILL
+    left = [path.name for path in (folder / "averages").iterdir()]
+    assert any(name.startswith(".partial") for name in left) == (call in (1, 6))
+    finish(command("resume", folder))
     assert_same(folder, whole)
 
 

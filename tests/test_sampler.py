@@ -231,6 +231,67 @@ def test_ddpm_variances_are_the_fixed_small_ones(schedule: Linear | Cosine, step
         torch.testing.assert_close(deviation**2, scheduler._get_variance(t), rtol=2e-4, atol=atol)
 
 
+@pytest.mark.parametrize("steps", [1000, 50, 7])
+@pytest.mark.parametrize(("schedule", "target"), CASES[:4], ids=str)
+def test_ddpm_with_a_learned_variance_is_that_of_diffusers(
+    schedule: Linear | Cosine, target: Eps | V, steps: int
+) -> None:
+    def network(x: Tensor, c_noise: Tensor, label: Tensor | None = None) -> Tensor:
+        return torch.cat([fake_network(x, c_noise), torch.sin(3 * x + c_noise.view(-1, 1, 1, 1) / 100)], 1)
+
+    scheduler = twin(DDPMScheduler, schedule, target, clip_sample=True, variance_type="learned_range")
+    diffusion = Diffusion(VP(), schedule, target, learned_variance=True)
+    states: list[Tensor] = []
+    result = Sampler("ddpm", steps)(
+        Denoiser(network, diffusion, variance=True),
+        VP(),
+        schedule,
+        normal(3, 2, 4, 4, seed=7),
+        lambda i, logsnr, x, x0: states.append(x),
+    )
+    states.append(result)
+    scheduler.set_timesteps(steps)
+    generator = torch.Generator().manual_seed(7)
+    torch.randn(3, 2, 4, 4, generator=generator, dtype=torch.float64)
+    x = states[0]
+    # Where its last timestep is not 0, diffusers adds noise to the finished image, of a variance cut off at 1e-20.
+    for i, t in enumerate(scheduler.timesteps[: -1 if steps < 1000 else None]):
+        y = network(x, torch.full((3,), float(t), dtype=x.dtype))
+        x = scheduler.step(y, int(t), x, generator=generator).prev_sample
+        assert (x - states[i + 1]).abs().max().item() < 2e-4, (i, int(t))
+    # Other samplers leave the variance aside.
+    for kind in ("ddim", "heun", "dpmpp"):
+        plain, learned = (
+            Sampler(kind, 5)(  # type: ignore[arg-type]
+                Denoiser(net, diffusion), VP(), schedule, normal(3, 2, 4, 4, seed=7)
+            )
+            for net in (fake_network, network)
+        )
+        assert torch.equal(plain, learned)
+
+
+@pytest.mark.parametrize("path", [VP(), Flow()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_terminal_snr_starts_from_pure_noise_and_finds_the_brightness(kind: str, path: Path) -> None:
+    """A Gaussian about 0.8 is drawn with its mean; started with a trace of signal, it would be drawn too grey.
+
+    The first of the trailing steps is the last timestep, where x is noise alone whatever the images are.
+    """
+    schedule = Cosine(zero_terminal=True)
+    seen: list[tuple[float, Tensor]] = []
+
+    def denoise(x: Tensor, logsnr: Tensor) -> Tensor:
+        alpha, sigma = path(logsnr[:, None, None, None])
+        return 0.8 + 0.01 * alpha * (x - alpha * 0.8) / ((alpha * 0.1) ** 2 + sigma**2)
+
+    draw = normal(64, 1, 8, 8)
+    sampler = Sampler(kind, 10, clip=False)  # type: ignore[arg-type]
+    x = sampler(denoise, path, schedule, draw, lambda i, logsnr, x, x0: seen.append((logsnr, x)))
+    assert seen[0][0] == -math.inf
+    assert torch.equal(seen[0][1], normal(64, 1, 8, 8)())
+    assert x.mean().item() == pytest.approx(0.8, abs=0.01)
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("steps", [50, 20, 10, 2, 1])
 @pytest.mark.parametrize(("schedule", "target"), CASES[:4], ids=str)

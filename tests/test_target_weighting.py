@@ -2,16 +2,29 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from unfog.config.presets import preset
 from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import PATHS, VE, VP, Cosine, Flow, FlowUniform, Linear, LogitNormal, LogNormal, Path
 from unfog.diffusion.target import TARGETS, X0, EdmF, Eps, FlowVelocity, Target, V, invert
-from unfog.diffusion.weighting import WEIGHTINGS, Edm, InverseSnr, MinSnr, Plain, Snr, Weighting
+from unfog.diffusion.weighting import (
+    P2,
+    WEIGHTINGS,
+    Edm,
+    Elbo,
+    InverseSnr,
+    MinSnr,
+    Plain,
+    Snr,
+    SoftMinSnr,
+    Weighting,
+)
 from unfog.errors import RequestError
 
 LOGSNR = torch.linspace(-20, 20, 201)
@@ -139,6 +152,50 @@ def test_edm_weight_is_edms_and_one_on_f(path: Path, sigma_data: float) -> None:
     torch.testing.assert_close(weight(X0(), Edm(), path, sigma_data), closed.float(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("gamma", [1.0, 4.0])
+def test_soft_min_snr_in_each_space(gamma: float) -> None:
+    snr = LOGSNR.double().exp()
+    soft = snr * gamma / (snr + gamma)
+    for target, own in ((Eps(), snr), (X0(), torch.ones_like(snr)), (V(), snr + 1)):
+        torch.testing.assert_close(weight(target, SoftMinSnr(gamma)), (soft / own).float(), rtol=1e-5, atol=0)
+    assert (soft < snr.clamp(max=gamma)).all()
+    assert (soft >= snr.clamp(max=gamma) / 2).all()
+    # On F with sigma_data^2 = 1 / gamma: that of Crowson et al., (s sigma_data)^2 / (s^2 + sigma_data^2)^2.
+    s, sd = (-LOGSNR.double() / 2).exp(), gamma**-0.5
+    closed = ((s * sd) / (s**2 + sd**2)) ** 2
+    torch.testing.assert_close(weight(EdmF(), SoftMinSnr(gamma), VE(), sd), closed.float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("k", "gamma"), [(1.0, 1.0), (1.0, 0.5), (3.0, 1.5)])
+def test_p2_is_stated_on_the_noise(k: float, gamma: float) -> None:
+    snr = LOGSNR.double().exp()
+    torch.testing.assert_close(weight(Eps(), P2(k, gamma)), ((k + snr) ** -gamma).float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weight(X0(), P2(k, gamma)), (snr / (k + snr) ** gamma).float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weight(V(), P2(1.0, 0.0)), weight(V(), Snr()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("target", [Eps(), X0(), V(), EdmF(), FlowVelocity()])
+@pytest.mark.parametrize("schedule", [Linear(), Cosine(steps=300)])
+def test_elbo_weights_are_those_of_ddpms_bound(schedule: Linear, target: Target) -> None:
+    """T times the KL of a step (Ho et al. 2020, eq. 12): beta^2 / (2 beta_tilde alpha (1 - alpha_bar)) on the noise."""
+    beta = torch.tensor(schedule.betas(), dtype=torch.float64)
+    bar = (1 - beta).cumprod(0)
+    tilde = beta[1:] * (1 - bar[:-1]) / (1 - bar[1:])
+    on_noise = schedule.steps * beta[1:] ** 2 / (2 * tilde * (1 - beta[1:]) * (1 - bar[1:]))
+    diffusion = Diffusion(VP(), schedule, target, Elbo())
+    noise_space = Diffusion(VP(), schedule, target, Snr())
+    logsnr = schedule.table()[1:]
+    found = diffusion.weight(logsnr) / noise_space.weight(logsnr)
+    torch.testing.assert_close(found, on_noise, rtol=1e-6, atol=0)
+    torch.testing.assert_close(diffusion.weight(logsnr.float()).double(), diffusion.weight(logsnr), rtol=2e-3, atol=0)
+
+
+def test_elbo_of_pure_noise_is_the_snr_that_its_step_gains() -> None:
+    schedule = Cosine(steps=50, zero_terminal=True)
+    found = Diffusion(VP(), schedule, V(), Elbo()).weight(schedule.table()[-1:])
+    torch.testing.assert_close(found, 25 * schedule.table()[-2:-1].exp())
+
+
 @pytest.mark.parametrize("path", [cls() for cls in PATHS])
 @pytest.mark.parametrize("target", [cls() for cls in TARGETS])
 def test_plain_weight_is_one_and_all_are_finite(path: Path, target: Target) -> None:
@@ -150,7 +207,7 @@ def test_plain_weight_is_one_and_all_are_finite(path: Path, target: Target) -> N
 
 
 @pytest.mark.parametrize("path", [cls() for cls in PATHS])
-@pytest.mark.parametrize("weighting", [cls() for cls in WEIGHTINGS if cls is not Plain])
+@pytest.mark.parametrize("weighting", [cls() for cls in WEIGHTINGS if not issubclass(cls, Plain)])
 def test_a_weighting_weighs_the_image_alike_for_every_target(path: Path, weighting: Weighting) -> None:
     """Weight times squared output error, for one error in x0, does not depend on what the network predicts."""
     logsnr = torch.linspace(-8, 8, 33, dtype=torch.float64)
@@ -170,7 +227,7 @@ def test_a_weighting_weighs_the_image_alike_for_every_target(path: Path, weighti
 def test_edm_table_1() -> None:
     """c_skip, c_out, c_in and c_noise of EDM are the F target on VE, the scaled input and logsnr conditioning."""
     sigma_data = 0.6
-    diffusion = Diffusion(VE(), LogNormal(), EdmF(), Edm(), sigma_data, "logsnr", scale_input=True)
+    diffusion = replace(preset("edm").diffusion, sigma_data=sigma_data)
     logsnr = LogNormal()((torch.arange(32, dtype=torch.float64) + 0.5) / 32)
     x, f = torch.randn(2, 32, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     shown: list[Tensor] = []
@@ -231,8 +288,8 @@ def test_product_is_finite_or_refused_with_the_reason() -> None:
         ]
         assert all(tensor.isfinite().all() and tensor.dtype == torch.float32 for tensor in made), diffusion
         accepted += 1
-    assert refused == 440
-    assert accepted + refused == 3 * 10 * 5 * 5 * 4
+    assert refused == 88 * len(WEIGHTINGS)
+    assert accepted + refused == 3 * 10 * 5 * len(WEIGHTINGS) * 4
 
 
 def test_levels_too_noisy_for_float32_are_refused_as_pure_noise() -> None:
@@ -246,8 +303,11 @@ def test_nonsense_is_refused() -> None:
         Diffusion(sigma_data=0.0)
     with pytest.raises(RequestError, match="'sigma': choose timestep or logsnr"):
         Diffusion(conditioning="sigma")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="gamma"):
-        MinSnr(gamma=-1.0)
+    for cls in (MinSnr, SoftMinSnr, P2):
+        with pytest.raises(RequestError, match="gamma"):
+            cls(gamma=-1.0)
+    with pytest.raises(RequestError, match=r"learned_variance.*lognormal.*cosine:steps=1000"):
+        Diffusion(schedule=LogNormal(), learned_variance=True)
 
 
 def test_guidance() -> None:

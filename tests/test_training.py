@@ -1,5 +1,6 @@
 """The loop and what it is made of: exact means, refused steps, averages, precision, schedules."""
 
+import json
 import math
 from contextlib import suppress
 from dataclasses import replace
@@ -198,6 +199,58 @@ def with_good_weights(into, **options):
     diary = Diary(**options)
     diary.good = {name: tensor.clone() for name, tensor in into.model.state_dict().items()}
     return diary
+
+
+def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
+    into = linear_state()
+    run(into, overflow_at([3, 4]), images=80)
+    assert into.levels.seen == 64  # of ten steps, two were refused
+    straight, broken = state(), state()
+    run(straight, microbatch=3)
+    run(broken, diary=Diary(stop_at=4), microbatch=3)
+    saved = json.loads(json.dumps(broken.progress()))
+    again = state()
+    again.load_progress(saved)
+    assert again.levels.to_dict() == broken.levels.to_dict()
+    run(broken, microbatch=3)
+    assert broken.levels.to_dict() == straight.levels.to_dict() != saved["levels"]
+    broken.go_back(saved)
+    assert broken.levels.to_dict() == saved["levels"]
+    del saved["levels"]  # as in checkpoints of before
+    again.load_progress(saved)
+    assert again.levels.seen == 0
+
+
+def test_levels_are_forgotten_where_the_loss_is_another():
+    into = linear_state()
+    into.adopt({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
+    run(into)
+    into.adopt({"training": "b", "repeat": "b", "measure": "b", "objective": "a"})  # another learning rate, say
+    assert into.levels.seen == 80
+    into.adopt({"training": "c", "repeat": "c", "measure": "b", "objective": "b"})  # another weighting
+    assert into.levels.seen == 0
+
+
+def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
+    """Weights by level or importance change what is learned from a step, not what is said of it."""
+    weighed, plain = linear_state(), linear_state()
+
+    def uneven(model, x0, label, condition=None):
+        loss = denoising(model, x0, label)
+        importance = 0.5 + loss.u
+        error = loss.per_image.detach()
+        return loss._replace(per_image=1e-3 * loss.per_image * importance, error=error, importance=importance)
+
+    cases = ((weighed, uneven), (plain, denoising))
+    said = [run(into, loss, every=Every(1, 0, 0, 0), images=8) for into, loss in cases]
+    assert weighed.guard.recent == plain.guard.recent
+    assert torch.equal(weighed.levels.sums, plain.levels.sums)
+    records = [diary.records[0][2] for diary in said]
+    assert records[0]["loss"] == pytest.approx(records[1]["loss"], rel=0.5)
+    assert records[0]["loss"] != records[1]["loss"]  # a mean over even levels, from uneven ones
+    for one, other in zip(records[0]["loss_by_level"], records[1]["loss_by_level"]):
+        assert (one is None) == (other is None)
+    assert records[0]["gradient_norm"] < 0.01 * records[1]["gradient_norm"]
 
 
 def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():

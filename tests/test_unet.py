@@ -37,13 +37,24 @@ def test_parameter_counts(name, millions):
     assert count / 1e6 == pytest.approx(millions, abs=0.005)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [name for name, settings in SIZES.items() if isinstance(settings, UNet)])
 def test_a_fresh_network_is_the_zero_map(name):
     model = UNetModel(SIZES[name], image_channels=1, num_classes=3).eval()
     with torch.no_grad():
         y = model(torch.randn(2, 1, 16, 16), torch.tensor([0.0, 900.0]), torch.tensor([0, 3]))
     assert y.shape == (2, 1, 16, 16)
     assert torch.equal(y, torch.zeros_like(y))
+
+
+def test_output_of_other_channels_leaves_the_rest_as_it_begins():
+    torch.manual_seed(0)
+    plain = UNetModel(MICRO, 1, num_classes=2)
+    torch.manual_seed(0)
+    double = UNetModel(MICRO, 1, num_classes=2, out_channels=2)
+    assert double(torch.randn(3, 1, 8, 8), torch.zeros(3)).shape == (3, 2, 8, 8)
+    theirs = double.state_dict()
+    different = {name for name, value in plain.state_dict().items() if not torch.equal(value, theirs[name])}
+    assert different == {"conv_out.weight", "conv_out.bias"}
 
 
 def test_every_parameter_learns():

@@ -15,6 +15,7 @@ from faults.harness import (
     lost_steps,
     saving,
     sleep_up_to,
+    snapshot,
     steps_saved,
     train_or_resume,
 )
@@ -48,7 +49,15 @@ def test_a_run_that_is_killed_all_its_life_ends_as_if_nothing_had_happened(undis
         train_or_resume(LIFE, run).ends()
         assert [event["step"] for event in events(run, "resumed")][-1] == saved, "it went on from the newest checkpoint"
         assert_same(run, reference)
+        assert averages(run) == averages(reference)
         assert max(anywhere.lost + in_a_save.lost) <= 2 * LIFE.every, "a kill costs two intervals at the most"
+
+
+def averages(run: Path) -> dict[str, bytes]:
+    """The snapshots of averages, and what should not be beside them."""
+    found = snapshot(run / "averages")
+    assert found
+    return found
 
 
 def wait_for_a_save(job: Job, run: Path, chance: random.Random) -> None:

@@ -1,0 +1,204 @@
+"""The autoencoder, what it is trained to, and the folder that others train with."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.distributions import Normal, kl_divergence
+
+import unfog
+from unfog.config.codec import codec_recipe, with_codec
+from unfog.errors import RequestError
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.codec_folder import describe
+from unfog.models.codec_settings import FACTORS, WIDTHS, Autoencoder, Latents
+from unfog.reporting.records import read_metrics
+from unfog.runs.codec import open_codec, write_codec
+from unfog.runs.folder import RunFolder
+from unfog.runs.train import resume
+from unfog.training.codec import CodecLoss, bands, blurred, divergence, psnr
+
+SMALL = Autoencoder(factor=4, latent_channels=3, channels=(8, 16), norm_groups=4)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """120 pictures of a gradient with a disc, in colour."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    y, x = np.mgrid[:16, :16]
+    for i in range(120):
+        disc = (x - rng.uniform(4, 12)) ** 2 + (y - rng.uniform(4, 12)) ** 2 < rng.uniform(6, 30)
+        pixels = np.where(disc[..., None], rng.integers(0, 256, 3), 8 * x[..., None] + 8 * y[..., None])
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i:03}.png")
+    return folder
+
+
+def test_divergence_is_that_of_torch_distributions():
+    mean, logvar = torch.randn(2, 3, 5, 5), 3 * torch.randn(2, 3, 5, 5)
+    expected = kl_divergence(Normal(mean, (0.5 * logvar).exp()), Normal(0.0, 1.0))
+    torch.testing.assert_close(divergence(mean, logvar), expected, rtol=1e-5, atol=1e-5)
+    assert float(divergence(torch.zeros(1), torch.zeros(1))) == 0
+
+
+def test_bands_add_up_to_the_image_and_are_linear():
+    x, y = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    found, rest = bands(x), x
+    assert [band.shape[-1] for band in found] == [16, 8, 4]
+    for band in found:
+        torch.testing.assert_close(rest - band, blurred(rest))
+        rest = blurred(rest)[..., ::2, ::2]
+    for band, one, other in zip(bands(x - y), found, bands(y)):
+        torch.testing.assert_close(band, one - other)
+    flat = torch.full((1, 1, 8, 8), 0.7)
+    assert all(float(band.abs().max()) < 1e-6 for band in bands(flat))  # nothing but what is coarser than all of them
+    assert bands(torch.randn(1, 1, 3, 3)) == []
+
+
+def test_loss_is_absolute_error_bands_and_divergence():
+    class Known(torch.nn.Module):
+        def forward(self, x):
+            return x + 0.25, torch.full((len(x), 2, 4, 4), 2.0), torch.zeros(len(x), 2, 4, 4)
+
+    x0 = torch.rand(3, 3, 16, 16) - 0.5
+    loss = CodecLoss(kl=0.5, pyramid=7.0)(Known(), x0)
+    # A constant error has no bands; a mean of 2 at unit variance diverges by 2.
+    torch.testing.assert_close(loss.per_image, torch.full((3,), 0.25 + 0.5 * 2.0), rtol=1e-5, atol=1e-5)
+    nothing = CodecLoss(kl=0.0, pyramid=7.0)
+    torch.testing.assert_close(loss.reference, nothing.reconstruction(x0))
+    plain = x0.abs().mean((1, 2, 3)) + 7 * sum(band.abs().mean((1, 2, 3)) for band in bands(x0))
+    torch.testing.assert_close(loss.reference, plain)
+
+
+def test_psnr_by_its_definition():
+    x = torch.randint(0, 200, (2, 3, 8, 8), dtype=torch.uint8)
+    assert psnr(x, x + 10).tolist() == pytest.approx([20 * math.log10(255 / 10)] * 2)
+    assert psnr(x, x).tolist() == pytest.approx([20 * math.log10(255 / 0.5)] * 2)
+
+
+def test_latents_are_drawn_about_their_mean():
+    torch.manual_seed(0)
+    network = AutoencoderModel(SMALL, 3)
+    x = torch.rand(2, 3, 16, 16) * 2 - 1
+    mean, logvar = network.posterior(x)
+    assert mean.shape == logvar.shape == (2, 3, 4, 4)
+    torch.manual_seed(5)
+    image, *_ = network(x)
+    torch.manual_seed(5)
+    latent = Normal(mean, (logvar / 2).exp()).rsample()
+    torch.testing.assert_close(image, network.decode(latent))
+    with torch.no_grad():
+        network.encoder[-1].bias[SMALL.latent_channels :] = -60.0  # log variances, where they are cut off
+    torch.testing.assert_close(network(x)[0], network.decode(network.encode(x)), rtol=0, atol=1e-4)
+    assert float(network.posterior(x)[1].detach().min()) == -30.0
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8, 16])
+@pytest.mark.parametrize("image_channels", [1, 3])
+def test_every_factor_gives_images_of_the_size_they_had(factor, image_channels):
+    settings = Autoencoder(factor=factor, channels=(8,) * (factor.bit_length() - 1), norm_groups=4)
+    network = AutoencoderModel(settings, image_channels)
+    x = torch.rand(1, image_channels, 2 * factor, 3 * factor)
+    assert network.encode(x).shape == (1, 4, 2, 3)
+    assert network.decode(network.encode(x)).shape == x.shape
+
+
+def test_what_makes_no_codec_is_refused():
+    for settings in (
+        {"factor": 3},
+        {"factor": 4, "channels": (8,)},
+        {"channels": (8,)},
+        {"factor": 2, "channels": (9,)},
+        {"latent_channels": 0},
+        {"kl": -1.0},
+    ):
+        with pytest.raises(RequestError, match=" = "):
+            Autoencoder(**settings)
+    for settings in ({"mean": (0.0,)}, {"channels": 1, "deviation": (0.0,)}, {"factor": -1}):
+        with pytest.raises(RequestError, match=" = "):
+            Latents(**settings)
+    for wrong in ({"width": "huge"}, {"factor": 5}):
+        with pytest.raises(RequestError, match=r"is unknown|is not one of"):
+            with_codec(codec_recipe(), **wrong)
+    for width in WIDTHS:
+        for factor in FACTORS:
+            assert with_codec(codec_recipe(), factor, width=width).autoencoder.factor == factor
+
+
+def test_a_codec_is_the_same_once_written_and_read(tmp_path):
+    torch.manual_seed(0)
+    network = AutoencoderModel(SMALL, 1)
+    described = write_codec(tmp_path / "codec", network)
+    assert (described.factor, described.channels, described.image_channels) == (4, 3, 1)
+    assert describe(str(tmp_path)) == described  # a run folder, where it lies in codec/
+    x = torch.rand(2, 1, 8, 8)
+    read = open_codec(described, torch.device("cpu"))
+    assert torch.equal(read.encode(x), network.encode(x))
+    assert torch.equal(read.decode(network.encode(x)), network.decode(network.encode(x)))
+    before = described.sha256()
+    with torch.no_grad():
+        network.decoder[0].bias[0] += 1e-3
+    assert write_codec(tmp_path / "codec", network).sha256() != before
+
+
+def test_folders_that_hold_no_codec_are_refused(tmp_path):
+    with pytest.raises(RequestError, match=r"holds no config\.json"):
+        describe(str(tmp_path))
+    for text, said in (
+        ("[]", "no small JSON object"),
+        ("{", "cannot be used"),
+        ('{"_class_name": "UNet2DModel"}', "not one of"),
+        ('{"_class_name": ["x"]}', "cannot be used"),
+        ('{"_class_name": "AutoencoderKL", "in_channels": 3, "out_channels": 4}', "differ"),
+        ('{"_class_name": "AutoencoderKL", "block_out_channels": 5}', "cannot be used"),
+        ('{"_class_name": "AutoencoderKL", "latent_channels": 100000}', "latent channels 100000"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(RequestError, match=said):
+            describe(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", "block_out_channels": [8, 8]}))
+    (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(RequestError, match=r"diffusion_pytorch_model\.bin is a pickle, which is never read"):
+        describe(str(tmp_path))
+
+
+def tiny_codec(photos, out, steps, **settings):
+    usual = {
+        "data": {"held_out": 0.2},
+        "precision": "fp32",
+        "device": "cpu",
+        "batch": 8,
+        "size": 16,
+        "evaluate": {"every": 8, "images": 24, "levels": 1},
+        "preview": {"every": -1, "images": 8},
+        "checkpoint": {"every": 8},
+        "log": {"every": 8},
+    }
+    return unfog.train_codec(photos, out=out, width="tiny", steps=steps, **(usual | settings))
+
+
+def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):
+    whole = tiny_codec(photos, tmp_path / "whole", 32)
+    rows = [row for row in read_metrics(whole / "metrics.jsonl") if "psnr" in row]
+    assert [row["step"] for row in rows] == [0, 8, 16, 24, 32]
+    assert rows[-1]["psnr"] > rows[0]["psnr"] + 3
+    assert rows[-1]["held_out_loss"] < 0.7 * rows[0]["held_out_loss"]
+    for folder in ("samples", "reconstructions"):
+        assert list((whole / folder).glob("*.png"))
+    # From the checkpoint at step 16, as if it had been stopped there.
+    for step in ("00000024", "00000032"):
+        for path in sorted((whole / "checkpoints" / step).iterdir()):
+            path.unlink()
+        (whole / "checkpoints" / step).rmdir()
+    before = {path.name: path.read_bytes() for path in (whole / "codec").iterdir()}
+    _, done = resume(RunFolder(whole))
+    assert done
+    assert {path.name: path.read_bytes() for path in (whole / "codec").iterdir()} == before
+    with pytest.raises(RequestError, match="is a codec, which draws nothing"):
+        unfog.load(whole)
+    with pytest.raises(RequestError, match="is a codec"):
+        unfog.doctor(whole)
+    with pytest.raises(RequestError, match="leave --codec and --network away"):
+        tiny_codec(photos, tmp_path / "other", 1, codec=str(whole))

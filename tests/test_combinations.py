@@ -1,0 +1,335 @@
+"""Networks, what they see, and what they answer, each with each: trained, and taken through all that a run is for."""
+
+import itertools
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from unfog.config.kinds import parse
+from unfog.data.latents import Normalise
+from unfog.diagnosis.settings.overfit import overfit_one_batch
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.likelihood import bits_per_dim
+from unfog.diffusion.noise import Cosine
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.sampler import NoiseSource
+from unfog.diffusion.target import X0
+from unfog.errors import RequestError
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.codec_settings import Autoencoder
+from unfog.models.networks import build_model
+from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.reporting.records import read_metrics
+from unfog.runs.build import as_it_is, normalisation, shape_of
+from unfog.runs.codec import codec_of, encoded_edit, write_codec
+from unfog.runs.drawn import digest_of
+from unfog.runs.edits import edit_of
+from unfog.runs.folder import RunFolder
+from unfog.runs.guide import check_guide
+from unfog.runs.held_out_metrics import LEVELS, bits, held_out_of
+from unfog.runs.in_small import evaluated_in_small
+from unfog.runs.sampling import to_pixels
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
+from unfog.runs.verify import verify
+from unfog.training.culprit import find_culprit
+from unfog.training.loop import seed_at
+from unfog.training.precision import Precision
+from unfog.training.settings import Evaluate, Optimizer, PowerEma
+from unfog.training.state import TrainState
+
+CPU = torch.device("cpu")
+KINDS = {"unet": UNet, "mpunet": MPUNet, "dit": DiT}
+NETWORKS = {
+    "unet": "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8",
+    "mpunet": "mpunet:channels=8/16,attention=0/1,head_channels=8",
+    "dit": "dit:width=16,depth=2,head_channels=8,patch=2",
+}
+SETTINGS = {
+    "precision": "fp32",
+    "device": "cpu",
+    "batch": 8,
+    "steps": 2,
+    "lr": 1e-3,
+    "size": 16,
+    "data": {"held_out": 0.2},
+    "preview": {"every": -1, "images": 2},
+    "evaluate": {"every": 1, "images": 100, "levels": 2},
+    "log": {"every": 1},
+    "checkpoint": {"every": 1, "keep": 9},
+    "averages": {"every": 1},
+    "sampler": {"steps": 3},
+}
+LEARNED = {"path": "vp", "schedule": "cosine:steps=1000", "target": "v", "diffusion": {"learned_variance": True}}
+CELLS = list(itertools.product(NETWORKS, ("pixels", "latents"), ("plain", "learned")))
+QUICK = [("mpunet", "latents", "plain"), ("dit", "latents", "learned"), ("mpunet", "pixels", "learned")]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Sixty pictures of noise in each of two classes."""
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for i in range(120):
+        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(folder / "ab"[i % 2] / f"{i:03}.png")
+    return folder
+
+
+def random_codec(folder, seed=0):
+    """A codec with the weights that it begins with, but none of them zero: three latents of 4 x 4 pixels each."""
+    torch.manual_seed(seed)
+    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return str(write_codec(folder, network).folder)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    return random_codec(tmp_path_factory.mktemp("codec") / "mine")
+
+
+def trained(out, photos, codec, network, seen, answer, **changes):
+    """A run of one cell of the matrix."""
+    return unfog.train(photos, out=out, **of_cell(codec, network, seen, answer) | changes)
+
+
+def of_cell(codec, network, seen, answer):
+    """The settings of one."""
+    on, says = {"codec": codec} if seen == "latents" else {}, LEARNED if answer == "learned" else {}
+    return SETTINGS | {"network": NETWORKS[network]} | on | says
+
+
+@pytest.fixture(scope="module")
+def on_latents(photos, codec, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return trained(tmp_path_factory.mktemp("run") / "latents", photos, codec, "unet", "latents", "plain")
+
+
+def images_of(run):
+    with StopSignals() as stop:
+        return load_images(run.config, stop)[0]
+
+
+def halves():
+    """A mask, white below: rows 7 to 15, so that the middle row of latents is known in part."""
+    mask = np.zeros((16, 16), bool)
+    mask[7:] = True
+    return mask
+
+
+def each(cells):
+    """Those of QUICK always, the rest where there is time."""
+    return [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow, id="-".join(cell)) for cell in cells]
+
+
+@pytest.mark.parametrize(("network", "seen", "answer"), each(CELLS))
+def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, codec, tmp_path, network, seen, answer):
+    run = trained(tmp_path / "run", photos, codec, network, seen, answer)
+    channels, side, _ = shape_of(run.config)
+    assert (channels, side) == ((3, 4) if seen == "latents" else (3, 16))
+    x = torch.randn(2, channels, side, side)
+    with torch.no_grad():
+        y = run.network(x, torch.tensor([10.0, 500.0]), torch.tensor([0, 2]))
+    assert y.shape == (2, channels * (2 if answer == "learned" else 1), side, side)
+    assert run.checkpoint.step == 2
+    for kind in ("dpmpp", "ddpm"):
+        pictures = run.sample(2, sampler=kind)
+        assert pictures.shape == (2, 16, 16, 3)
+        assert len(np.unique(pictures)) > 50
+        assert not np.array_equal(pictures[0], pictures[1])
+        guided = run.sample(2, sampler=kind, guide=1, guidance=3.0)
+        assert not np.array_equal(guided, pictures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "seen", "answer"), [*QUICK, ("unet", "latents", "learned")])
+def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.runs.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=2.0))
+    run = trained(tmp_path / "run", photos, codec, network, seen, answer)
+    assert "equal to the bit" in verify(RunFolder(run.path))
+    one = edit_of(run.config, photos / "a" / "000.png", halves(), None, None)
+    painted = run.sample(2, image=photos / "a" / "000.png", mask=halves(), repeats=2)
+    assert (painted[:, :7] == to_pixels(one.image).permute(1, 2, 0).numpy()[:7]).all()
+    assert unfog.tune(run.path, steps=2, pictures=2, tries=2, device="cpu").reference >= 0
+    names = ["sliced", "held_out"] + ["bits"] * (seen == "pixels")
+    found = run.evaluate(names, n=10, steps=2)
+    assert {one.metric for one in found.measured} >= set(names)
+    assert np.isfinite([one.value for one in found.measured]).all()
+    assert unfog.ema_sweep(run.path, n=4, widths=(0.05, 0.1), device="cpu").rows
+    findings = unfog.doctor(run.path, out=tmp_path / "page", device="cpu")
+    assert not [
+        finding for finding in findings if "not looked at" in finding.evidence and "weights" in finding.evidence
+    ]
+    settings = of_cell(codec, network, seen, answer)
+    settings["evaluate"] = settings["evaluate"] | {"metrics": ("sliced",), "share": 0.5}
+    before = unfog.doctor(photos, out=tmp_path / "other", **settings)
+    assert not [finding for finding in before if finding.severity == "fatal"]
+
+
+def test_a_rehearsal_measures_few_pictures_and_is_refused_none():
+    settled = Evaluate(10, metrics=("kid", "fid"), samples=5000, reference=10_000, metrics_every=50, best="fid")
+    small = evaluated_in_small(settled, 2)
+    assert (small.every, small.metrics_every, small.samples, small.reference) == (2, 2, 10, 100)
+    assert (small.metrics, small.best) == (("kid", "fid"), "held_out_loss")
+    assert evaluated_in_small(Evaluate(10), 2) == Evaluate(2)
+    assert evaluated_in_small(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_image_to_blame_is_found_in_every_network(kind):
+    torch.manual_seed(0)
+    model = build_model(parse({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 1).train()
+    for parameter in model.parameters():  # where a fresh network has zeros, nothing would pass
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    state = TrainState(model, Optimizer(lr=1e-3), PowerEma(), Precision("fp32", CPU))
+    objective = Objective(Diffusion())
+
+    def forward(first, count):
+        seed_at(0, first)
+        x0 = torch.rand(count, 1, 8, 8) - 0.5
+        for image in range(first, first + count):
+            if image == 4:
+                x0[image - first] = np.nan
+        return objective(model, x0)
+
+    culprit = find_culprit(state, forward, [(0, 3), (3, 3)])
+    assert (culprit.phase, culprit.where, culprit.images, culprit.every) == ("forward", "input", (4,), False)
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_weights_have_a_digest_in_every_network(kind):
+    model = build_model(parse({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
+    before = digest_of(model)
+    with torch.no_grad():
+        list(model.parameters())[-1].add_(1)
+    assert digest_of(model) != before
+
+
+def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("unfog.runs.sampling.decoder", lambda config, device: lambda x0: drawn.append(x0) or x0)
+    assert on_latents.config.sampler.clip
+    on_latents.sample(8)  # the network answers next to nothing, so that noise as loud as it was is what comes out
+    assert float(drawn[0].abs().max()) > 1.5
+
+
+def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, photos):
+    pixels = np.asarray(Image.open(photos / "a" / "000.png"))
+    mask = halves()
+    painted = on_latents.sample(3, image=pixels, mask=mask, repeats=2)
+    assert (painted[:, :7] == pixels[:7]).all()
+    assert (painted[:, 7:] != pixels[7:]).any(axis=(1, 2, 3)).all()
+    # With nothing drawn what comes back is the image as its codec brings it.
+    codec = codec_of(on_latents.config, CPU)
+    x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        expected = to_pixels(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()
+    back = on_latents.sample(1, image=pixels, strength=0.0)[0]
+    assert np.abs(back.astype(int) - expected.astype(int)).max() <= 1
+    # A latent is known where all of its pixels are: those of rows 4 to 7 are not, as row 7 is to be painted.
+    edit = encoded_edit(edit_of(on_latents.config, pixels, mask, None, None), on_latents.config, CPU)
+    assert edit.unknown.tolist() == [[[row > 0] * 4 for row in range(4)]]
+    with torch.no_grad():
+        latents = normalisation(on_latents.config).forward(codec.encode(x))[0]
+    torch.testing.assert_close(edit.image, latents)
+
+
+def test_held_out_images_are_measured_as_latents_and_bits_are_refused(on_latents, capsys):
+    found = on_latents.evaluate("held_out")
+    recorded = [
+        row["held_out_loss"] for row in read_metrics(on_latents.path / "metrics.jsonl") if "held_out_loss" in row
+    ]
+    assert found.measured[0].value == pytest.approx(recorded[-1], rel=1e-5)
+    with pytest.raises(RequestError, match="bits are of pixels"):
+        on_latents.evaluate("bits")
+    prepared = images_of(on_latents)
+    x0 = held_out_of(prepared, on_latents.config, CPU).x0
+    assert x0.shape[1:] == (3, 4, 4)
+    stored = torch.from_numpy(np.array(prepared.seen.held_out.pixels))
+    torch.testing.assert_close(x0, as_it_is(on_latents.config)(stored))
+
+
+def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
+    run = trained(tmp_path / "run", photos, codec, "dit", "pixels", "learned", steps=1)
+    with torch.no_grad():
+        for parameter in run.network.parameters():
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
+    held_out = held_out_of(images_of(run), run.config, CPU, 4)
+    found = bits(run.network, run.config, held_out, 4, 0, lambda done: None)
+
+    def by_hand(variance):
+        denoise = Denoiser(run.network, run.config.diffusion, variance)
+        noise = NoiseSource(0, range(4), (3, 16, 16)).draw
+        with torch.no_grad():
+            guess = lambda x, logsnr: denoise(x, logsnr, held_out.label)  # noqa: E731
+            return float(bits_per_dim(guess, run.config.diffusion, held_out.x0, LEVELS, noise).mean())
+
+    assert found.value == pytest.approx(by_hand(True), rel=1e-5)
+    assert abs(by_hand(False) / by_hand(True) - 1) > 1e-3
+
+
+def test_a_guide_sees_the_same_latents(on_latents):
+    config = on_latents.config
+    check_guide(config, config)
+    loud = replace(config, diffusion=replace(config.diffusion, sigma_data=1.0))
+    other = replace(config, latents=replace(config.latents, mean=(0.0, 0.0, 0.0)))
+    for guide in (replace(config, codec=""), loud, other):
+        with pytest.raises(RequestError, match="does not see what this run sees"):
+            check_guide(config, guide)
+    plain = replace(config, codec="")
+    check_guide(plain, replace(loud, codec=""))  # pixels are pixels whatever deviation they are taken to have
+
+
+def test_tuned_on_latents(on_latents, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 8)
+    found = unfog.tune(on_latents.path, steps=2, pictures=2, tries=2, store=False, device="cpu")
+    assert found.reference < min(found.errors.values())
+
+
+def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_path):
+    half = tmp_path / "half"
+    half.mkdir()
+    for path in sorted((photos / "a").iterdir())[:30]:
+        (half / path.name).write_bytes(path.read_bytes())
+    settings = {k: v for k, v in SETTINGS.items() if k != "size"}
+    run = unfog.train(half, out=tmp_path / "run", init=str(on_latents.path), **settings | {"data": {"held_out": 0}})
+    assert run.config.latents == on_latents.config.latents  # of other images, which have others of their own
+    assert run.config.network == on_latents.config.network
+    assert (run.path / "codec" / "codec.safetensors").is_file()
+    other = random_codec(tmp_path / "other", seed=1)
+    with pytest.raises(RequestError, match="know latents of another codec"):
+        unfog.train(photos, out=tmp_path / "no", init=str(on_latents.path), codec=other, **settings)
+    pixels = trained(tmp_path / "pixels", photos, codec, "unet", "pixels", "plain", steps=1)
+    with pytest.raises(RequestError, match="know pixels"):
+        unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), codec=codec, **SETTINGS)
+    with pytest.raises(RequestError, match="no learned variance"):
+        unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), **settings | LEARNED)
+    shutil.copytree(Path(codec), tmp_path / "trainer" / "codec")
+    of_codec = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
+    RunFolder(tmp_path / "trainer").write_config(of_codec)
+    with pytest.raises(RequestError, match=r"is a codec.*--codec"):
+        unfog.train(photos, out=tmp_path / "no", init=str(tmp_path / "trainer"), **settings)
+    assert not (tmp_path / "no").exists()
+
+
+def test_loud_latents_are_no_divergence():
+    """An answer of 0 loses no more than `reference` says, also where latents are made louder than pixels can be."""
+    diffusion, x0 = Diffusion(schedule=Cosine(), target=X0(), sigma_data=3.0), torch.randn(64, 4, 8, 8) * 3
+    loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0)
+    assert float(loss.per_image.sum() / loss.reference.sum()) == pytest.approx(1.0, abs=0.1)
+    assert Normalise((0.0,), (1.0,), 3.0).forward(torch.ones(1, 1, 1, 1)).item() == 3.0

@@ -1,0 +1,185 @@
+"""Image-to-image and inpainting, against the exact conditional distribution of a Gaussian and from the outside."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from conftest import NETWORK
+from unfog.cli.main import main
+from unfog.diffusion.editing import Edit, renoised
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
+from unfog.diffusion.sampler import Level, NoiseSource, Sampler
+from unfog.errors import RequestError
+
+PATHS = [(VP(), Cosine()), (VE(), LogNormal()), (Flow(), LogitNormal())]
+MEAN, COVARIANCE = torch.tensor([0.1, -0.2]).double(), torch.tensor([[0.25, 0.2], [0.2, 0.25]]).double()
+KNOWN = 0.6
+
+
+def exact(path):
+    """E[x0 | x_t] of a Gaussian of two correlated pixels, [N, 1, 1, 2]."""
+
+    def denoise(x, logsnr):
+        alpha, sigma = map(float, path(logsnr[:1].double()))
+        gain = alpha * COVARIANCE @ torch.linalg.inv(alpha**2 * COVARIANCE + sigma**2 * torch.eye(2))
+        return (MEAN + (x.flatten(1) - alpha * MEAN) @ gain.T).view_as(x)
+
+    return denoise
+
+
+def painted(path, schedule, kind, repeats, n=3000):
+    """The second pixel, [N], painted beside the first one."""
+    generator = torch.Generator().manual_seed(0)
+    edit = Edit(torch.tensor([[[KNOWN, 0.9]]]), torch.tensor([[[False, True]]]), repeats=repeats)
+    draw = lambda: torch.randn(n, 1, 1, 2, generator=generator, dtype=torch.float64)  # noqa: E731
+    x0 = edit(Sampler(kind, 20, clip=False), exact(path), path, schedule, draw)
+    assert (x0[..., 0] == torch.tensor(KNOWN)).all()
+    return x0[:, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("path", "schedule"), PATHS, ids=["vp", "ve", "flow"])
+@pytest.mark.parametrize("kind", ["ddpm", "ddim", "heun", "dpmpp"])
+def test_painted_beside_a_pixel_is_its_conditional_distribution(path, schedule, kind):
+    gain = float(COVARIANCE[0, 1] / COVARIANCE[0, 0])
+    mean = float(MEAN[1]) + gain * (KNOWN - float(MEAN[0]))
+    deviation = math.sqrt(float(COVARIANCE[1, 1]) - gain * float(COVARIANCE[0, 1]))
+    drawn = painted(path, schedule, kind, repeats=20)
+    # Twenty steps are few, so 0.2 of the deviation; of the mean without the known pixel, it is 2 deviations away.
+    assert abs(float(drawn.mean()) - mean) < 0.2 * deviation
+    assert 0.75 * deviation < float(drawn.std()) < 1.2 * deviation
+
+
+def test_repeats_are_what_makes_it_fit():
+    gaps = [abs(float(painted(*PATHS[2], "dpmpp", repeats).mean()) - 0.2) for repeats in (1, 4, 20)]
+    assert gaps[0] > 2 * gaps[1] > 4 * gaps[2]
+
+
+def test_forward_process_between_two_levels():
+    now, noisier = (Level(logsnr, *map(float, Flow()(torch.tensor(logsnr).double()))) for logsnr in (2.0, -1.0))
+    generator = torch.Generator().manual_seed(1)
+    noise = [torch.randn(200_000, generator=generator).double() for _ in range(2)]
+    x = renoised(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
+    assert float(x.mean()) == pytest.approx(noisier.alpha * 0.7, abs=5e-3)
+    assert float(x.std()) == pytest.approx(noisier.sigma, rel=5e-3)
+
+
+def command(*words):
+    """The exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code
+
+
+def stub(x, logsnr):
+    return 0.8 * torch.tanh(x) + 0.1
+
+
+@pytest.mark.parametrize(("path", "schedule"), PATHS, ids=["vp", "ve", "flow"])
+def test_strength_goes_from_the_image_to_none_of_it(path, schedule):
+    image = torch.rand(3, 4, 4) * 2 - 1
+    parts = (stub, path, schedule)
+    noise = lambda: NoiseSource(3, range(2), (3, 4, 4)).draw  # noqa: E731
+    sampler = Sampler("dpmpp", 10)
+    none = Edit(image, strength=0.0)(sampler, *parts, noise())
+    assert torch.equal(none, image.expand(2, 3, 4, 4))
+    whole = Edit(image, strength=1.0)(sampler, *parts, noise())
+    assert torch.equal(whole, sampler(*parts, noise()))
+    everywhere = torch.ones(1, 4, 4, dtype=torch.bool)
+    assert torch.equal(Edit(image, everywhere, repeats=1)(replace(sampler, kind="ddim"), *parts, noise()),
+                       replace(sampler, kind="ddim")(*parts, noise()))  # fmt: skip
+
+
+def test_settings_that_are_none():
+    for changes in ({"strength": 1.5}, {"strength": math.nan}, {"repeats": 0}):
+        with pytest.raises(RequestError, match=next(iter(changes))):
+            Edit(torch.zeros(1, 2, 2), **changes)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for i in range(24):
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{i}.png")
+    settings = {"network": NETWORK, "device": "cpu", "precision": "fp32", "batch": 8, "preview": {"images": 4}}
+    return unfog.train(folder, out=folder.with_name("run"), steps=2, sampler={"steps": 4}, **settings)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """An upright photograph of 12 x 8 that lies on its side in its file, and a mask that does not."""
+    upright = np.random.default_rng(1).integers(0, 256, (8, 12, 3), np.uint8)
+    lying = Image.fromarray(upright).transpose(Image.Transpose.ROTATE_90)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying.save(tmp_path / "photo.png", exif=exif)
+    mask = np.zeros((8, 12), np.uint8)
+    mask[:, 6:] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    return tmp_path, upright[:, 2:10], mask[:, 2:10]
+
+
+def test_known_pixels_stay_to_the_bit_and_files_as_they_are(run, files):
+    folder, square, mask = files
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    drawn = run.sample(3, image=folder / "photo.png", mask=folder / "mask.png", repeats=2)
+    assert (drawn[:, mask == 0] == square[mask == 0]).all()
+    assert (drawn[:, mask == 255] != square[mask == 255]).mean() > 0.9
+    assert len(np.unique(drawn, axis=0)) == 3
+    again = run.sample(2, image=str(folder / "photo.png"), mask=folder / "mask.png", repeats=2, batch=1)
+    assert np.abs(again.astype(int) - drawn[:2]).max() <= 1  # of floating-point sums
+    other = run.sample(1, image=folder / "photo.png", mask=folder / "mask.png", repeats=2, seed=1)
+    assert (other != drawn[:1]).any()
+    arrays = run.sample(3, image=square, mask=mask == 255, repeats=2)
+    assert np.array_equal(arrays, drawn)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_strength_of_a_run(run, files):
+    folder, square, _ = files
+    photo = folder / "photo.png"
+    assert (run.sample(2, image=photo, strength=0) == square).all()
+    assert np.array_equal(run.sample(2, image=photo, strength=1.0), run.sample(2))
+    assert np.array_equal(run.sample(2, image=photo, strength=0.6), run.sample(2, image=photo))
+
+
+def test_command_draws_image_mask_and_pictures(run, files, capsys):
+    folder, square, mask = files
+    words = ["--image", folder / "photo.png", "--mask", folder / "mask.png", "-n", 2, "--repeats", 1]
+    assert command("sample", run.path, *words, "--out", folder / "out") == 0
+    grid = np.asarray(Image.open(folder / "out" / "grid.png"))
+    cell = 8 * 16
+    assert (grid[:cell:16, :cell:16] == square).all()
+    assert (grid[:cell:16, cell + 2 : 2 * cell + 2 : 16] == mask[..., None]).all()
+    drawn = np.asarray(Image.open(folder / "out" / "000000.png"))
+    assert (grid[cell + 2 :: 16, :cell:16][:8] == drawn).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mask", "mask.png"], "there is none"),
+        (["--strength", "0.5"], "there is none"),
+        (["--image", "nowhere.png"], "there is no such file"),
+        (["--image", "words.txt"], "cannot be used"),
+        (["--image", "photo.png", "--repeats", "3"], "give one"),
+        (["--image", "photo.png", "--strength", "2"], "from 0"),
+        (["--image", "photo.png", "--mask", "small.png"], "image's size"),
+        (["--image", "photo.png", "--mask", "black.png"], "black everywhere"),
+        (["--image", "photo.png", "--strip"], "--strip"),
+    ],
+)
+def test_what_cannot_be_edited(run, files, capsys, monkeypatch, words, said):
+    folder, *_ = files
+    monkeypatch.chdir(folder)
+    (folder / "words.txt").write_text("no image")
+    Image.new("L", (5, 5), 255).save("small.png")
+    Image.new("L", (12, 8), 0).save("black.png")
+    assert command("sample", run.path, *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (run.path / "pictures").exists()

@@ -1,0 +1,326 @@
+"""Measuring a run: what is drawn, kept, shared between processes, measured and told."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unfog
+from conftest import NETWORK
+from unfog.data.images import Prepared
+from unfog.diagnosis.run.memorised import memorised, nearest_features
+from unfog.errors import RequestError, RunError
+from unfog.evaluation.features import open_features
+from unfog.evaluation.frechet import statistics
+from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired
+from unfog.evaluation.metrics import measure
+from unfog.evaluation.store import entry
+from unfog.reporting.report import write_report
+from unfog.runs.drawn import DrawnPictures
+from unfog.runs.evaluation import Asked, Evaluation
+from unfog.runs.labels import labels_like
+from unfog.runs.ranks import Ranks
+from unfog.runs.run import Run
+from unfog.runs.sampling import Drawing, draw
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
+
+SETTINGS = {
+    "network": NETWORK,
+    "device": "cpu",
+    "precision": "fp32",
+    "batch": 8,
+    "lr": 3e-3,
+    "log": {"every": 6},
+    "preview": {"images": 2, "every": -1},
+    "evaluate": {"images": 16, "levels": 3, "every": 6},
+    "checkpoint": {"every": 6, "keep": 10},
+    "sampler": {"steps": 3},
+    "data": {"held_out": 0.2},
+}
+
+
+def blobs(count: int = 300) -> tuple[np.ndarray, np.ndarray]:
+    """Discs on a gradient, 16 x 16, three quarters of them of the first class."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:16, :16]
+    centre, radius = rng.uniform(4, 12, (count, 2, 1, 1)), rng.uniform(2, 5, (count, 1, 1))
+    inside = (y - centre[:, 0]) ** 2 + (x - centre[:, 1]) ** 2 < radius**2
+    shade = rng.integers(0, 80, (count, 1, 1)) + 5 * x[None]
+    labels = (np.arange(count) % 4 == 0).astype(np.int64)
+    return np.where(inside, 250 - 100 * labels[:, None, None], shade).astype(np.uint8), labels
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("shared-cache")
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(cache, monkeypatch, _own_cache):
+    monkeypatch.setenv("UNFOG_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache) -> Path:
+    os.environ["UNFOG_CACHE"] = str(cache)
+    images, labels = blobs()
+    out = tmp_path_factory.mktemp("evaluate") / "run"
+    unfog.train(images, labels=labels, out=out, steps=24, **SETTINGS)
+    return out
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Run:
+    """A copy without evaluations."""
+    shutil.copytree(trained, tmp_path / "run")
+    return unfog.load(tmp_path / "run")
+
+
+def test_losses_by_image_add_up_to_what_training_records():
+    generator = torch.Generator().manual_seed(3)
+    held_out = HeldOut(torch.randn(10, 1, 4, 4, generator=generator), None, midpoints(5))
+
+    def loss_at(x0, label, u, noise):
+        error = (x0 * u[:, None, None, None] - noise).square().mean((1, 2, 3))
+        return error, 2 * error
+
+    losses = held_out.losses(loss_at, batch=4)
+    measured = held_out.measure(loss_at, batch=4)
+    assert losses.shape == (2, 5, 10)
+    assert losses[0].mean(1).tolist() == pytest.approx(measured["held_out_by_level"], rel=1e-12)
+    assert losses[0].mean().item() == pytest.approx(measured["held_out_loss"], rel=1e-12)
+    assert torch.equal(losses[1], 2 * losses[0])
+    assert torch.equal(losses, held_out.losses(loss_at, batch=10))  # the same noise whatever the batch
+
+
+def test_pairs_tell_apart_what_lies_within_each_others_intervals():
+    generator = torch.Generator().manual_seed(0)
+    common = torch.rand(3, 200, generator=generator, dtype=torch.float64) * 10
+    better = common - 0.01 - 0.01 * torch.rand(3, 200, generator=generator, dtype=torch.float64)
+    a, b, difference = mean_over_images(common), mean_over_images(better), paired(better, common)
+    assert abs(a.value - b.value) < min(a.error, b.error)
+    assert difference.value < -10 * difference.error
+    by_image = (better - common).numpy().mean(0)
+    assert difference.value == pytest.approx(by_image.mean())
+    assert difference.error == pytest.approx(by_image.std(ddof=1) / math.sqrt(200))
+    assert math.isnan(mean_over_images(common[:, :1]).error)
+    with pytest.raises(ValueError, match="same images"):
+        paired(common, better[:, :10])
+
+
+def test_everything_is_measured_stored_and_shown(run, capsys):
+    found = run.evaluate(n=40, features="pixels", batch=16)
+    names = [one.metric for one in found.measured]
+    assert {"kid", "precision", "recall", "density", "coverage", "sliced", "held_out", "bits"} <= set(names)
+    assert found["kid"].n == 40
+    assert found["kid"].n_reference == 252
+    assert "sampler dpmpp" in found["kid"].drawn
+    assert found["held_out"].low < found["held_out"].value < found["held_out"].high
+    said = capsys.readouterr().err
+    assert "drawing 40 pictures takes about" in said
+    (path,) = (run.path / "evaluations").glob("*.json")
+    assert Evaluation.read(path) == found
+    assert {one["by"] for one in found.copies} == {"pixels", "small pixels"}
+    for one in found.copies:
+        assert (run.path / "evaluations" / one["picture"]).is_file()
+    table = "\n".join(found.lines())
+    assert "kid" in table
+    assert "area 8" in table
+    (run.path / "evaluations" / "damaged.json").write_text('{"step": 3, "measured": [7], "copies": 5}')
+    page = write_report(run.path).read_text()
+    assert "Evaluations" in page
+    assert f"{found['kid'].value:.4g}" in page
+
+
+def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
+    found = run.evaluate("fid", n=10, features="texture", batch=16)["fd"]
+    real, features = _prepared(run).train, open_features("texture")
+    kept = entry(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
+    x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
+    torch.testing.assert_close(load_file(kept)["covariance"], statistics(x).covariance)
+
+
+def test_values_are_those_of_pictures_drawn_by_hand(run):
+    found = run.evaluate("kid,coverage", n=30, features="pixels", batch=16, seed=5, reference="held-out")
+    names = labels_like(_prepared(run).train.labels, 30)
+    asked = Drawing(30, run.config.sampler, names, seed=5, guidance=run.config.usual_guidance, batch=16)
+    pictures = draw(run.network, run.config, asked)
+    features = open_features("pixels")
+    held_out = _prepared(run).held_out
+    real = features(torch.from_numpy(np.ascontiguousarray(held_out.pixels[:])))
+    fake = features(torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))))
+    expected = measure(["kid", "coverage"], real, fake)
+    assert [one.value for one in found.measured] == [one.value for one in expected]
+    assert [one.n_reference for one in found.measured] == [48, 48]
+
+
+def _prepared(run: Run) -> Prepared:
+    return load_images(run.config, StopSignals())[0]
+
+
+def test_asked_again_it_is_read_and_more_pictures_go_on_where_fewer_ended(run):
+    first = run.evaluate("kid", n=32, features="pixels", batch=16)
+    (folder,) = (run.path / "evaluations" / "drawn").iterdir()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert sorted(before) == ["00000000.safetensors", "00000016.safetensors"]
+    run.evaluate("kid", n=48, features="pixels", batch=16)
+    after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(after) == 3
+    assert before.items() <= after.items()
+    shutil.rmtree(folder)
+    assert run.evaluate("kid", n=32, features="pixels", batch=16) == first
+    assert not folder.exists()
+
+
+def test_a_lost_or_broken_chunk_is_drawn_again_to_the_bit(run):
+    first = run.evaluate("kid", n=48, features="pixels", batch=16)
+    (folder,) = (run.path / "evaluations" / "drawn").iterdir()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "00000016.safetensors").unlink()
+    (folder / "00000032.safetensors").write_bytes(whole["00000032.safetensors"][:100])
+    kept = (folder / "00000000.safetensors").stat().st_mtime_ns
+    for path in (run.path / "evaluations").glob("*.json"):
+        path.unlink()
+    shutil.rmtree(Path(os.environ["UNFOG_CACHE"]) / "features")
+    again = run.evaluate("kid", n=48, features="pixels", batch=16)
+    assert again.measured == first.measured
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert (folder / "00000000.safetensors").stat().st_mtime_ns == kept
+
+
+def test_ranks_that_do_not_share_a_folder_are_told(tmp_path):
+    pictures = DrawnPictures(tmp_path, 40, 16)
+    with pytest.raises(RunError, match="share the run folder"):
+        pictures.draw(lambda first, count: np.zeros((count, 4, 4, 1), np.uint8), _Alone(0, 2))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000000.safetensors", "00000032.safetensors"]
+
+
+class _Alone(Ranks):
+    """One of two, whose partner writes elsewhere."""
+
+    def barrier(self) -> None:
+        return
+
+
+def test_without_a_network_the_rest_is_measured_and_it_says_how_to_get_it(run, capsys):
+    found = run.evaluate(n=20, batch=20)
+    assert {"held_out", "bits", "sliced"} <= {one.metric for one in found.measured}
+    assert "kid" not in {one.metric for one in found.measured}
+    said = capsys.readouterr().err
+    assert "inception-2015-12-05.pt is not there" in said
+    assert "--features" in said
+    with pytest.raises(RequestError, match="inception needs"):
+        run.evaluate("kid", n=20)
+
+
+def test_two_checkpoints_are_compared_on_the_same_noise(run):
+    found = run.evaluate("held_out", against=6)
+    assert not (run.path / "evaluations" / "drawn").exists()
+    difference = found["held_out_difference"]
+    early = Run(run.path, step=6).evaluate("held_out")
+    assert difference.value == pytest.approx(found["held_out"].value - early["held_out"].value, rel=1e-9)
+    assert difference.value < 0
+    assert difference.error < found["held_out"].error
+    assert "lower than at step 6" in difference.note
+    with pytest.raises(RequestError, match="no checkpoint of step 7"):
+        run.evaluate(n=20, against=7)
+    assert not (run.path / "evaluations" / "drawn").exists()  # it was said before anything was drawn
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"metrics": ["kidd"]}, "metrics names 'kidd'"),
+        ({"metrics": 5}, "metrics = 5 is no list"),
+        ({"n": 3}, "at least 10"),
+        ({"metrics": "kid", "against": 6}, "--against compares held-out losses"),
+        ({"metrics": "kid", "features": "nothing.pt"}, "cannot be read"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(run, asked, said):
+    with pytest.raises(RequestError, match=said):
+        run.evaluate(**asked)
+    assert not (run.path / "evaluations").exists()
+
+
+def test_copies_are_found_in_features_and_unseen_pictures_are_not():
+    generator = torch.Generator().manual_seed(1)
+    train = torch.randn(140, 64, generator=generator)
+    unseen, fresh = torch.randn(60, 64, generator=generator), torch.randn(40, 64, generator=generator)
+    copied = train[:40] + 0.05 * torch.randn(40, 64, generator=generator)
+    pictures = np.zeros((40, 8, 8, 1), np.uint8)
+    usual = nearest_features(unseen, train)
+    for drawn, severity in ((copied, "warning"), (fresh, "fine")):
+        found = nearest_features(drawn, train)
+        finding = memorised(pictures, found, usual, pictures, "held-out images", 140, 1e-3)
+        assert finding.severity == severity
+    assert nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
+    without_self = nearest_features(train, train, list(range(140)))
+    assert (without_self.image[:, 0] != torch.arange(140)).all()
+    assert without_self.distance.isfinite().all()
+
+
+def command(*words: object, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def values(folder: Path) -> list[dict]:
+    (path,) = (folder / "evaluations").glob("*.json")
+    return json.loads(path.read_text())["measured"]
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(run, tmp_path):
+    other = shutil.copytree(run.path, tmp_path / "other")
+    asked = ("--metrics", "kid,coverage,held_out", "-n", 50, "--features", "pixels", "--batch", 8, "--device", "cpu")
+    launched = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "unfog")
+    process = command(*launched, "evaluate", other, *asked, UNFOG_CACHE=str(tmp_path / "cache"))
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert out.count("kid") == 1  # the first of them speaks
+    run.evaluate("kid,coverage,held_out", n=50, features="pixels", batch=8)
+    assert values(other) == values(run.path)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
+    words = ("unfog", "evaluate", run.path, "--metrics", "kid", "-n", 160, "--features", "pixels", "--batch", 8)
+    words = (*words, "--steps", 20, "--device", "cpu")
+    process = command(*words)
+    drawn = run.path / "evaluations" / "drawn"
+    deadline = time.monotonic() + 120
+    while len(list(drawn.glob("*/*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    some = {path: path.stat().st_mtime_ns for path in drawn.glob("*/*.safetensors")}
+    assert 3 <= len(some) < 20
+    process = command(*words)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "pictures are drawn already" in err
+    assert all(path.stat().st_mtime_ns == before for path, before in some.items())
+    assert len(list(drawn.glob("*/*.safetensors"))) == 20
+
+
+def test_metrics_are_split_at_commas():
+    assert Asked(metrics=("kid, fid", "bits")).metrics == ("kid", "fid", "bits")

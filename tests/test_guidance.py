@@ -1,0 +1,283 @@
+"""Guidance by a weaker network and within an interval, labels like a data set's, levels tuned to a run."""
+
+import math
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import unfog
+from conftest import NETWORK
+from unfog.cli.main import run as command
+from unfog.config.toml import from_toml, to_toml
+from unfog.config.tree import Config
+from unfog.diffusion.guidance import Autoguided, Within
+from unfog.diffusion.noise import VE, Cosine, LogNormal
+from unfog.diffusion.sampler import Sampler, noise_levels
+from unfog.errors import RequestError
+from unfog.runs.folder import RunFolder
+from unfog.runs.labels import labels_like
+from unfog.runs.sampling import Drawing, draw
+from unfog.runs.tune import BUILT_IN, Calls, Outcomes, allowed, improved
+
+SETTINGS = {
+    "network": NETWORK,
+    "device": "cpu",
+    "precision": "fp32",
+    "batch": 16,
+    "preview": {"every": -1, "images": 4},
+    "evaluate": {"every": -1, "images": 8, "levels": 2},
+    "checkpoint": {"every": 20, "keep": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return unfog.train("fashion", out=tmp_path_factory.mktemp("run") / "fashion", steps=40, lr=6e-3, **SETTINGS)
+
+
+def gaussian(mean: float, std: float, x: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
+    """E[x0 | x_t] of x0 ~ N(mean, std^2) on the VE path."""
+    sigma = (-logsnr / 2).exp()[:, None, None, None]
+    return mean + std**2 * (x - mean) / (std**2 + sigma**2)
+
+
+def test_autoguidance_is_linear_in_its_scale():
+    x, logsnr = torch.randn(4, 1, 3, 3), torch.linspace(-6, 6, 4)
+    good, weak = partial(gaussian, 0.2, 0.3), partial(gaussian, -0.1, 0.9)
+    at = {scale: Autoguided(good, weak, scale)(x, logsnr, None) for scale in (0.0, 1.0, 3.0)}
+    assert torch.equal(at[0.0], weak(x, logsnr))
+    torch.testing.assert_close(at[1.0], good(x, logsnr))
+    torch.testing.assert_close(at[3.0], 3 * good(x, logsnr) - 2 * weak(x, logsnr))
+    torch.testing.assert_close(Autoguided(good, good, 7.0)(x, logsnr, None), good(x, logsnr))
+
+
+def test_autoguidance_narrows_a_gaussian_as_it_should():
+    """Scores of Gaussians of one mean are -(x - mean) / variance, so that guided ones are those of a narrower one.
+
+    With precisions p and p_w at a level, the guided score has p_w + scale (p - p_w) there: the ODE's map from noise to
+    picture is then d ln |x - mean| / d sigma = sigma (p_w + scale (p - p_w)), which has a closed integral.
+    """
+    std, wider, scale, mean = 0.3, 0.5, 2.0, 0.1
+    guided = Autoguided(partial(gaussian, mean, std), partial(gaussian, mean, wider), scale)
+    sampler = Sampler("unipc", 400, "logsnr", clip=False)
+    noise = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = sampler(lambda x, logsnr: guided(x, logsnr, None), VE(), LogNormal(), lambda: noise)
+    first = 80.0
+
+    def shrunk(deviation: float) -> float:  # exp of the integral of sigma / (deviation^2 + sigma^2)
+        return deviation / math.sqrt(deviation**2 + first**2)
+
+    factor = shrunk(std) ** scale * shrunk(wider) ** (1 - scale)
+    torch.testing.assert_close(x - mean, factor * (first * noise - mean), rtol=2e-3, atol=1e-4)
+    assert factor * first < std  # narrower than the data
+
+
+def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
+    calls = {"guided": 0, "plain": 0}
+
+    def count(name: str, value: float, x: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
+        calls[name] += 1
+        return torch.full_like(x, value)
+
+    within = Within(partial(count, "guided", 1.0), partial(count, "plain", 0.0), (0.25, 0.6))
+    share = torch.tensor([0.1, 0.2499, 0.2501, 0.5, 0.5999, 0.6001, 1.0], dtype=torch.float64)
+    logsnr = 2 * ((1 - share) / share).log()
+    x = torch.zeros(7, 1, 2, 2, dtype=torch.float64)
+    assert within(x, logsnr, None)[:, 0, 0, 0].tolist() == [0, 0, 1, 1, 1, 0, 0]
+    calls.update(guided=0, plain=0)
+    within(x[:2], logsnr[:2], None)
+    assert calls == {"guided": 0, "plain": 1}
+    within(x[2:5], logsnr[2:5], None)
+    assert calls == {"guided": 1, "plain": 1}
+
+
+def test_the_interval_of_a_run(run):
+    asked = {"n": 4, "steps": 6, "batch": 4}
+    plain, guided = run.sample(**asked, guidance=1.0), run.sample(**asked, guidance=3.0)
+    assert not np.array_equal(plain, guided)
+    assert np.array_equal(run.sample(**asked, guidance=3.0, guidance_interval=(0.0, 1.0)), guided)
+    # Six levels of t: 0.999, 0.83, 0.67, 0.5, 0.33, 0.17; none is within this.
+    assert np.array_equal(run.sample(**asked, guidance=3.0, guidance_interval=(0.51, 0.6)), plain)
+    part = run.sample(**asked, guidance=3.0, guidance_interval=(0.4, 0.6))
+    assert not np.array_equal(part, plain)
+    assert not np.array_equal(part, guided)
+    for interval in ((0.6, 0.4), (0.5, 0.5), (-0.1, 1.0), (0.0, 1.1)):
+        with pytest.raises(RequestError, match=r"guidance_interval = .* 0.2 0.75 leaves out"):
+            run.sample(**asked, guidance_interval=interval)
+
+
+def test_a_younger_checkpoint_guides(run):
+    asked = {"n": 4, "steps": 4, "batch": 4}
+    plain = run.sample(**asked, guidance=1.0)
+    guided = run.sample(**asked, guidance=2.0, guide=20)
+    assert not np.array_equal(guided, plain)
+    assert not np.array_equal(guided, run.sample(**asked, guidance=2.0))
+    assert np.array_equal(guided, run.sample(**asked, guidance=2.0, guide=f"{run.path}:20"))
+    younger = unfog.load(run.path)
+    younger = type(younger)(run.path, step=20)
+    assert np.array_equal(guided, run.sample(**asked, guidance=2.0, guide=younger))
+    # Nothing of it at scale 0 but the guide itself.
+    assert np.array_equal(run.sample(**asked, guidance=0.0, guide=20), younger.sample(**asked, guidance=1.0))
+
+
+def test_a_guide_that_is_none_is_refused(run, tmp_path):
+    with pytest.raises(RequestError, match="there is no checkpoint of step 7; there is 0, 20, 40"):
+        run.sample(1, guidance=2.0, guide=7)
+    with pytest.raises(RequestError, match="step 40 is what draws"):
+        run.sample(1, guidance=2.0, guide=str(run.path))
+    with pytest.raises(RequestError, match="guidance = 1 makes no use of a guide"):
+        run.sample(1, guidance=1.0, guide=20)
+    other = unfog.train("fashion", out=tmp_path / "other", steps=2, size=16, **SETTINGS)
+    with pytest.raises(RequestError, match=r"another image size than this run \(16, not 28\)"):
+        run.sample(1, guidance=2.0, guide=other.path)
+
+
+def test_flags_of_guidance(run, tmp_path, capsys):
+    flags = ("-n", 2, "--steps", 4, "--guidance", 2, "--guidance-interval", 0.1, 0.9, "--guide-checkpoint", 20)
+    assert command(["sample", str(run.path), *map(str, flags), "--out", str(tmp_path / "a")]) == 0
+    expected = run.sample(2, steps=4, guidance=2.0, guidance_interval=(0.1, 0.9), guide=20)
+    for i in range(2):
+        assert np.array_equal(np.asarray(Image.open(tmp_path / f"a/{i:06d}.png")), expected[i, :, :, 0])
+    with pytest.raises(RequestError, match="both name a guide"):
+        command(["sample", str(run.path), "--guide", str(run.path), "--guide-checkpoint", "20"])
+    with pytest.raises(RequestError, match=r"0.2 0.75 leaves out"):
+        command(["sample", str(run.path), "--guidance-interval", "0.9", "0.1"])
+    command(["sample", str(run.path), "-n", "2", "--sampler", "adaptive", "--out", str(tmp_path / "b")])
+    assert re.search(r"adaptive took up to \d+ network calls", capsys.readouterr().err)
+
+
+def test_old_settings_have_no_interval():
+    text = to_toml(Config(source="x", guidance=2.0))
+    new = ("guidance_interval", "order", "tuned", "tolerance", "churn")
+    old = "\n".join(line for line in text.splitlines() if not line.startswith(new))
+    assert "churn" not in old
+    assert from_toml(old, Config()) == Config(source="x", guidance=2.0)
+    assert from_toml(text, Config()) == Config(source="x", guidance=2.0)
+
+
+def test_labels_like_a_data_set():
+    data = [0] * 50 + [1] * 30 + [3] * 20
+    labels = labels_like(data, 1000)
+    shares = np.bincount(labels, minlength=4) / 1000
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0, 0.2], atol=0.004)
+    # A picture's label does not depend on how many there are.
+    assert labels_like(data, 17) == labels[:17]
+    # Every stretch has them, so that a batch has.
+    for first in range(0, 1000, 50):
+        assert abs(labels[first : first + 50].count(0) - 25) <= 2
+    assert labels_like(np.array([5]), 3) == (5, 5, 5)
+    assert labels_like(None, 3) == ()
+    many = labels_like(np.repeat(np.arange(4), [60, 25, 10, 5]), 5000)
+    for count in (100, 777, 5000):
+        assert np.abs(np.bincount(many[:count]) - count * np.array([0.6, 0.25, 0.1, 0.05])).max() < 3
+    for nothing in ([], np.zeros((2, 2), dtype=int)):
+        with pytest.raises(RequestError, match="need one that has labels"):
+            labels_like(nothing, 3)
+
+
+def test_labels_like_a_data_set_can_be_drawn(run):
+    labels = labels_like([0, 0, 0, 1], 8)
+    drawn = draw(run.network, run.config, Drawing(8, Sampler(steps=2), labels, batch=8))
+    one_by_one = run.sample(8, steps=2, label=labels, guidance=1.0, batch=8)
+    assert np.array_equal(drawn, one_by_one)
+
+
+def test_levels_are_moved_to_where_the_error_is_least():
+    """An error with a known minimum: the squared distance from some levels, which are no grid of ours."""
+    wanted = torch.tensor([-8.0, -3.0, -2.5, -1.0, 2.0, 3.0, 3.5, 8.0], dtype=torch.float64)
+    tried = []
+
+    def error(logsnr: Tensor) -> float:
+        assert allowed(logsnr, -8.76)
+        tried.append(logsnr)
+        return float((logsnr - wanted).square().sum())
+
+    start = torch.linspace(-8.7, 10.0, 8, dtype=torch.float64)
+    found = improved(start, error, -8.76, 400)
+    assert (found - wanted).abs().max() < 0.15
+    assert len(tried) <= 400
+    short = improved(start, error, -8.76, 30)
+    assert error(found) < error(short) < error(start)
+
+
+def test_pure_noise_stays_where_levels_are_moved():
+    start = noise_levels(Cosine(zero_terminal=True), 5, "schedule")[:-1]
+    wanted = torch.tensor([-math.inf, -4.0, -1.0, 1.0, 6.0], dtype=torch.float64)
+    found = improved(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), -math.inf, 300)
+    assert found[0] == -math.inf
+    assert (found - wanted)[1:].abs().max() < 0.15
+    # As a share of noise it survives config.toml.
+    sampler = Sampler(steps=5, grid="tuned", tuned=tuple((-found / 2).sigmoid().tolist()))
+    config = from_toml(to_toml(Config(source="x", sampler=sampler)), Config())
+    torch.testing.assert_close(config.sampler.visits(Cosine())[:-1], found)
+
+
+def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 24)
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    found = unfog.tune(copy, steps=3, pictures=6, tries=24)
+    assert set(found.errors) == {*BUILT_IN, "tuned"}
+    assert min(found.errors, key=found.errors.get) == found.sampler.grid == "tuned"
+    assert found.reference < found.errors["tuned"]
+    assert RunFolder(copy).read_config() == replace(run.config, sampler=found.sampler)
+    again = unfog.load(copy)
+    assert not np.array_equal(run.sample(2, steps=3), again.sample(2))
+    # Another number of steps, or another sampler, has the schedule's levels again.
+    assert np.array_equal(again.sample(2, steps=4), run.sample(2, steps=4))
+    assert again.sampler("ddim").grid == "schedule"
+    assert command(["sample", str(copy), "-n", "1", "--steps", "4", "--out", str(tmp_path / "p")]) == 0
+    assert "tuned for 3 steps of dpmpp; taking the schedule's" in capsys.readouterr().err
+
+
+def test_many_steps_begin_where_the_run_does(run, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 4)
+    schedule = run.config.diffusion.schedule
+    outcomes = Outcomes(run, Sampler(steps=3), 1, 0, Calls(lambda calls: None))
+    levels = outcomes.many(6).visits(schedule)
+    assert levels[0].item() == pytest.approx(schedule.limits()[0])
+    torch.testing.assert_close(levels[1:6], noise_levels(schedule, 5, "logsnr")[:-1])
+    assert outcomes.error(outcomes.many(4).visits(schedule)[:-1]) > 0
+    assert outcomes.distance(outcomes.reference) == 0
+
+
+def test_tune_from_the_command_line_only_looks_if_asked_to(run, capsys, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 8)
+    before = (run.path / "config.toml").read_bytes()
+    flags = ["--steps", "2", "--pictures", "2", "--tries", "2", "--sampler", "ddim", "--no-store"]
+    assert command(["tune", str(run.path), *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {name for name, _ in rows} == {*BUILT_IN, "tuned"}
+    assert [float(error) for _, error in rows] == sorted(float(error) for _, error in rows)
+    assert (run.path / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sampler": "ddpm"}, "ddpm ends elsewhere each time"),
+        ({"sampler": "adaptive"}, "adaptive chooses its own levels"),
+        ({"sampler": "euler"}, "sampler.kind"),
+        ({"steps": 1}, "steps = 1 must be at least 2"),
+        ({"steps": 65}, "steps = 65 must be at most 64"),
+        ({"pictures": 0}, "pictures = 0 must be at least 1"),
+        ({"tries": 0}, "tries = 0"),
+    ],
+)
+def test_tuning_what_cannot_be_is_refused(run, asked, message):
+    before = (run.path / "config.toml").read_bytes()
+    with pytest.raises(RequestError, match=message):
+        unfog.tune(run.path, **asked)
+    assert (run.path / "config.toml").read_bytes() == before
+
+
+def test_a_run_that_is_being_trained_is_not_tuned(run):
+    with run.folder.locked(), pytest.raises(RequestError, match="another process"):
+        unfog.tune(run.path, steps=2)

@@ -1,0 +1,326 @@
+"""Latents in place of pixels: encoded once, kept, normalised, mirrored, and trained on to the bit."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import unfog
+from conftest import without_clock
+from unfog.cli.given import training_asked_for
+from unfog.config.presets import default
+from unfog.config.toml import update
+from unfog.config.tree import nested
+from unfog.data.augment import Augment, to_model_range
+from unfog.data.cache import cache_folder
+from unfog.data.images import ImageSet
+from unfog.data.latents import Normalise, Wanted, as_images, encoded, statistics
+from unfog.errors import RequestError, RunError
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.codec_settings import Autoencoder, Latents
+from unfog.runs.build import build_network, shape_of
+from unfog.runs.changes import keys_of
+from unfog.runs.codec import encode_pixels, open_codec, write_codec
+from unfog.runs.folder import RunFolder
+from unfog.runs.latents import fitted
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images, resume
+from unfog.runs.verify import verify
+
+CPU = torch.device("cpu")
+SETTINGS = {
+    "network": "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4",
+    "precision": "fp32",
+    "device": "cpu",
+    "batch": 8,
+    "size": 16,
+    "flip": True,
+    "data": {"held_out": 0.2},
+    "preview": {"every": 6, "images": 2},
+    "evaluate": {"every": 6, "images": 4, "levels": 2},
+    "log": {"every": 3},
+    "checkpoint": {"every": 6},
+    "sampler": {"steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """120 pictures of noise, none symmetric."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for i in range(120):
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(folder / f"{i:03}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    """A codec with the weights that it begins with, but none of them zero."""
+    torch.manual_seed(0)
+    network = AutoencoderModel(Autoencoder(factor=4, latent_channels=3, channels=(8, 8), norm_groups=4), 3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return write_codec(tmp_path_factory.mktemp("codec") / "mine", network)
+
+
+def images(count=10, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, 3, 16, 16), np.uint8)
+    return ImageSet(pixels, np.arange(count) % 2, [str(i) for i in range(count)], ("a", "b"))
+
+
+def wanted(codec, sets, copies=2, batch=4, calls=None):
+    network = open_codec(codec, CPU)
+
+    def encode(pixels):
+        if calls is not None:
+            calls.append(len(pixels))
+        return encode_pixels(network, CPU, pixels)
+
+    return Wanted(sets, (3, 4, 4), copies, encode, batch)
+
+
+def quiet(done, total):
+    pass
+
+
+def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
+    sets = [images(10), images(3, 1)]
+    stored = encoded("k", wanted(codec, sets), quiet)
+    assert stored.latents.shape == (13, 2, 3, 4, 4)
+    assert stored.latents.dtype == np.float16
+    assert isinstance(stored.latents, np.memmap)
+    network = open_codec(codec, CPU)
+    for number, part in enumerate(sets):
+        x = to_model_range(torch.from_numpy(part.pixels))
+        mine = torch.tensor(stored.latents[[slice(10), slice(10, None)][number]])
+        for copy, expected in enumerate((network.encode(x), network.encode(x.flip(-1)))):
+            torch.testing.assert_close(mine[:, copy].float(), expected, rtol=1e-3, atol=1e-4)
+    assert not np.allclose(stored.latents[:, 0], stored.latents[:, 1], atol=0.05)
+    made = as_images(stored, sets, "k")
+    assert [len(part) for part in made] == [10, 3]
+    assert np.array_equal(made[1].labels, sets[1].labels)
+    assert made[0].fingerprint != made[1].fingerprint
+
+
+def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
+    sets, calls = [images(10)], []
+    first = np.array(encoded("k", wanted(codec, sets, calls=calls), quiet).latents)  # whose file is damaged below
+    bytes_of = (cache_folder() / "latents-k" / "latents.f16").read_bytes()
+    assert calls == [4, 4, 4, 4, 2, 2]
+    again = encoded("k", wanted(codec, sets, calls=calls), quiet)
+    assert len(calls) == 6
+    assert np.array_equal(first, again.latents)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(done, total):
+        if done >= 8:
+            raise Stopped
+
+    # What was written after the last line on how far it is, is not counted on.
+    with pytest.raises(Stopped):
+        encoded("l", wanted(codec, sets), stop)
+    partial = cache_folder() / "latents-l.partial"
+    (partial / "done.json").write_text(json.dumps({"done": 4}))
+    calls.clear()
+    encoded("l", wanted(codec, sets, calls=calls), quiet)
+    assert calls == [4, 4, 2, 2]
+    assert (cache_folder() / "latents-l" / "latents.f16").read_bytes() == bytes_of
+    assert not partial.exists()
+
+    for damage in ("latents.f16", "latents.json"):
+        (cache_folder() / "latents-k" / damage).write_bytes(b"{}")
+        assert np.array_equal(encoded("k", wanted(codec, sets), quiet).latents, first)
+    other = encoded("k", wanted(codec, sets, copies=1), quiet)  # what is asked for decides, not what is there
+    assert np.array_equal(other.latents[:, 0], first[:, 0])
+
+
+def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
+    stored = encoded("k", wanted(codec, [images(3)]), quiet)
+    assert not isinstance(stored.latents, np.memmap)
+    monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 10)
+    with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
+        encoded("k", wanted(codec, [images(3)]), quiet)
+
+
+def test_latents_that_are_no_numbers_are_refused():
+    for value, said in ((1e5, "beyond what float16 holds"), (np.nan, "not finite")):
+        bad = Wanted([images(2)], (1, 1, 1), 1, lambda x, v=value: np.full((len(x), 1, 1, 1), v, np.float32), 2)
+        with pytest.raises(RunError, match=said):
+            encoded("k", bad, quiet)
+
+
+def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):
+    rng = np.random.default_rng(0)
+    latents = (rng.normal(size=(600, 2, 3, 4, 4)) * [[[[2.0]], [[0.1]], [[30.0]]]] + 5).astype(np.float16)
+    mean, deviation = statistics(latents)
+    plain = latents[:, 0].astype(np.float64)
+    np.testing.assert_allclose(mean, plain.mean((0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(deviation, plain.std((0, 2, 3)), rtol=1e-12)
+    normalise = Normalise(mean, deviation, sigma_data=0.5)
+    x0 = normalise.forward(torch.from_numpy(latents[:, 0])).double()
+    torch.testing.assert_close(x0.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(x0.std((0, 2, 3), correction=0), torch.full((3,), 0.5, dtype=torch.float64))
+    back = normalise.inverse(x0.float())
+    torch.testing.assert_close(back, torch.from_numpy(latents[:, 0]).float(), rtol=1e-5, atol=1e-5)
+    dead = latents.copy()
+    dead[:, :, 1] = 7
+    assert statistics(dead)[1][1] == pytest.approx(1e-3 * deviation[2])
+
+
+def test_the_coin_is_the_one_that_flips_pixels():
+    pixels = torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8)
+    torch.manual_seed(3)
+    expected, _ = Augment(flip=True)(pixels)
+    torch.manual_seed(3)
+    both = torch.stack([to_model_range(pixels), to_model_range(pixels.flip(-1))], dim=1)
+    x0, told = Normalise((0.0,) * 3, (1.0,) * 3, 1.0, flip=True)(both)
+    assert told is None
+    assert torch.equal(x0, expected)
+    before = torch.get_rng_state()
+    assert torch.equal(Normalise((0.0,) * 3, (1.0,) * 3, 1.0)(both)[0], both[:, 0])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def configured(photos, codec, **settings):
+    table = SETTINGS | {"source": str(photos), "codec": str(codec.folder), "steps": 12} | settings
+    table["data"] = {**table["data"], "channels": 3}
+    return update(default(), nested(table), "")
+
+
+def test_the_network_sees_latents(photos, codec):
+    config = fitted(configured(photos, codec))
+    assert shape_of(config) == (3, 4, 4)
+    assert build_network(config).image_channels == 3
+    assert shape_of(replace(config, codec="")) == (3, 16, 16)
+    with StopSignals() as stop:
+        prepared, config = load_images(config, stop)
+        entries = set(cache_folder().iterdir())
+        load_images(config, stop)
+        assert set(cache_folder().iterdir()) == entries
+        unflipped, other = load_images(configured(photos, codec, flip=False), stop)
+        assert len(set(cache_folder().iterdir()) - entries) == 1
+    assert prepared.train.pixels.shape[1:] == (3, 16, 16)
+    assert prepared.seen.train.pixels.shape[1:] == (2, 3, 4, 4)
+    assert unflipped.seen.train.pixels.shape[1:] == (1, 3, 4, 4)
+    assert len(prepared.seen.held_out) == len(prepared.held_out) > 0
+    assert prepared.seen.train.names == prepared.train.names
+    assert other.latents.mean == config.latents.mean  # measured without the mirrored copies
+
+
+@pytest.fixture(scope="module")
+def trained(photos, codec, tmp_path_factory):
+    """A run on latents, 12 steps, with a codec that is gone when it has ended."""
+    place = tmp_path_factory.mktemp("runs")
+    gone = shutil.copytree(codec.folder, place / "gone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNFOG_CACHE", str(place / "cache"))
+        run = unfog.train(photos, out=place / "run", codec=gone, steps=12, **SETTINGS)
+    shutil.rmtree(gone)
+    return run
+
+
+def test_a_run_holds_its_codec_and_draws_pictures(trained, tmp_path):
+    assert {path.name for path in (trained.path / "codec").iterdir()} == {"config.json", "codec.safetensors"}
+    pictures = trained.sample(3, seed=1)
+    assert pictures.shape == (3, 16, 16, 3)
+    assert len(np.unique(pictures)) > 20
+    moved = shutil.copytree(trained.path, tmp_path / "moved")
+    assert np.array_equal(unfog.load(moved).sample(3, seed=1), pictures)
+    weights = moved / "codec" / "codec.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(RequestError, match="sha256 differs"):
+        unfog.load(moved).sample(1)
+
+
+def test_interrupted_is_uninterrupted_whatever_became_of_the_cache(trained, tmp_path):
+    run = RunFolder(shutil.copytree(trained.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "00000012")
+    _, done = resume(run)  # in a cache of its own, so that latents are encoded anew
+    assert done
+    for path in (trained.path / "checkpoints" / "00000012").glob("*.safetensors"):
+        assert path.read_bytes() == (run.checkpoints / "00000012" / path.name).read_bytes(), path.name
+    assert without_clock(run.metrics) == without_clock(trained.path / "metrics.jsonl")
+    assert "equal to the bit" in verify(run)
+
+
+def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
+    run = RunFolder(shutil.copytree(trained.path, tmp_path / "run"))
+    torch.manual_seed(9)
+    other = write_codec(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
+    with pytest.raises(RequestError, match="not the one that this run was trained with"):
+        unfog.resume(run.path, codec=str(other.folder), steps=14)
+    with pytest.raises(RequestError, match=r"codec is .* and cannot become ''"):
+        unfog.resume(run.path, codec="", steps=14)
+    shutil.rmtree(run.path / "codec")
+    text = run.config_file.read_text()
+    assert str(trained.path / "codec") in text
+    run.config_file.write_text(text.replace(str(trained.path / "codec"), "/nowhere"))
+    with pytest.raises(RequestError, match=r"holds no config\.json"):
+        unfog.resume(run.path, steps=14)
+    unfog.resume(run.path, codec=str(codec.folder), steps=14)  # the same, from where it was
+    assert (run.path / "codec" / "codec.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": {"jitter": 0.1, "held_out": 0.2}}, "data.jitter = 0.1 changes pixels"),
+        ({"augment": 0.1}, "data.augment = 0.1 changes pixels"),
+        ({"data": {"channels": 1}}, "is for images of 3"),
+        ({"size": 18}, "try size = 16"),
+        ({"size": 4}, "as 2 levels need.*these are latents, of 4 pixels each: 4 pixels"),
+        ({"codec": "/nowhere"}, "holds no config.json"),
+    ],
+)
+def test_what_latents_cannot_have_is_refused_before_any_work(photos, codec, tmp_path, changes, said):
+    with pytest.raises(RequestError, match=said):
+        unfog.train(photos, out=tmp_path / "run", **(SETTINGS | {"codec": str(codec.folder), "steps": 1} | changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_of_another_run_bring_its_codec_and_not_its_statistics(trained, photos, tmp_path):
+    words = [str(photos), "--config", str(trained.path / "config.toml"), "--out", str(tmp_path / "new")]
+    config, _ = training_asked_for(words)
+    assert trained.config.latents.mean
+    assert (config.codec, config.latents) == (str(trained.path / "codec"), Latents())
+
+
+def test_digests_of_settings_know_of_latents_only_where_there_are_some():
+    plain, sizes = default(), Latents("x", 4, 1, (0.0,), (1.0,))
+    assert keys_of(replace(plain, latents=sizes)) == keys_of(plain)  # as an earlier version made them
+    one = keys_of(replace(plain, codec="a", latents=sizes))
+    assert keys_of(replace(plain, codec="b", latents=sizes)) == one
+    other = keys_of(replace(plain, codec="a", latents=replace(sizes, mean=(0.1,))))
+    assert all(other[purpose] != one[purpose] for purpose in ("training", "repeat", "measure"))
+
+
+def test_plan_counts_latents(photos, codec):
+    settings = {k: v for k, v in SETTINGS.items() if k not in ("precision", "device")}
+    planned = unfog.plan(photos, codec=str(codec.folder), steps=10, device="4090", **settings)
+    pixels = unfog.plan(photos, steps=10, device="4090", **settings)
+    assert planned.work.forward < pixels.work.forward / 8
+    assert planned.memory.peak < pixels.memory.peak
+
+
+@pytest.mark.slow
+def test_doctor_rehearses_a_run_on_latents(photos, codec, tmp_path):
+    findings = unfog.doctor(photos, out=tmp_path / "page", codec=str(codec.folder), steps=12, **SETTINGS)
+    by_code = {finding.code: finding for finding in findings}
+    for part in ("training", "reload", "repeat", "resume", "sample"):
+        assert by_code[f"rehearsal.{part}"].severity == "fine", by_code[f"rehearsal.{part}"]
+    assert not [finding for finding in findings if finding.severity == "fatal"]
+
+
+@pytest.mark.slow
+def test_doctor_examines_a_run_on_latents(trained, tmp_path):
+    codes = {finding.code for finding in unfog.doctor(trained.path, out=tmp_path / "page", device="cpu")}
+    assert {"run.state", "run.tint"} <= codes
