@@ -143,8 +143,16 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
     assert f"{found['kid'].value:.4g}" in page
 
 
+def test_texture_compares_where_the_file_of_inception_is_not_there(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("UNFOG_INCEPTION", str(tmp_path / "nowhere.pt"))
+    assert run.evaluate("kid", n=10, batch=16)["kid"].features == "texture"
+    assert "compared by texture, as" in capsys.readouterr().err
+    with pytest.raises(RequestError, match="inception needs"):
+        run.evaluate("fid", n=10)
+
+
 def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
-    found = run.evaluate("fid", n=10, features="texture", batch=16)["fd"]
+    found = run.evaluate("fid,kid", n=10, features="texture", batch=16)["fd"]
     real, features = _prepared(run).train, open_features("texture")
     kept = entry(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
     x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
@@ -247,6 +255,7 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run):
         ({"metrics": "kid", "against": 6}, "--against compares held-out losses"),
         ({"metrics": "kid", "features": "nothing.pt"}, "cannot be read"),
         ({"steps": 0}, "steps"),
+        ({"metrics": "fid", "n": 30, "features": "pixels"}, "fid is refused: 30 pictures are not more than the 192"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run, asked, said):

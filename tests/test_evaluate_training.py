@@ -211,7 +211,7 @@ def test_features_that_are_not_there_are_missed_before_images_are_read(tmp_path,
 
 
 def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
-    evaluate = {**METRICS, "metrics": ["fid"], "best": "fid", "metrics_every": 4}
+    evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
     with pytest.raises(RequestError, match="fid needs more than 192 pictures with pixels, and here are 20"):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 

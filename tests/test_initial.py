@@ -167,6 +167,17 @@ def test_run_to_run_with_and_without_classes(photos, tmp_path):
     assert float(before(x, t, torch.tensor([3, 3])).abs().max()) > 1e-3
 
 
+def test_a_search_for_a_rate_begins_with_the_weights(photos, tmp_path, monkeypatch):
+    from unfog.runs import find_lr
+
+    old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": NETWORK, "lr": 1e-2})
+    search, subjects = find_lr.find_lr_range, []
+    monkeypatch.setattr(find_lr, "find_lr_range", lambda subject, s: subjects.append(subject) or search(subject, s))
+    unfog.find_lr(photos, init=tmp_path / "old", seconds=1e-3, **QUICK)
+    begun = subjects[0].fresh().model.state_dict()
+    assert all(torch.equal(value, begun[name]) for name, value in old.network.state_dict().items())
+
+
 def test_resume_does_without_the_folder_and_is_the_same(photos, tmp_path):
     written(tmp_path / "theirs")
     settings = QUICK | {"steps": 4, "checkpoint": {"every": 2, "keep": 9}}

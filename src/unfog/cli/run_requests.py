@@ -46,8 +46,7 @@ class Sample:
     weights: Literal["ema", "raw"] = "ema"
     """The average of the weights, or the last ones as they are."""
     ema: float | None = None
-    """Width of the average, such as 0.07, rebuilt from the run's snapshots; --checkpoint may then name any step. Left
-    open: what `unfog ema-sweep` chose, or as the run is set."""
+    """Rebuild an average of this width, such as 0.07, at any --checkpoint. Left open: as the run has it."""
     checkpoint: int | None = None
     """Step of the checkpoint. Left open: the newest whole one."""
     best: bool = False
@@ -102,7 +101,7 @@ class Evaluate:
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
     """How many pictures to draw. Left open: 1000 on a CPU, 10000 elsewhere."""
     features: str = ""
-    """What fid to coverage compare: inception, texture, pixels, or a TorchScript file. Left open: inception."""
+    """inception, texture, pixels or a TorchScript file to compare by. Left open: inception where its file is there."""
     reference: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
     """Other images than those that it was trained on: any SOURCE, or held-out."""
     sampler: str | None = None
@@ -149,13 +148,11 @@ class EmaSweep:
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
     """Held-out images, or pictures for each length. 0: 512, 1000, and 10000 for fid."""
     widths: tuple[float, ...] = ()
-    """Lengths, as standard deviations of the averaging window in shares of the run. Left open: ten from 0.02 to 0.25.
-    """
+    """Lengths: standard deviations of the window in shares of the run. Left open: ten from 0.02 to 0.25."""
     checkpoint: int | None = None
     """Step at which. Left open: that of the last snapshot."""
     features: str = ""
-    """What kid, fid and fd compare by: inception, texture, pixels, or a TorchScript file, which is run. Left open:
-    inception for fid, else texture, which needs no file."""
+    """inception, texture, pixels or a TorchScript file to compare by. Left open: inception for fid, else texture."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
 

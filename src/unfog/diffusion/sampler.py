@@ -40,8 +40,7 @@ class Sampler:
     """Which sampler, and in how many steps; called, it samples."""
 
     kind: Kind = "dpmpp"
-    """ddim, dpmpp, unipc, heun (two network calls a step): the same picture whatever the steps. ddpm, dpmpp-sde, edm
-    (two calls): fresh noise at each step. adaptive: as many steps as its tolerance takes."""
+    """ddim, dpmpp, unipc, heun: one picture whatever the steps; ddpm, dpmpp-sde, edm: fresh noise at each; adaptive."""
     steps: int = 20
     """Noise levels visited. adaptive: its first step is this part of the way."""
     grid: Grid = "schedule"

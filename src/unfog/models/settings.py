@@ -130,8 +130,7 @@ class DiT:
     patch: int = 2
     """Side of the square of pixels that makes a token; twice the side is about 4 times as fast, and coarser."""
     modulation: Literal["shared", "block"] = "shared"
-    """How the condition reaches the blocks: one layer for all with an offset in each (PixArt's adaLN-single), or a
-    layer in each (DiT's adaLN-zero), which is half as many weights again and costs hardly any time."""
+    """How the condition reaches blocks: by a layer that they share (adaLN-single), or one in each (adaLN-zero)."""
     dropout: float = 0.0
     """Probability of dropping an activation where a branch ends; 0.1 for small sets of images."""
     time_scale: float = 1.0

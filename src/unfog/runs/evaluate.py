@@ -83,6 +83,7 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
     config, n = run.config, asked.n or (1000 if run.device.type == "cpu" else 10_000)
     features = features_for(asked, run.device)
     reference, what = reference_of(run, asked, prepared, stop)
+    check_count(asked, features, reference, n)
     metrics = asked.metrics or tuple(
         name for name in METRICS if features is not None or name in (*PIXEL_METRICS, *LOSSES)
     )
@@ -108,18 +109,31 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
     return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
 
 
+def check_count(asked: Asked, features: Features | None, reference: ImageSet, n: int) -> None:
+    """RequestError if nothing but a Frechet distance is asked for, and of too few pictures for these features."""
+    if features is None or not asked.metrics or set(asked.metrics) - {"fid"}:
+        return
+    few, width = min(n, len(reference)), features(torch.from_numpy(reference.take(np.arange(1))[0])).shape[1]
+    if few <= width:
+        raise RequestError(
+            f"fid is refused: {few:,} pictures are not more than the {width:,} features of {features.name}; give a "
+            "larger -n where there are more images, or --metrics kid, which holds at any n"
+        )
+
+
 def features_for(asked: Asked, device: torch.device) -> Features | None:
-    """The extractor that was asked for; Inception if nothing was and its file is there; None if no metric needs one."""
+    """The extractor that was asked for; else Inception for fid, or if its file is there, else texture, which needs no
+    file; None if no metric needs one."""
     wanted = [name for name in asked.metrics or METRICS if name not in (*PIXEL_METRICS, *LOSSES)]
     if not wanted:
         return None
-    if asked.features or asked.metrics or inception_path().is_file():
+    if asked.features or "fid" in asked.metrics or inception_path().is_file():
         return open_features(asked.features or "inception", device)
     say(
-        f"{', '.join(wanted)} are left out, as they compare features and {inception_path()} is not there: put it there "
-        "(docs/metrics.md says where it comes from), or give --features texture, which needs no file, or your own"
+        f"compared by texture, as {inception_path()} is not there, which the literature's figures are of; put it there "
+        "(docs/metrics.md says where it comes from), or give --features and a file of your own"
     )
-    return None
+    return open_features("texture", device)
 
 
 def reference_of(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> tuple[ImageSet, str]:

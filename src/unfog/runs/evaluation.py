@@ -37,7 +37,8 @@ class Asked:
     n: int = 0
     """Pictures to draw; 0 is 1,000 on a CPU, and 10,000 elsewhere."""
     features: str = ""
-    """inception, texture, pixels, or a TorchScript file; "" is inception where its file is there, else none."""
+    """inception, texture, pixels, or a TorchScript file; "" is inception for fid or where its file is there, else
+    texture."""
     reference: str = ""
     """What they are compared with: "" is the training images, "held-out" those, or any SOURCE."""
     sampler: str | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unfog.config.request import check_request
 from unfog.config.tree import Config
@@ -23,6 +24,7 @@ from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 from unfog.runs.build import as_it_is, augmentation, build_state
 from unfog.runs.choices import Settling, choose_device
+from unfog.runs.initial import read_weights, seen_alike
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 
@@ -97,8 +99,9 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     check_request(config)
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
-        prepared, config = load_images(config, stop)
-        settling = Settling(config, prepared.seen.train, device, stop)
+        prepared, config = load_images(seen_alike(config), stop)
+        initial = read_weights(config) if config.init.folder else None
+        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop)
         settling.network()
         settling.learning_rate()
         settling.weight_decay()
@@ -107,7 +110,7 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
         for choice in settling.choices:
             say(f"  {choice}")
         config = settling.config
-        found = find_lr_range(subject_of(config, prepared, device, stop), seconds)
+        found = find_lr_range(subject_of(config, prepared, device, stop, initial and initial.state), seconds)
     files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
     result = FoundLr(found, config.optimizer.lr, *files)
     say(f"  {result.finding()}")
@@ -117,8 +120,15 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     return result
 
 
-def subject_of(config: Config, prepared: Prepared, device: torch.device, stop: StopSignals) -> Subject:
-    """The live objects of a run with this configuration, which is settled but for its length."""
+def subject_of(
+    config: Config,
+    prepared: Prepared,
+    device: torch.device,
+    stop: StopSignals,
+    weights: dict[str, Tensor] | None = None,
+) -> Subject:
+    """The live objects of a run with this configuration, which is settled but for its length; with these weights if
+    given."""
     seen = prepared.seen
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
@@ -128,7 +138,7 @@ def subject_of(config: Config, prepared: Prepared, device: torch.device, stop: S
     return Subject(
         config.training,
         config.optimizer,
-        lambda: build_state(config, device),
+        lambda: build_state(config, device, weights),
         ImageStream(seen.train, config.training.seed),
         augmentation(config),
         Objective(config.diffusion, len(config.classes), config.label_dropout),

@@ -74,9 +74,7 @@ class Optimizer:
     warmup: int = 0
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
     schedule: Literal["constant", "cosine", "inverse-sqrt", "cooldown"] = "constant"
-    """What follows the warm-up. cosine: fall to zero at the end, which has to be known. constant: stay, for a run with
-    no end yet; `unfog resume RUN --steps N --optimizer.schedule cooldown` ends it. cooldown: stay, then fall to zero
-    over the last steps. inverse-sqrt: fall with 1/sqrt(steps), for a run that may stop anywhere."""
+    """After warm-up: cosine to zero; constant, with no end yet; cooldown, which ends a constant one; or 1/sqrt."""
     cooldown: float = 0.2
     """Share of the whole run, at its end, in which `cooldown` falls to zero."""
     method: Method = AdamW()
@@ -222,8 +220,8 @@ class Evaluate:
     """Noise levels, at equal quantiles of the training distribution."""
     metrics: tuple[str, ...] = ()
     """Of drawn pictures as well: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
-    features: str = "pixels"
-    """What the metrics compare: pixels (coarse), texture, or inception, which needs its file."""
+    features: str = "texture"
+    """What the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
     samples: int = 0
     """Pictures that are drawn for the metrics. 0: as many as `share` permits, up to 5000."""
     reference: int = 0
