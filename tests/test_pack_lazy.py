@@ -18,7 +18,7 @@ from PIL import Image
 from unfog.config.presets import preset
 from unfog.data import ahead, bulk, lazy
 from unfog.data import prepare as preparing
-from unfog.data.augment import Augment
+from unfog.data.augment import Augment, to_model_range
 from unfog.data.formats.files import Unreachable, Unusable
 from unfog.data.formats.folder import FolderSource
 from unfog.data.images import Prepared
@@ -273,7 +273,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
     held = held_out_set(fresh(), config, cpu)
     probe = find_lr.subject_of(config, fresh(), cpu, stop).probe
-    looked = examination.looked_at(fresh().held_out, cpu)
+    looked = examination.looked_at(fresh().held_out, cpu, to_model_range)
     shown, own = examination.pictures_of(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class

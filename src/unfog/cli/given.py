@@ -26,8 +26,8 @@ from unfog.runs.folder import next_folder
 HELP_FLAGS = ("-h", "--help")
 KINDS: dict[str, type] = {
     "train": Train,
-    "train-codec": TrainCodec,
     "resume": Resume,
+    "train-codec": TrainCodec,
     "sample": Sample,
     "evaluate": Evaluate,
     "ema-sweep": EmaSweep,

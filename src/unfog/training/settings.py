@@ -199,7 +199,7 @@ class Preview:
 
 def names_in(words: tuple[str, ...]) -> tuple[str, ...]:
     """Each name once, in the order given; a word may hold several with commas between."""
-    return tuple(dict.fromkeys(name.strip() for word in words for name in word.split(",") if name.strip()))
+    return tuple(dict.fromkeys(name.strip() for word in words for name in word.split(",")))
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,10 @@ class Evaluate:
         for name in self.metrics:
             if name not in self.DRAWN:
                 raise RequestError(f"evaluate.metrics names {name!r}, which is not one of {', '.join(self.DRAWN)}")
+        if self.features not in ("texture", "pixels", "inception") and ".pt" not in self.features:
+            raise RequestError(
+                f"evaluate.features = {self.features!r} is none; give texture, pixels, inception or its file"
+            )
         if self.best not in ("held_out_loss", *self.metrics):
             asked = f" of --evaluate.metrics {','.join((*self.metrics, self.best))}" if self.best in self.DRAWN else ""
             raise RequestError(f"evaluate.best = {self.best} is not measured; give held_out_loss, or one{asked}")
