@@ -147,8 +147,7 @@ def evaluate(words: Sequence[str]) -> int:
     given = given_to("evaluate", words, Evaluate(run=tyro.MISSING))
     request = update(Evaluate(run=Path(given.positionals[0])), given.table, "")
     stored = check_run(request.run).read_config()
-    changes = {k: v for k, v in {"kind": request.sampler, "steps": request.steps}.items() if v is not None}
-    check_sampler(update(stored.sampler, changes, "sampler"), stored.diffusion.schedule)
+    check_sampler(changed_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
     check_device(request.device)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
