@@ -32,6 +32,7 @@ from unfog.errors import Interrupted, RequestError
 from unfog.runs import disk
 from unfog.runs.build import build_network, build_state
 from unfog.runs.choices import Settling
+from unfog.training.methods import Muon
 from unfog.training.settings import FixedEma, PowerEma
 
 CPU = torch.device("cpu")
@@ -103,11 +104,11 @@ def test_sound_settings_raise_no_alarm(fashion, name, settings):
 @pytest.mark.parametrize(
     ("name", "settings", "code", "severity"),
     [
-        ("default", {"optimizer": {"lr": 0.015}}, "lr", "hint"),
-        ("default", {"optimizer": {"lr": 0.06}}, "lr", "warning"),
-        ("default", {"optimizer": {"lr": 0.3}}, "lr", "fatal"),
-        ("default", {"optimizer": {"lr": 2e-4}}, "lr", "hint"),
-        ("default", {"optimizer": {"lr": 5e-5}}, "lr", "warning"),
+        ("default", {"optimizer": {"lr": 0.03}}, "lr", "hint"),
+        ("default", {"optimizer": {"lr": 0.12}}, "lr", "warning"),
+        ("default", {"optimizer": {"lr": 0.6}}, "lr", "fatal"),
+        ("default", {"optimizer": {"lr": 4e-4}}, "lr", "hint"),
+        ("default", {"optimizer": {"lr": 1e-4}}, "lr", "warning"),
         ("default", {"optimizer": {"lr": 1e-7}}, "lr", "fatal"),
         ("default", {"optimizer": {"warmup": 1_600}}, "warmup", "warning"),
         ("default", {"optimizer": {"warmup": 4_000}}, "warmup", "warning"),
@@ -115,8 +116,8 @@ def test_sound_settings_raise_no_alarm(fashion, name, settings):
         ("default", {"optimizer": {"eps": 1e-3}}, "optimizer", "warning"),
         ("default", {"optimizer": {"weight_decay": 2.0}}, "optimizer", "warning"),
         ("default", {"training": {"clip": 0.0}}, "clip", "warning"),
-        ("default", {"training": {"batch": 10_000, "images": 10**7}, "optimizer": {"lr": 3e-2}}, "batch", "hint"),
-        ("default", {"training": {"batch": 2}, "optimizer": {"lr": 3e-4}}, "batch", "hint"),
+        ("default", {"training": {"batch": 10_000, "images": 10**7}, "optimizer": {"lr": 6e-2}}, "batch", "hint"),
+        ("default", {"training": {"batch": 2}, "optimizer": {"lr": 6e-4}}, "batch", "hint"),
         ("default", {"ema": "power:width=0.28"}, "ema", "warning"),
         ("default", {"ema": "fixed:decay_max=0.5"}, "ema", "warning"),
         ("default", {"training": {"images": 9_600}}, "length", "warning"),
@@ -261,7 +262,10 @@ def test_products_are_really_measured():
 def test_the_usual_learning_rate_is_what_is_chosen(fashion, millions, batch):
     config = settled(fashion, network=millions, training={"batch": batch})
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    assert usual_learning_rate(parameters, batch) == pytest.approx(config.optimizer.lr, rel=0.03)
+    assert usual_learning_rate(parameters, batch, method=Muon()) == pytest.approx(config.optimizer.lr, rel=0.03)
+    by_adamw = settled(fashion, network=millions, training={"batch": batch}, optimizer={"method": "adamw"})
+    assert usual_learning_rate(parameters, batch) == pytest.approx(by_adamw.optimizer.lr, rel=0.03)
+    assert config.optimizer.lr == pytest.approx(2 * by_adamw.optimizer.lr, rel=0.03)
 
 
 @pytest.mark.parametrize("profile", [PowerEma(), PowerEma(0.2), FixedEma(), FixedEma(0.99)])

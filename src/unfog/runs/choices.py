@@ -145,7 +145,8 @@ class Settling:
         # In memory, as that is quick; on the "meta" device it would cost a second of imports.
         parameters = sum(p.numel() for p in build_network(self.config).parameters())
         share = FINE_TUNING if self.config.init.folder else 1.0
-        lr = float(f"{share * usual_learning_rate(parameters, batch, self.config.network):.2g}")
+        usual = usual_learning_rate(parameters, batch, self.config.network, optimizer.method)
+        lr = float(f"{share * usual:.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
         why = f"for {parameters / 1e6:.2f}M parameters and batches of {batch}"
         why += f", {share:g} of what random weights get: more would undo what these know" if share < 1 else ""

@@ -129,7 +129,7 @@ def usual_rate(config: Config) -> float | None:
     if config.network is None:
         return None
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    return usual_learning_rate(parameters, config.training.batch, config.network)
+    return usual_learning_rate(parameters, config.training.batch, config.network, config.optimizer.method)
 
 
 def by_losses(

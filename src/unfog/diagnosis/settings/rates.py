@@ -10,13 +10,15 @@ from unfog.config.tree import Config, Network
 from unfog.models.settings import DiT, MPUNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount
-from unfog.training.methods import Custom, Muon
+from unfog.training.methods import AdamW, Custom, Method, Muon
 from unfog.training.settings import EmaProfile, learning_rate
 
 REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
 """Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
 MP_LR, DIT_LR = 3e-2, 5e-3
 """The same of the magnitude-preserving U-Net and of the transformer (docs/decisions/0013-networks.md)."""
+OF_MUON = 2.0
+"""Times the rate of AdamW, for the U-Net, of which it was measured; the others keep theirs."""
 LINEAR_UP_TO = 512
 """Batch beyond which nobody lets the learning rate grow in proportion."""
 HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
@@ -26,7 +28,7 @@ LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def usual_learning_rate(parameters: int, batch: int, network: Network = None) -> float:
+def usual_learning_rate(parameters: int, batch: int, network: Network = None, method: Method = AdamW()) -> float:
     """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
 
     The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
@@ -35,21 +37,23 @@ def usual_learning_rate(parameters: int, batch: int, network: Network = None) ->
     millions = max(parameters / 1e6, 1)
     if isinstance(network, MPUNet):
         return MP_LR * math.sqrt(batch / REFERENCE_BATCH / math.sqrt(millions))
-    reference = DIT_LR if isinstance(network, DiT) else REFERENCE_LR
+    of_unet = REFERENCE_LR * (OF_MUON if isinstance(method, Muon) else 1.0)
+    reference = DIT_LR if isinstance(network, DiT) else of_unet
     return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
 
 
-def linear_learning_rate(parameters: int, batch: int, network: Network = None) -> float:
+def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method = AdamW()) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
     proportional = min(batch, LINEAR_UP_TO)
-    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network)
+    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
     return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
 
 
 def check_learning_rate(config: Config, parameters: int) -> Finding:
     """The peak against what either rule allows at most, and the mean over the run against what both have at least."""
     batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
-    by_root, by_line = (rule(parameters, batch, config.network) for rule in (usual_learning_rate, linear_learning_rate))
+    given = parameters, batch, config.network, config.optimizer.method
+    by_root, by_line = (rule(*given) for rule in (usual_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
     mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
     # Half of it is what a cosine leaves on average, and so no sign of anything.
