@@ -272,11 +272,11 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys)
     assert record["reason"] == found.reason
     assert record["ramp"]["rates"] == list(found.range.ramp.rates)
     assert 0 <= len(record["ramp"]["losses"]) - len(record["ramp"]["smooth"]) <= 1  # the last may not be finite
-    assert record["usual"] == found.usual == 0.0011  # the rule of thumb: 0.003 for batches of 64, by square roots
+    assert record["usual"] == found.usual == 0.0021  # the rule of thumb: 0.006 for batches of 64, by square roots
     page = (out / "lr-range.html").read_text()
     assert "<svg" in page
     assert f"{found.suggestion:g}" in page
-    assert "optimizer.lr = 0.0011" in capsys.readouterr().err
+    assert "optimizer.lr = 0.0021" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lr", "pictures"]
 
 

@@ -164,6 +164,10 @@ def test_digests_of_settings_are_those_of_the_first_version_where_nothing_new_is
         assert {name for name in FIRST if keys_of(new)[name] != FIRST[name]} == differ
 
 
+OF_THE_FIRST_VERSION = {"averages": {"every": -1}, "optimizer": {"method": "adamw"}}
+"""What it trained with."""
+
+
 def as_of_the_first_version(run: Path) -> None:
     """Take from a run what its first version did not have."""
     new = ("averages", "evaluate.metrics", "evaluate.best", "init", "latents", "autoencoder", "optimizer.method")
@@ -192,7 +196,7 @@ def as_of_the_first_version(run: Path) -> None:
 
 
 def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
-    straight = trained(tmp_path / "straight", averages={"every": -1})
+    straight = trained(tmp_path / "straight", **OF_THE_FIRST_VERSION)
     broken = cut(straight, tmp_path / "broken", 8)
     as_of_the_first_version(broken)
     assert "averages" not in (broken / "config.toml").read_text()
@@ -208,7 +212,7 @@ def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
 
 
 def test_what_a_run_of_the_first_version_had_learned_is_not_forgotten(tmp_path):
-    run = cut(trained(tmp_path / "straight", averages={"every": -1}), tmp_path / "run", 8)
+    run = cut(trained(tmp_path / "straight", **OF_THE_FIRST_VERSION), tmp_path / "run", 8)
     for path in run.glob("checkpoints/*/state.json"):  # as after two roll-backs, and on a machine with little memory
         state = json.loads(path.read_text())
         state["guard"]["roll_backs"], state["microbatch"], state["best"] = 2, 2, 1e-9
