@@ -107,7 +107,9 @@ def build_state(config: Config, device: torch.device, weights: dict[str, Tensor]
     if config.training.compile:
         network.compile()  # in place, so that the names of the weights stay what they are
     precision, second = Precision(config.training.precision, device), config.averages.profile(config.ema)
-    return TrainState(network, config.optimizer, config.ema, precision, second)
+    followed = config.diffusion.follows_losses and not config.autoencoder.factor
+    levels = Levels(device) if followed else None
+    return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
 def every_of(config: Config, state: TrainState) -> Every:
