@@ -123,6 +123,7 @@ def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> He
     images, wanted = prepared.seen.held_out, config.evaluate.images
     if not len(images):
         return None
+    # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     pixels, labels, _ = images.take(index.numpy())
     x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from unfog.config.toml import of_type
 from unfog.config.tree import Config
-from unfog.data.images import Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import Prepared, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
@@ -210,7 +209,7 @@ def measure_of(
     if n < 10:
         raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
-    pixels = np.ascontiguousarray(images.take(spread(images, n))[0])
+    pixels = np.ascontiguousarray(images.take(spread(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
 
     def value(network: nn.Module) -> tuple[float, float | None]:

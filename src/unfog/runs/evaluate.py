@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from unfog.data.images import ImageSet, Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import check_count
@@ -93,7 +92,7 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
     drawing = Drawing(
         n, run.sampler(asked.sampler, asked.steps), labels, asked.seed, strength, asked.batch, config.guidance_interval
     )
-    rows = spread(reference, max(MOST_REAL, n))
+    rows = spread(len(reference), max(MOST_REAL, n))
     return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
 
 

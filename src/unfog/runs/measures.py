@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.images import ImageSet, Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import Measured, measure
@@ -121,7 +120,7 @@ def of_pictures(chosen: Chosen, pictures: DrawnPictures, real: Tensor | None, dr
 def of_pixels(name: str, chosen: Chosen, pictures: DrawnPictures) -> list[Measured]:
     """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
     count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
-    real = np.ascontiguousarray(chosen.reference.pixels[spread(chosen.reference, count)])
+    real = np.ascontiguousarray(chosen.reference.pixels[spread(len(chosen.reference), count)])
     drawn = pictures[0:count]
     if real.shape[1:] != drawn.shape[1:]:
         raise RequestError(
