@@ -38,6 +38,7 @@ from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
+from unfog.runs.tuned import without_tuned
 from unfog.training import checkpoint, rotation
 from unfog.training.averages import forget_after
 from unfog.training.methods import Custom
@@ -143,6 +144,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         weights = read_weights(settling.config).state if config.init.folder and saved is None else None
         session = Session(folder, settling.config, prepared, device, stop, pulse, weights)
         changes = check_changes(trained, settling.config, force)
+        changes = without_tuned(changes, folder, settling.config.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluator.rehearse()  # what would fail at the next evaluation fails now
         folder.write_config(settling.config)
