@@ -22,7 +22,7 @@ from unfog.reporting.progress import Progress, counted, duration, say, size
 from unfog.runs.drawn import DrawnPictures, digest_of
 from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
-from unfog.runs.measures import measure_all
+from unfog.runs.measures import forget_drawn, measure_all
 from unfog.runs.measuring import seconds_of
 from unfog.runs.ranks import Ranks, ranks
 from unfog.runs.sampling import Drawing, draw
@@ -75,6 +75,8 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
             except OSError as error:
                 raise RunError(f"{path} cannot be written ({error.strerror}); what was drawn is kept") from error
         world.barrier()
+        if world.rank == 0:
+            forget_drawn(chosen, pictures)
         return Evaluation.read(path) or evaluation
 
 

@@ -17,7 +17,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced import PIXEL_METRICS, measure_pixels
-from unfog.evaluation.store import PixelSource, features_of, statistics_of
+from unfog.evaluation.store import PixelSource, features_of, forget, statistics_of
 from unfog.reporting.figures import save_png
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
@@ -84,6 +84,15 @@ def both_features(chosen: Chosen, pictures: DrawnPictures, world: Ranks) -> tupl
         return None, None
     real = shared(Rows(chosen.reference, chosen.rows), features, key_of_real(chosen), world, "real images")
     return real, shared(pictures, features, pictures.folder.name, world, "pictures")
+
+
+def forget_drawn(chosen: Chosen, pictures: DrawnPictures | None) -> None:
+    """Remove the features of the pictures from the cache, once all processes have read them and the result is stored.
+
+    Hardly anybody asks for them again. Those of the real images stay, for the next checkpoint, and the pictures too.
+    """
+    if chosen.features is not None and pictures is not None:
+        forget(pictures.folder.name, len(pictures), chosen.features)
 
 
 def key_of_real(chosen: Chosen) -> str:
