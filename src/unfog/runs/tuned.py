@@ -25,7 +25,8 @@ def note(folder: RunFolder, step: int, sampler: Sampler) -> None:
 
 def without_tuned(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
     """Lines on changed settings, without those on settings of the sampler that are as `unfog tune` left them last."""
-    found = next((row.get("sampler") for row in reversed(read_events(folder.events)) if row.get("kind") == EVENT), {})
+    events = [row for row in read_events(folder.events) if row.get("kind") == EVENT]
+    found: object = events[-1].get("sampler") if events else None
     now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # lists for tuples, as it was written
     theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
     return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]
