@@ -30,7 +30,7 @@ def told(cell: Cell) -> str:
     """What the numbers are of."""
     one = load(cell)["measured"][0]
     return (
-        f"{one['n']:,} pictures against all {one['n_reference']:,} images of the set, {one['features']} features, "
+        f"{one['n']:,} pictures against {one['n_reference']:,} images of the set, {one['features']} features, "
         f"{one['resize']}; unconditional. Each was trained for images/s x minutes images, so the rates are those of "
         "the machine that rates.json was measured on. KID with its standard error; FID compares at this n alone."
     )

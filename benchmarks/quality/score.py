@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="environment that make_peers.sh made")
     parser.add_argument("--features", default="inception", help="inception, pixels, or a TorchScript file")
     parser.add_argument("--n", type=int, default=2500, help="pictures; the FID of 2,048 or fewer is refused")
+    parser.add_argument("--reference", type=int, default=0, help="images of the set, evenly spread; 0: all")
     parser.add_argument("--peer-steps", type=int, default=1000, help="of the peers' samplers; 1000 is their default")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch takes")
@@ -50,7 +51,7 @@ def main() -> None:
             cell.score.unlink(missing_ok=True)
         if not cell.score.exists():
             features = features or open_features(asked.features)
-            score(cell, features)
+            score(cell, features, asked.reference)
 
 
 def cells(out: Path) -> list[Cell]:
@@ -65,11 +66,11 @@ def cells(out: Path) -> list[Cell]:
     return found
 
 
-def score(cell: Cell, features: Features) -> None:
+def score(cell: Cell, features: Features, images: int) -> None:
     """Measure one cell, and show its first pictures."""
     pictures = np.load(cell.folder / "pictures.npy")
     fake = embedded(features, torch.from_numpy(pictures).permute(0, 3, 1, 2))
-    measured = measure(METRICS, reference(cell, features), fake, features=features)
+    measured = measure(METRICS, reference(cell, features, images), fake, features=features)
     trained, drawn = (json.loads((cell.folder / f"{name}.json").read_text()) for name in ("trained", "drawn"))
     write(cell.score, {"trained": trained, "drawn": drawn, "measured": [asdict(one) for one in measured]})
     folder = cell.out / "grids"
@@ -79,11 +80,13 @@ def score(cell: Cell, features: Features) -> None:
     print(f"{cell.set} {cell.contestant.name}: " + "; ".join(map(str, measured[:2])), flush=True)
 
 
-def reference(cell: Cell, features: Features) -> Tensor:
-    """Features of the images of the set, kept in a file beside it."""
-    path = cell.out / "sets" / f"{cell.set}-{features.digest[:16]}.npy"
+def reference(cell: Cell, features: Features, images: int) -> Tensor:
+    """Features of so many images of the set, evenly spread (0: all of them), kept in a file beside it."""
+    files = sorted(cell.images.glob("*.png"))
+    if 0 < images < len(files):
+        files = [files[i * len(files) // images] for i in range(images)]
+    path = cell.out / "sets" / f"{cell.set}-{len(files)}-{features.digest[:16]}.npy"
     if not path.exists():
-        files = sorted(cell.images.glob("*.png"))
         pixels = np.stack([np.asarray(Image.open(file)) for file in files])
         np.save(path, embedded(features, torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy())
     return torch.from_numpy(np.load(path))
