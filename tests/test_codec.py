@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from PIL import Image
 from torch.distributions import Normal, kl_divergence
 
 import unfog
-from unfog.config.codec import codec_recipe, with_codec
+from unfog.cli.main import main
+from unfog.config.codec import CodecSettings, codec_recipe, with_codec
+from unfog.config.tree import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.codec_folder import describe
 from unfog.models.codec_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.reporting.records import read_metrics
+from unfog.runs.changes import flat
 from unfog.runs.codec import open_codec, write_codec
 from unfog.runs.folder import RunFolder
 from unfog.runs.train import resume
@@ -127,6 +131,60 @@ def test_what_makes_no_codec_is_refused():
             assert with_codec(codec_recipe(), factor, width=width).autoencoder.factor == factor
 
 
+def test_help_shows_what_a_codec_reads_and_no_more(capsys):
+    names, all_names = ({name for name, _ in flat(each)} for each in (CodecSettings.of(codec_recipe()), Config()))
+    assert names < all_names
+    with pytest.raises(SystemExit):
+        main(["train-codec", "--help"])
+    said = capsys.readouterr().out
+    flags = set(re.findall(r"^\W+?--([a-z.-]+)", said, re.MULTILINE))
+    assert {"ema", "data.size", "optimizer.lr", "evaluate.every", "evaluate.images", "preview.images"} < flags
+    for name in ("diffusion", "sampler", "init", "guidance", "network", "codec", "label-dropout", "preset"):
+        assert not any(flag == name or flag.startswith(f"{name}.") for flag in flags), name
+    assert {flag for flag in flags if flag.startswith("evaluate.")} == {"evaluate.every", "evaluate.images"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(
+            "--weighting edm",
+            "--schedule linear",
+            "--sampler.steps 3",
+            "--preset edm",
+            "--network tiny",
+            "--guidance 2",
+        ),
+        *("--evaluate.metrics kid", "--evaluate.levels 3", "--init x", "--codec x", "--label-dropout 0.2"),
+    ],
+)
+def test_flags_that_mean_nothing_to_a_codec_are_refused_in_a_line_that_names_train(flags, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["train-codec", "fashion", *flags.split()])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"unfog: --[\w.-]+ is no flag of unfog train-codec, but of unfog train, .*\n", said)
+
+
+def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_a_file(tmp_path, capsys):
+    for settings, name in (
+        ({"weighting": "edm"}, "diffusion"),
+        ({"sampler": {"steps": 3}}, "sampler"),
+        ({"network": "tiny"}, "network"),
+        ({"codec": "x"}, "codec"),
+        ({"evaluate": {"metrics": ["kid"]}}, "evaluate.metrics"),
+    ):
+        with pytest.raises(RequestError, match=f"{name} is a setting for unfog train, and a codec has no use for it"):
+            unfog.train_codec("fashion", **settings)
+    (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")
+    with pytest.raises(SystemExit):
+        main(["train-codec", "fashion", "--config", str(tmp_path / "recipe.toml")])
+    assert "guidance is a setting for unfog train" in capsys.readouterr().err
+    read = {"ema": "power:width=0.2", "evaluate": {"images": 7}, "lr": 1e-4, "data": {"jitter": 0.1}}
+    with pytest.raises(RequestError, match="nowhere"):  # which says that nothing else was wrong
+        unfog.train_codec(str(tmp_path / "nowhere"), **read)
+
+
 def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     torch.manual_seed(0)
     network = AutoencoderModel(SMALL, 1)
@@ -200,5 +258,3 @@ def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):
         unfog.load(whole)
     with pytest.raises(RequestError, match="is a codec"):
         unfog.doctor(whole)
-    with pytest.raises(RequestError, match="leave --codec and --network away"):
-        tiny_codec(photos, tmp_path / "other", 1, codec=str(whole))

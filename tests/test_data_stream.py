@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfog.data.images import ImageSet
+from unfog.data.images import ImageSet, spread
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
@@ -119,3 +119,23 @@ def test_fingerprint_sees_pixels_labels_and_order() -> None:
     relabelled = ImageSet(base.pixels, base.labels[::-1], base.names, base.classes)
     assert images(6).fingerprint == base.fingerprint
     assert len({base.fingerprint, swapped.fingerprint, relabelled.fingerprint, images(7).fingerprint}) == 4
+
+
+@given(st.integers(0, 10**9), st.integers(0, 300))
+def test_what_is_spread_has_both_ends_and_gaps_that_differ_by_one_at_most(n: int, most: int) -> None:
+    rows = spread(n, most)
+    assert len(rows) == min(n, most)
+    assert rows.dtype == np.int64
+    if len(rows):
+        assert rows[0] == 0
+    if len(rows) > 1:
+        gaps = np.diff(rows)
+        assert rows[-1] == n - 1
+        assert gaps.min() >= 1
+        assert gaps.max() - gaps.min() <= 1
+    if n <= most:
+        assert rows.tolist() == list(range(n))
+
+
+def test_what_is_spread_is_rounded_to_the_nearest() -> None:
+    assert spread(100, 8).tolist() == [0, 14, 28, 42, 57, 71, 85, 99]

@@ -20,6 +20,7 @@ from conftest import NETWORK
 from unfog.data.images import Prepared
 from unfog.diagnosis.run.memorised import memorised, nearest_features
 from unfog.errors import RequestError, RunError
+from unfog.evaluation import store
 from unfog.evaluation.features import open_features
 from unfog.evaluation.frechet import statistics
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired
@@ -151,6 +152,33 @@ def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
     torch.testing.assert_close(load_file(kept)["covariance"], statistics(x).covariance)
 
 
+def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, monkeypatch):
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    kept = Path(os.environ["UNFOG_CACHE"]) / "features"
+    before, write, asked = set(kept.glob("*")), Evaluation.write, {"metrics": "kid", "n": 30, "features": "texture"}
+    monkeypatch.setattr(Evaluation, "write", full)
+    with pytest.raises(RunError, match="cannot be written"):
+        run.evaluate(**asked)
+    (folder,) = (run.path / "evaluations" / "drawn").iterdir()
+    drawn = entry(folder.name, 30, open_features("texture"))
+    assert drawn in set(kept.glob("*"))
+    monkeypatch.setattr(Evaluation, "write", write)
+    compute = store._compute
+
+    def not_again(pixels: object, *given: object) -> torch.Tensor:
+        assert not isinstance(pixels, DrawnPictures)
+        return compute(pixels, *given)
+
+    monkeypatch.setattr(store, "_compute", not_again)
+    found = run.evaluate(**asked)
+    real = entry(f"{_prepared(run).train.fingerprint} spread", found["kid"].n_reference, open_features("texture"))
+    assert real.is_dir()
+    assert set(kept.glob("*")) <= before | {real}
+    assert run.evaluate(**asked) == found
+
+
 def test_values_are_those_of_pictures_drawn_by_hand(run):
     found = run.evaluate("kid,coverage", n=30, features="pixels", batch=16, seed=5, reference="held-out")
     names = labels_like(_prepared(run).train.labels, 30)
@@ -247,7 +275,7 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run):
         ({"metrics": "kid", "against": 6}, "--against compares held-out losses"),
         ({"metrics": "kid", "features": "nothing.pt"}, "cannot be read"),
         ({"steps": 0}, "steps"),
-        ({"metrics": "fid", "n": 30, "features": "pixels"}, "fid is refused: 30 pictures are not more than the 192"),
+        ({"metrics": "fid", "n": 30, "features": "pixels"}, "fid is refused: 30 pictures .* the 192 .*--metrics kid"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run, asked, said):

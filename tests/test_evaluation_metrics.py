@@ -7,10 +7,10 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation import kernel, manifold
-from unfog.evaluation.features import Features
+from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.frechet import extrapolated, frechet_distance, frechet_with_error, statistics
 from unfog.evaluation.kernel import kernel_distance
-from unfog.evaluation.metrics import METRICS, measure
+from unfog.evaluation.metrics import METRICS, check_count, measure
 from unfog.evaluation.networks import INCEPTION
 
 
@@ -180,6 +180,17 @@ def test_a_frechet_distance_of_few_pictures_is_marked_or_refused():
     assert measure(["fd_infinity"], normal(32, 16, 0), normal(500, 16, 1))[0].value is not None
     many = measure(["fd"], normal(10_000, 2, 0), normal(10_000, 2, 1))[0]
     assert "equal n" not in many.note
+
+
+def test_too_few_pictures_are_refused_beforehand_exactly_where_measuring_would_refuse_them():
+    pixels, net = torch.zeros(1, 3, 8, 8, dtype=torch.uint8), open_features("pixels")
+    for metric in ("fid", "fd"):
+        with pytest.raises(RequestError, match=f"{metric} is refused: 192 pictures .* 192 features of pixels.*-m kid"):
+            check_count(metric, 192, pixels, net, "-m")
+        check_count(metric, 193, pixels, net, "-m")
+        measured = [measure([metric], normal(n, 192, 0), normal(300, 192, 1))[0].value for n in (192, 193)]
+        assert [value is None for value in measured] == [True, False]
+    check_count("kid", 10, pixels, net, "-m")
 
 
 def test_a_figure_says_what_it_is_of():

@@ -21,10 +21,12 @@ from unfog.diffusion.guidance import Autoguided, Within
 from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError
+from unfog.reporting.records import read_events
 from unfog.runs.folder import RunFolder
 from unfog.runs.labels import labels_like
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.tune import BUILT_IN, Calls, Outcomes, allowed, improved
+from unfog.runs.tuned import without_tuned
 
 SETTINGS = {
     "network": NETWORK,
@@ -235,6 +237,46 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     assert again.sampler("ddim").grid == "schedule"
     assert command(["sample", str(copy), "-n", "1", "--steps", "4", "--out", str(tmp_path / "p")]) == 0
     assert "tuned for 3 steps of dpmpp; taking the schedule's" in capsys.readouterr().err
+
+
+def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 8)
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    found = unfog.tune(copy, sampler="ddim", steps=4, pictures=2, tries=6).sampler
+    assert found.kind != run.config.sampler.kind
+
+    def changed(**settings: object) -> list[str]:
+        capsys.readouterr()
+        unfog.resume(copy, **settings)
+        said = [line.removeprefix("  changed: ") for line in capsys.readouterr().err.splitlines() if "changed:" in line]
+        events = [event["setting"] for event in read_events(copy / "events.jsonl") if event["kind"] == "changed"]
+        assert events[len(events) - len(said) :] == said
+        return said
+
+    assert not [line for line in changed(steps=42) if "sampler" in line]
+    assert RunFolder(copy).read_config().sampler == found
+    unfog.tune(copy, sampler="unipc", steps=3, pictures=2, tries=2)
+    edited = (copy / "config.toml").read_text()
+    (copy / "config.toml").write_text(edited.replace("clip = true", "clip = false"))
+    lines = changed(steps=44, sampler={"order": 3})  # by a person: one in the file, one here
+    assert [line for line in lines if "sampler" in line] == [
+        "sampler.clip: True -> False",
+        "sampler.order: 2 -> 3",
+    ]
+    assert [line for line in changed(steps=46, sampler={"kind": "heun"}) if "sampler" in line] == [
+        "sampler.kind: 'unipc' -> 'heun'"
+    ]
+
+
+def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
+    folder, lines = RunFolder(tmp_path), ["sampler.steps: 20 -> 5", "log.every: 1 -> 2"]
+    for text in ("", '{"kind": "tuned"}\n', '{"kind": "tuned", "sampler": [5]}\n', '{"kind": "started"}\n[]\n{'):
+        (tmp_path / "events.jsonl").write_text(text)
+        assert without_tuned(lines, folder, Sampler(steps=5)) == lines
+    (tmp_path / "events.jsonl").write_text('{"kind": "tuned", "sampler": {"steps": 5}}\n')
+    assert without_tuned(lines, folder, Sampler(steps=5)) == lines[1:]
+    assert without_tuned(lines, folder, Sampler(steps=6)) == lines
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):

@@ -250,7 +250,7 @@ TABLE = [
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler ddim", "did you mean --sampler.kind"),
     ("train fashion --strip", "--strip is no flag of unfog train, but of unfog sample"),
-    ("sample run --lr 1", "no flag of unfog sample, but of unfog train and unfog resume"),
+    ("sample run --lr 1", "no flag of unfog sample, but of unfog train, unfog resume, unfog train-codec"),
     ("report run --lr 1", "no flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
     ("train fashion -z", "-z is no flag"),

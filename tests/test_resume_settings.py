@@ -187,12 +187,18 @@ def as_of_the_first_version(run: Path) -> None:
             del state[name]
         state["keys"] = {name: state["keys"][name] for name in FIRST}
         (folder / "state.json").write_text(json.dumps(state))
-        manifest = json.loads((folder / "manifest.json").read_text())
-        del manifest["sha256"], manifest["chosen_by"], manifest["value"]
-        for name in ("state.json", "config.toml"):
-            size, digest = (folder / name).stat().st_size, checkpoint.sha256(folder / name)
-            manifest["files"][name] = {"bytes": size, "sha256": digest}
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
+        sealed(folder, ("chosen_by", "value"))
+
+
+def sealed(folder: Path, without: tuple[str, ...] = ()) -> None:
+    """Make a checkpoint's manifest, without these, one of the files as they are now."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("sha256", *without):
+        del manifest[name]
+    for name in ("state.json", "config.toml"):
+        size, digest = (folder / name).stat().st_size, checkpoint.sha256(folder / name)
+        manifest["files"][name] = {"bytes": size, "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
 
 
 def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
@@ -247,6 +253,35 @@ def with_keys(state, config, loss=1.0):
     state.adopt(keys_of(config))
     state.levels.add(torch.full((4,), 0.5), torch.full((4,), loss))
     return state
+
+
+def test_the_loss_by_level_is_kept_up_only_where_it_is_read():
+    cpu = torch.device("cpu")
+    assert build_state(configured(), cpu).levels is None
+    for settings in ({"weighting": "uncertainty"}, {"diffusion": {"adaptive": 0.5}}):
+        config = configured(**settings)
+        assert config.diffusion.follows_losses
+        assert loss_function(config, build_state(config, cpu).levels).levels is not None
+        codec = replace(config, autoencoder=replace(config.autoencoder, factor=2, channels=(8,)))
+        assert build_state(codec, cpu).levels is None
+
+
+def test_what_follows_the_loss_by_level_starts_with_none_of_it_where_a_resume_turns_it_on(tmp_path):
+    plain = trained(tmp_path / "run", steps=4)
+    shutil.copytree(plain, older := tmp_path / "older")  # of a version that kept it up in every run
+    state = json.loads((older / "checkpoints/00000004/state.json").read_text())
+    assert state["levels"] is None
+    state["levels"] = {"seen": 32, "sums": [[1.0] * 33] * 3}
+    (older / "checkpoints/00000004/state.json").write_text(json.dumps(state))
+    sealed(older / "checkpoints/00000004")
+    for run in (plain, older):
+        unfog.resume(run, steps=8, force=True, weighting="uncertainty")
+        assert checkpoint.read_state(run / "checkpoints/00000008")["levels"]["seen"] == 32  # four steps of eight
+    for name in checkpoint.FILES:
+        mine, theirs = (run / "checkpoints/00000008" / name for run in (plain, older))
+        assert mine.read_bytes() == theirs.read_bytes(), name
+    unfog.resume(plain, steps=12, force=True, weighting="plain")
+    assert checkpoint.read_state(plain / "checkpoints/00000012")["levels"] is None
 
 
 def test_the_loss_by_level_outlives_what_it_does_not_depend_on_and_no_more():

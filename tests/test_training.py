@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unfog.data.augment import Augment, to_model_range
+from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
@@ -73,6 +75,12 @@ def state(model=None, precision="fp32", ema=None, **optimizer):
     return TrainState(model or network(), Optimizer(**optimizer), ema or PowerEma(), Precision(precision, CPU))
 
 
+def following(into):
+    """The same, keeping up the loss by level, as for an objective that follows it."""
+    into.levels = Levels(CPU)
+    return into
+
+
 def linear_state(precision="fp32"):
     torch.manual_seed(0)
     return state(nn.Conv2d(1, 1, 3, padding=1), precision, lr=1e-2)
@@ -95,6 +103,16 @@ def run(into, loss=denoising, diary=None, every=NEVER, **settings):
     settings = Training(**{"batch": 8, "images": 80, "precision": "fp32"} | settings)
     train(settings, Optimizer(lr=1e-2), every, into, Images(), Augment(), loss, diary)
     return diary
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is asked of the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
 
 
 def weights(of):
@@ -202,14 +220,14 @@ def with_good_weights(into, **options):
 
 
 def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
-    into = linear_state()
+    into = following(linear_state())
     run(into, overflow_at([3, 4]), images=80)
     assert into.levels.seen == 64  # of ten steps, two were refused
-    straight, broken = state(), state()
+    straight, broken = following(state()), following(state())
     run(straight, microbatch=3)
     run(broken, diary=Diary(stop_at=4), microbatch=3)
     saved = json.loads(json.dumps(broken.progress()))
-    again = state()
+    again = following(state())
     again.load_progress(saved)
     assert again.levels.to_dict() == broken.levels.to_dict()
     run(broken, microbatch=3)
@@ -221,8 +239,41 @@ def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
     assert again.levels.seen == 0
 
 
+def test_states_with_and_without_levels_take_over_and_go_back_to_each_other():
+    plain, followed = state(), following(state())
+    for into in (plain, followed):
+        run(into)
+    saved = [json.loads(json.dumps(into.progress())) for into in (plain, followed)]
+    assert saved[0].pop("levels") is None
+    assert saved[1].pop("levels")["seen"] == 80
+    assert saved[0] == saved[1]  # it is only watched here
+    for into in (plain, followed):
+        for other in (plain, followed):
+            into.load_progress(other.progress())
+            into.go_back(other.progress())
+            assert into.seen == 80
+        into.adopt({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
+    assert plain.levels is None
+    assert followed.levels.seen == 0
+
+
+def test_what_counts_a_step_takes_few_operations_however_many_weights_there_are():
+    torch.manual_seed(0)
+    deep = nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1) for _ in range(40)))
+    for model in (nn.Conv2d(1, 1, 3, padding=1), deep):
+        into = state(model)
+        run(into, images=8)
+        loss = denoising(model, torch.zeros(8, 1, 4, 4), None).detached()
+        with Operations() as plain:
+            into.advance(8, True, [loss])
+        with Operations() as followed:
+            following(into).advance(8, True, [loss])
+        assert plain.count <= 11  # one for the average, ten for the window
+        assert plain.count < followed.count <= 30
+
+
 def test_levels_are_forgotten_where_the_loss_is_another():
-    into = linear_state()
+    into = following(linear_state())
     into.adopt({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
     run(into)
     into.adopt({"training": "b", "repeat": "b", "measure": "b", "objective": "a"})  # another learning rate, say
@@ -233,7 +284,7 @@ def test_levels_are_forgotten_where_the_loss_is_another():
 
 def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
     """Weights by level or importance change what is learned from a step, not what is said of it."""
-    weighed, plain = linear_state(), linear_state()
+    weighed, plain = following(linear_state()), following(linear_state())
 
     def uneven(model, x0, label, condition=None):
         loss = denoising(model, x0, label)

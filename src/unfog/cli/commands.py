@@ -39,8 +39,6 @@ def train(words: Sequence[str]) -> int:
 def train_codec(words: Sequence[str]) -> int:
     """`unfog train-codec`."""
     config, given = asked_for("train-codec", words)
-    if "preset" in given.table:
-        raise RequestError("--preset is for what is drawn; a codec has a recipe of its own: leave it away")
     config = with_codec(config, **{k: v for k, v in given.table.items() if k in CODEC_FLAGS})
     check_codec(config)
     out = given.table.get("out") or next_folder(f"{config.source.rstrip('/')}-codec")

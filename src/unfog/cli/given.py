@@ -13,7 +13,7 @@ import tyro
 from unfog.cli.parsing import Given, read_words, show_help
 from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Resume, Train, TrainCodec, Training
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
-from unfog.config.codec import codec_recipe
+from unfog.config.codec import CodecSettings, codec_recipe
 from unfog.config.places import check_out
 from unfog.config.presets import preset
 from unfog.config.request import check_request
@@ -62,13 +62,12 @@ def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
     Raises:
         RequestError: they will not do.
     """
-    kind: type[Training] = KINDS[command]
     asked = [word for word in words if word not in HELP_FLAGS]
-    default = kind(folder=tyro.MISSING, settings=without_length(Config()))
+    default = showing(command, Config())
     with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
         if asked != list(words):
             given = given_to(command, [*asked, "SOURCE"], default)
-            default = replace(default, settings=without_length(base_config(given, command)))
+            default = showing(command, base_config(given, command))
     given = given_to(command, words, default)
     base = base_config(given, command)
     config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
@@ -84,6 +83,15 @@ def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
     )
     check_request(config)
     return config, given
+
+
+def showing(command: str, config: Config) -> Training | TrainCodec:
+    """The request whose help text has these settings as defaults."""
+    settings = without_length(config)
+    if command == "train-codec":
+        return TrainCodec(folder=tyro.MISSING, settings=CodecSettings.of(settings))
+    kind: type[Training] = KINDS[command]
+    return kind(folder=tyro.MISSING, settings=settings)
 
 
 def base_config(given: Given, command: str = "train") -> Config:

@@ -259,9 +259,10 @@ def _unknown(spelled: str, flags: Mapping[str, Flag], prog: str, others: Mapping
     if not meant:
         meant = [flag for flag in flags if named.lstrip("-") and flag.rpartition(".")[2] == named.lstrip("-")]
     elsewhere = [command for command, kind in others.items() if named in flags_of(kind)]
-    if elsewhere and not meant:
-        return f"{shown(spelled)[1:-1]} is no flag of {prog}, but of {' and '.join(elsewhere)}"
+    theirs = f", but of {' and '.join(filter(None, [', '.join(elsewhere[:-1]), *elsewhere[-1:]]))}" if elsewhere else ""
+    if theirs and not meant:
+        return f"{shown(spelled)[1:-1]} is no flag of {prog}{theirs}"
     if not meant:
         meant = difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
-    return f"{shown(spelled)[1:-1]} is no flag of {prog}; {hint}"
+    return f"{shown(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from unfog.config.codec import CodecSettings
 from unfog.config.tree import Config
 from unfog.data.settings import Data
 
@@ -44,7 +45,7 @@ class Train(Training):
 
 
 @dataclass(frozen=True)
-class TrainCodec(Training):
+class TrainCodec:
     """Train a codec on SOURCE: an autoencoder that makes images small, so that large ones can be learned quickly.
 
     unfog train-codec photos/ --size 256 --factor 8 --budget 30m    then: unfog train photos/ --codec runs/photos-codec
@@ -52,6 +53,11 @@ class TrainCodec(Training):
     It is a run like any other: `unfog resume` goes on with it, `unfog report` shows it.
     """
 
+    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Images, as for train."""
+    settings: Annotated[CodecSettings, tyro.conf.arg(name="")]
+    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """TOML file of settings, such as the config.toml of another codec."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder of the codec; must be new. Left open: runs/ and the name of SOURCE, and -codec."""
     factor: int = 4

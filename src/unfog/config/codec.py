@@ -1,15 +1,58 @@
-"""The recipe for training a codec."""
+"""The recipe for training a codec, and what of the settings it reads."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from unfog.config.text import shown, suggest
 from unfog.config.tree import Config
+from unfog.data.settings import Data
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.codec_settings import FACTORS, WIDTHS, Autoencoder
-from unfog.training.settings import Evaluate, Optimizer, Preview, Training
+from unfog.reporting.settings import Log
+from unfog.training.settings import (
+    Averages,
+    Checkpoint,
+    EmaProfile,
+    Evaluate,
+    Optimizer,
+    PowerEma,
+    Preview,
+    Training,
+)
+
+
+@dataclass(frozen=True)
+class CodecEvaluate:
+    """What is measured during training: the error and the PSNR of held-out images that come back of the codec."""
+
+    every: int = 0
+    """Steps between evaluations. 0: about ten in the run; -1: none."""
+    images: int = 128
+    """Held-out images that are used."""
+
+
+@dataclass(frozen=True)
+class CodecSettings:
+    """Those of `Config` that training a codec reads, by the same names; it has no noise levels, and draws nothing."""
+
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    ema: EmaProfile = PowerEma()
+    """Average of the weights, which becomes the codec: power:width=0.1 or fixed:decay_max=0.9999."""
+    averages: Averages = Averages()
+    log: Log = Log()
+    preview: Preview = Preview()
+    evaluate: CodecEvaluate = CodecEvaluate()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @classmethod
+    def of(cls, config: Config) -> CodecSettings:
+        """These settings of a run."""
+        kept = {f.name: getattr(config, f.name) for f in fields(cls)}
+        return cls(**kept | {"evaluate": CodecEvaluate(config.evaluate.every, config.evaluate.images)})
 
 
 def codec_recipe() -> Config:
@@ -39,14 +82,29 @@ def with_codec(config: Config, factor: int = 4, channels: int = 4, width: str = 
         weights: other fields of `Autoencoder`, such as kl and pyramid.
 
     Raises:
-        RequestError: there is no such codec, or a codec is given to be trained on.
+        RequestError: there is no such codec, or a setting is given that means nothing to one.
     """
     if width not in WIDTHS:
         raise RequestError(f"width = {shown(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:
         raise RequestError(f"factor = {shown(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
-    if config.codec or config.network is not None:
-        raise RequestError("a codec is trained on images, by itself: leave --codec and --network away")
+    if other := _of_no_use(config):
+        raise RequestError(f"{other} is a setting for unfog train, and a codec has no use for it: leave it away")
     levels = WIDTHS[width][: factor.bit_length() - 1]
     codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
     return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]
+
+
+def _of_no_use(config: Config) -> str:
+    """The first setting that is not as the recipe has it, and that a codec does not read; "" if there is none."""
+    found_out = ("source", "classes", "latents", "autoencoder", "fingerprint")  # rather than set
+    usual = codec_recipe()
+    for ours, theirs, read, where in (
+        (config, usual, CodecSettings, ""),
+        (config.evaluate, usual.evaluate, CodecEvaluate, "evaluate."),
+    ):
+        names = {f.name for f in fields(ours)} - {f.name for f in fields(read)} - {*found_out}
+        for name in sorted(names):
+            if getattr(ours, name) != getattr(theirs, name):
+                return where + name
+    return ""

@@ -16,6 +16,11 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 
 
+def spread(n: int, most: int) -> NDArray[np.int64]:
+    """At most `most` of 0 … n - 1, with both ends, evenly spread: increasing, all of them where there are no more."""
+    return np.linspace(0, n - 1, min(most, n)).round().astype(np.int64)
+
+
 class PixelArray(Protocol):
     """uint8 [N, C, H, W]: an array, a mapped file, or `lazy.LazyPixels`, which decodes what is asked for."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from unfog.diffusion.noise import VE, VP, Cosine, Path, Schedule
 from unfog.diffusion.target import Eps, Target, V, invert
-from unfog.diffusion.weighting import Elbo, Plain, Weighting
+from unfog.diffusion.weighting import Elbo, Plain, Uncertainty, Weighting
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Diffusion:
             raise RequestError(f"{ends}, where the noise says nothing of the image; use the v target")
         if self.conditioning == "logsnr":
             raise RequestError(f"{ends}, where logsnr is infinite; use timestep conditioning")
+
+    @property
+    def follows_losses(self) -> bool:
+        """Whether training reads the loss by noise level as measured so far: see `Objective.levels`."""
+        return self.adaptive > 0 or isinstance(self.weighting, Uncertainty)
 
     def add_noise(self, x0: Tensor, eps: Tensor, logsnr: Tensor) -> Tensor:
         """x_t = alpha x0 + sigma eps."""

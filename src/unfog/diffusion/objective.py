@@ -57,14 +57,15 @@ class Objective:
     """Chance of hiding an image's label, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
 
     levels: Levels | None = field(default=None, compare=False)
-    """The loss by noise level as measured so far: what `uncertainty` and `adaptive` follow. Who trains keeps it."""
+    """The loss by noise level as measured so far: what `uncertainty` and `adaptive` follow. Who trains keeps it, where
+    `diffusion.follows_losses`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_dropout <= 1:
             raise RequestError(f"label_dropout = {self.label_dropout}: a chance is between 0 and 1; 0.1 is usual")
 
-    def following(self, levels: Levels) -> Objective:
-        """The same, where these are the losses measured so far."""
+    def following(self, levels: Levels | None) -> Objective:
+        """The same, where these are the losses measured so far; None where it does not read them."""
         return replace(self, levels=levels)
 
     def __call__(

@@ -127,6 +127,26 @@ def measure(
     return found
 
 
+def check_count(metric: str, n: int, picture: Tensor, features: Features, option: str) -> None:
+    """Refuse what `measure` would refuse of n pictures: at once, rather than after drawing them.
+
+    Args:
+        metric: of METRICS. None but the Frechet distance is refused.
+        n: pictures in the smaller set.
+        picture: uint8 [1, C, H, W], any one, to see how many features it has.
+        features: what makes them.
+        option: by which another metric is chosen, such as --metric.
+
+    Raises:
+        RequestError: they are too few.
+    """
+    if METRICS[metric] is _frechet and n <= (width := features(picture).shape[1]):
+        raise RequestError(
+            f"{metric} is refused: {n:,} pictures are not more than the {width:,} features of {features.name}; give a "
+            f"larger -n where there are more images, or {option} kid, which holds at any n"
+        )
+
+
 def _frechet(sets: Sets) -> Figure:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -103,6 +104,11 @@ def entry(cache_key: str, count: int, features: Features) -> Path:
     """The folder that keeps features of these pictures by this extractor; it need not exist."""
     name = hashlib.sha256(repr((FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
     return cache_folder() / "features" / name
+
+
+def forget(cache_key: str, count: int, features: Features) -> None:
+    """Remove what is kept of features of these pictures, as far as it can be; no process may still be reading it."""
+    shutil.rmtree(entry(cache_key, count, features), ignore_errors=True)
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:

@@ -107,7 +107,9 @@ def build_state(config: Config, device: torch.device, weights: dict[str, Tensor]
     if config.training.compile:
         network.compile()  # in place, so that the names of the weights stay what they are
     precision, second = Precision(config.training.precision, device), config.averages.profile(config.ema)
-    return TrainState(network, config.optimizer, config.ema, precision, second)
+    followed = config.diffusion.follows_losses and not config.autoencoder.factor
+    levels = Levels(device) if followed else None
+    return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
 def every_of(config: Config, state: TrainState) -> Every:
@@ -121,6 +123,7 @@ def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> He
     images, wanted = prepared.seen.held_out, config.evaluate.images
     if not len(images):
         return None
+    # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     pixels, labels, _ = images.take(index.numpy())
     x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)

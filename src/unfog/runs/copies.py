@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.images import ImageSet, Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.diagnosis.run.memorised import FEWEST, Nearest, memorised, nearest, nearest_features
 from unfog.reporting.figures import Pixels
 from unfog.reporting.findings import Finding
@@ -29,7 +28,7 @@ class Unseen:
     def __init__(self, prepared: Prepared):
         self.enough = len(prepared.held_out) >= ENOUGH
         self.images: ImageSet = prepared.held_out if self.enough else prepared.train
-        self.rows: NDArray[np.int64] = spread(self.images, REAL)
+        self.rows: NDArray[np.int64] = spread(len(self.images), REAL)
         self.what = "held-out images" if self.enough else "training images among the others"
 
     @property

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from unfog.data.augment import Augment
-from unfog.data.images import Prepared
+from unfog.data.images import Prepared, spread
 from unfog.data.ledger import ACTIONS, PLAIN, Ledger, as_text
 from unfog.data.stream import ImageStream
 from unfog.reporting.figures import Pixels, grid, png
@@ -152,6 +152,6 @@ def _spread(prepared: Prepared, index: NDArray[np.int64], free: list[int], count
     if images.labels is None:
         return dict.fromkeys(free[:count], "")
     labels = images.labels[index[free]]
-    classes = np.linspace(0, len(images.classes) - 1, min(count, len(images.classes))).round().astype(int)
+    classes = spread(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
     return {free[i]: images.classes[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from unfog.config.toml import of_type
 from unfog.config.tree import Config
-from unfog.data.images import Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import Prepared, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
-from unfog.evaluation.metrics import Measured, measure
+from unfog.evaluation.metrics import Measured, check_count, measure
 from unfog.evaluation.sliced import PIXEL_METRICS, measure_pixels
 from unfog.evaluation.store import features_of
 from unfog.reporting.charts import line_chart
@@ -210,7 +209,7 @@ def measure_of(
     if n < 10:
         raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
-    pixels = np.ascontiguousarray(images.take(spread(images, n))[0])
+    pixels = np.ascontiguousarray(images.take(spread(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
 
     def value(network: nn.Module) -> tuple[float, float | None]:
@@ -231,12 +230,8 @@ def comparison(
     if metric in PIXEL_METRICS:
         return lambda drawn: measure_pixels([metric], real, drawn)[0], "7x7 patches"
     extractor = open_features(features or ("inception" if metric == "fid" else "texture"), device)
+    check_count(metric, len(real), real[:1], extractor, "--metric")
     known = features_of(real.numpy(), extractor)
-    if metric in ("fid", "fd") and len(known) <= known.shape[1]:  # at once, rather than after drawing
-        raise RequestError(
-            f"{metric} is refused: {len(known):,} real images are not more than the {known.shape[1]:,} features of "
-            f"{extractor.name}; give a larger -n where there are more, or --metric kid, which holds at any n"
-        )
 
     def compare(drawn: Tensor) -> Measured:
         return measure([metric], known, features_of(drawn.numpy(), extractor), features=extractor)[0]

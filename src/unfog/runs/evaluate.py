@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from unfog.data.images import ImageSet, Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.metrics import check_count
 from unfog.evaluation.networks import inception_path
 from unfog.evaluation.sliced import PIXEL_METRICS
 from unfog.reporting.figures import Pixels
@@ -22,7 +22,7 @@ from unfog.reporting.progress import Progress, counted, duration, say, size
 from unfog.runs.drawn import DrawnPictures, digest_of
 from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
-from unfog.runs.measures import measure_all
+from unfog.runs.measures import forget_drawn, measure_all
 from unfog.runs.measuring import seconds_of
 from unfog.runs.ranks import Ranks, ranks
 from unfog.runs.sampling import Drawing, draw
@@ -75,6 +75,8 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
             except OSError as error:
                 raise RunError(f"{path} cannot be written ({error.strerror}); what was drawn is kept") from error
         world.barrier()
+        if world.rank == 0:
+            forget_drawn(chosen, pictures)
         return Evaluation.read(path) or evaluation
 
 
@@ -83,11 +85,29 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
     config, n = run.config, asked.n or (1000 if run.device.type == "cpu" else 10_000)
     features = features_for(asked, run.device)
     reference, what = reference_of(run, asked, prepared, stop)
-    check_count(asked, features, reference, n)
+    if features is not None and set(asked.metrics) == {"fid"}:  # all that is asked for would be refused
+        one = torch.from_numpy(reference.take(np.arange(1))[0])
+        check_count("fid", min(n, len(reference)), one, features, "--metrics")
+    metrics = measurable(run, asked, prepared, features)
+    strength = config.usual_guidance if asked.guidance is None else asked.guidance
+    labels = labels_like(prepared.train.labels, n)
+    drawing = Drawing(
+        n, run.sampler(asked.sampler, asked.steps), labels, asked.seed, strength, asked.batch, config.guidance_interval
+    )
+    rows = spread(len(reference), max(MOST_REAL, n))
+    return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
+
+
+def measurable(run: Run, asked: Asked, prepared: Prepared, features: Features | None) -> tuple[str, ...]:
+    """The metrics that are asked for, or all that can be measured of this run; what is left out is said.
+
+    Raises:
+        RequestError: one that is asked for cannot be measured.
+    """
     metrics = asked.metrics or tuple(
         name for name in METRICS if features is not None or name in (*PIXEL_METRICS, *LOSSES)
     )
-    if config.codec and "bits" in metrics:
+    if run.config.codec and "bits" in metrics:
         # A bound on latents says nothing of pixels: the codec's share is missing, and it has no density of them.
         if asked.metrics:
             raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")
@@ -100,25 +120,7 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
         metrics = tuple(name for name in metrics if name not in LOSSES)
     if asked.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")
-    strength = config.usual_guidance if asked.guidance is None else asked.guidance
-    labels = labels_like(prepared.train.labels, n)
-    drawing = Drawing(
-        n, run.sampler(asked.sampler, asked.steps), labels, asked.seed, strength, asked.batch, config.guidance_interval
-    )
-    rows = spread(reference, max(MOST_REAL, n))
-    return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
-
-
-def check_count(asked: Asked, features: Features | None, reference: ImageSet, n: int) -> None:
-    """RequestError if nothing but a Frechet distance is asked for, and of too few pictures for these features."""
-    if features is None or not asked.metrics or set(asked.metrics) - {"fid"}:
-        return
-    few, width = min(n, len(reference)), features(torch.from_numpy(reference.take(np.arange(1))[0])).shape[1]
-    if few <= width:
-        raise RequestError(
-            f"fid is refused: {few:,} pictures are not more than the {width:,} features of {features.name}; give a "
-            "larger -n where there are more images, or --metrics kid, which holds at any n"
-        )
+    return metrics
 
 
 def features_for(asked: Asked, device: torch.device) -> Features | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
-from unfog.data.images import ImageSet, Prepared
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.diagnosis.run.costs import run_costs
-from unfog.diagnosis.run.losses import answers, average_against_raw, looked_at, losses, overfitting, spread
+from unfog.diagnosis.run.losses import answers, average_against_raw, looked_at, losses, overfitting
 from unfog.diagnosis.run.memorised import FEWEST
 from unfog.diagnosis.run.record import RunRecord
 from unfog.diagnosis.run.state import run_state
@@ -194,8 +194,7 @@ def by_pictures(
     config, network = weights.config, build_network(weights.config)
     checkpoint.load_weights(weights.saved.folder, "ema", network)
     # Of more classes than pictures, as many evenly spread.
-    classes = len(config.classes)
-    labels = tuple(np.unique(np.linspace(0, classes - 1, min(classes, samples)).round().astype(int)).tolist())
+    labels = tuple(spread(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch
     with Progress("drawing pictures", samples) as progress:
         drawing = Drawing(samples, config.sampler, labels, batch=min(batch, 64))
@@ -220,15 +219,15 @@ def by_pictures(
 
 def everything(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
     """Up to `count` images as the network sees them."""
-    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(images, count)])))
+    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), count)])))
 
 
 def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
     """Up to COMPARED images [N, H, W, C] of these classes, all for (), and their labels."""
     if images.labels is None or not labels:
-        rows = spread(images, COMPARED)
+        rows = spread(len(images), COMPARED)
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
-    rows = wanted[np.linspace(0, len(wanted) - 1, min(COMPARED, len(wanted))).round().astype(np.int64)]
+    rows = wanted[spread(len(wanted), COMPARED)]
     pixels, own, _ = images.take(rows)
     return pixels.transpose(0, 2, 3, 1), own

@@ -49,6 +49,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """A line per event."""
+        return self.path / "events.jsonl"
+
+    @property
     def newest_preview(self) -> Path:
         """The last sample grid; the folder of sample grids if there is none yet."""
         return max((self.path / "samples").glob("*.png"), default=self.path / "samples")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.config.tree import Config
-from unfog.data.images import Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import Prepared, spread
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.objective import Objective
@@ -33,7 +32,7 @@ LEVELS = 64
 def held_out_of(prepared: Prepared, config: Config, device: torch.device, most: int = MOST) -> HeldOut:
     """Held-out images, evenly spread, as the network sees them, at the noise levels at which the run measures them."""
     images = prepared.seen.held_out
-    pixels, labels, _ = images.take(spread(images, most))
+    pixels, labels, _ = images.take(spread(len(images), most))
     x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
     return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

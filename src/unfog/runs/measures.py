@@ -12,13 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.images import ImageSet, Prepared
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, Prepared, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced import PIXEL_METRICS, measure_pixels
-from unfog.evaluation.store import PixelSource, features_of, statistics_of
+from unfog.evaluation.store import PixelSource, features_of, forget, statistics_of
 from unfog.reporting.figures import save_png
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
@@ -87,6 +86,15 @@ def both_features(chosen: Chosen, pictures: DrawnPictures, world: Ranks) -> tupl
     return real, shared(pictures, features, pictures.folder.name, world, "pictures")
 
 
+def forget_drawn(chosen: Chosen, pictures: DrawnPictures | None) -> None:
+    """Remove the features of the pictures from the cache, once all processes have read them and the result is stored.
+
+    Hardly anybody asks for them again. Those of the real images stay, for the next checkpoint, and the pictures too.
+    """
+    if chosen.features is not None and pictures is not None:
+        forget(pictures.folder.name, len(pictures), chosen.features)
+
+
 def key_of_real(chosen: Chosen) -> str:
     """What features of the real images are kept under: they are spread over the set, as many as there are."""
     return f"{chosen.reference.fingerprint} spread"
@@ -121,7 +129,7 @@ def of_pictures(chosen: Chosen, pictures: DrawnPictures, real: Tensor | None, dr
 def of_pixels(name: str, chosen: Chosen, pictures: DrawnPictures) -> list[Measured]:
     """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
     count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
-    real = np.ascontiguousarray(chosen.reference.pixels[spread(chosen.reference, count)])
+    real = np.ascontiguousarray(chosen.reference.pixels[spread(len(chosen.reference), count)])
     drawn = pictures[0:count]
     if real.shape[1:] != drawn.shape[1:]:
         raise RequestError(

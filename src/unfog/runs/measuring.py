@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.tree import Config
-from unfog.data.images import ImageSet
-from unfog.diagnosis.run.losses import spread
+from unfog.data.images import ImageSet, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import Measured, measure
@@ -135,7 +134,7 @@ def time_costs(config: Config, images: ImageSet, features: Features, device: tor
         steps = min(2, config.sampler.steps)
         trial = replace(usual(config, few, few), sampler=replace(config.sampler, steps=steps))
         drawing = seconds_of(lambda: draw(network, config, trial)) / few * config.sampler.steps / steps
-        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(images, few)]))
+        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))
         width = features(pixels).shape[1]
         return Costs(drawing, seconds_of(lambda: features(pixels).cpu()) / len(pixels), width)
 
@@ -217,7 +216,7 @@ class DrawnMetrics:
 
         pixels = np.ascontiguousarray(self.looks.pictures(count, look).transpose(0, 3, 1, 2))
         fake = features_of(pixels, self.features)
-        real = np.ascontiguousarray(self.images.pixels[spread(self.images, count)]) if PIXEL in metrics else pixels
+        real = np.ascontiguousarray(self.images.pixels[spread(len(self.images), count)]) if PIXEL in metrics else pixels
         found = measured(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
         record: dict[str, float] = {"drawn": count}
         for name, one in found.items():
@@ -228,7 +227,7 @@ class DrawnMetrics:
     def _reference(self) -> Tensor:
         """Features of the training images, computed when they are first asked for."""
         if self._real is None:
-            rows = spread(self.images, self.config.evaluate.reference)
+            rows = spread(len(self.images), self.config.evaluate.reference)
             with Progress(f"{self.features.name} of {counted(len(rows), 'training image')}", len(rows)) as progress:
                 self._real = features_of(
                     Rows(self.images, rows),

@@ -33,7 +33,7 @@ class OverfitWatch:
     def told(self) -> bool:
         """Whether it was said before, in this process or in one that the run was resumed from."""
         if self._told is None:
-            events = read_events(self.folder.path / "events.jsonl")
+            events = read_events(self.folder.events)
             self._told = any(event.get("kind") == EVENT for event in events)
         return self._told
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unfog.config.request import check_request, seconds
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
-from unfog.diagnosis.plan.cost import Range, Work, call_time, work_of
+from unfog.diagnosis.plan.cost import Range, Work, work_of
 from unfog.diagnosis.plan.devices import Device, find_device
 from unfog.diagnosis.plan.memory import CUDA_CONTEXT, available_memory
 from unfog.errors import RequestError
@@ -28,7 +28,7 @@ from unfog.runs.signals import StopSignals
 from unfog.runs.timing import (
     TOO_SLOW,
     amount_of,
-    seconds_per_call,
+    pace_of,
     step_of,
     this_cpu,
     time_finding,
@@ -154,23 +154,9 @@ def plan(config: Config, device_for: str = "") -> Plan:
         work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
         if not other and device.type == "cpu" and settling.config.training.batch * work.training > TOO_SLOW:
             other = this_cpu(available)
-        if other:
-            settle_elsewhere(settling, work, other)
-        elif fatal:
-            settling.config = with_length(with_precision(settling.config), 0.0)
-        else:
-            settling.precision()
-            settling.length()
-        settling.intervals()
+        settle_length(settling, work, other, bool(fatal))
         now = settling.config
-        if other:
-            count = at_once(now.training)
-            step, call = step_of(now, work, other), call_time(work, count, other).times(1 / count)
-        elif fatal:
-            step = call = Range(float("nan"), float("nan"))
-        else:
-            pace, once = settling.seconds_per_step(), seconds_per_call(now, device) / at_once(now.training)
-            step, call = Range(pace, pace), Range(once, once)
+        step, call = pace_of(settling, work, other, device, bool(fatal))
     in_memory = image_bytes(prepared, now) if now.data.cache == "memory" or not in_file(prepared) else 0
     memory = Traces(now, device.type).footprint(at_once(now.training), now.training.checkpointing, in_memory)
     disk, findings = disk_of(now, prepared, in_memory)
@@ -193,6 +179,18 @@ def plan(config: Config, device_for: str = "") -> Plan:
         tuple(disk),
         tuple(fatal + findings),
     )
+
+
+def settle_length(settling: Settling, work: Work, other: Device | None, fatal: bool) -> None:
+    """Precision, length and intervals: by data sheet for another machine, by measuring here where that is possible."""
+    if other:
+        settle_elsewhere(settling, work, other)
+    elif fatal:
+        settling.config = with_length(with_precision(settling.config), 0.0)
+    else:
+        settling.precision()
+        settling.length()
+    settling.intervals()
 
 
 def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from unfog.config.tree import Config
-from unfog.data.images import ImageSet
+from unfog.data.images import ImageSet, spread
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress
@@ -75,6 +75,5 @@ def at_hand(images: ImageSet) -> ImageSet:
     """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
-    rows = np.linspace(0, len(images) - 1, min(len(images), TIMED)).astype(np.int64)
-    pixels, labels, rows = images.take(rows)
+    pixels, labels, rows = images.take(spread(len(images), TIMED))
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)

@@ -13,6 +13,7 @@ from unfog.config.places import path_text
 from unfog.config.request import changed_sampler
 from unfog.config.toml import of_type, update
 from unfog.config.tree import Config
+from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels
@@ -153,11 +154,7 @@ class Run:
         labels = find_labels([str(word) for word in words], self.classes)
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")
-        weaker = None if guide is None else open_guide(self, guide)
-        usual = self.config.usual_guidance if weaker is None else self.config.guidance
-        scale = usual if guidance is None else of_type(float, guidance, "guidance")
-        if weaker is not None and scale == 1:
-            raise RequestError("guidance = 1 makes no use of a guide; give --guidance 2, or leave the guide away")
+        weaker, scale = self._guided(guide, guidance)
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
         drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, scale, batch, interval)
         edit = edit_of(self.config, image, mask, strength, repeats)
@@ -169,6 +166,17 @@ class Run:
         )
         self.calls = max(calls)
         return pictures
+
+    def _guided(
+        self, guide: Run | str | PathLike[str] | int | None, guidance: float | None
+    ) -> tuple[Denoiser | None, float]:
+        """The network that leads pictures astray, if another does, and how strongly they are led away from there."""
+        weaker = None if guide is None else open_guide(self, guide)
+        usual = self.config.usual_guidance if weaker is None else self.config.guidance
+        scale = usual if guidance is None else of_type(float, guidance, "guidance")
+        if weaker is not None and scale == 1:
+            raise RequestError("guidance = 1 makes no use of a guide; give --guidance 2, or leave the guide away")
+        return weaker, scale
 
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **asked: Any) -> Evaluation:
         """Measure this run, as `unfog evaluate` does; what was measured before is read from the run folder.

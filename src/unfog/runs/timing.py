@@ -9,13 +9,14 @@ import time
 import torch
 
 from unfog.config.tree import Config
-from unfog.diagnosis.plan.cost import Range, Work, training_time
+from unfog.diagnosis.plan.cost import Range, Work, call_time, training_time
 from unfog.diagnosis.plan.devices import Device
 from unfog.diagnosis.settings.intervals import passes, times
 from unfog.diffusion.denoiser import Denoiser
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, duration
 from unfog.runs.build import build_network
+from unfog.runs.choices import Settling
 from unfog.runs.footprint import images_shape, labels_for
 from unfog.training.memory import at_once
 
@@ -37,6 +38,19 @@ def this_cpu(memory: int) -> Device:
         spent.append(time.perf_counter() - started)
     rate = 2 * MATRIX**3 / min(spent)
     return Device("cpu", memory, rate, rate, "fp32")
+
+
+def pace_of(
+    settling: Settling, work: Work, other: Device | None, device: torch.device, fatal: bool
+) -> tuple[Range, Range]:
+    """Seconds of a step, and of a call of the network for each image; not known where not one image fits."""
+    config, count = settling.config, at_once(settling.config.training)
+    if other:
+        return step_of(config, work, other), call_time(work, count, other).times(1 / count)
+    if fatal:
+        return Range(float("nan"), float("nan")), Range(float("nan"), float("nan"))
+    pace, once = settling.seconds_per_step(), seconds_per_call(config, device) / count
+    return Range(pace, pace), Range(once, once)
 
 
 def step_of(config: Config, work: Work, other: Device) -> Range:

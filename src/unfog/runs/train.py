@@ -38,6 +38,7 @@ from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
+from unfog.runs.tuned import without_tuned
 from unfog.training import checkpoint, rotation
 from unfog.training.averages import forget_after
 from unfog.training.methods import Custom
@@ -106,14 +107,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     config = config or stored
     check_request(config)
     tell_of_foreign_code(config)
-    if Path(config.source).is_absolute():
-        try:
-            check_source(config.source)
-        except RequestError:
-            raise RequestError(
-                f"the images of this run were in {config.source}, which is not there; bring them back, or say where "
-                "they are now: --source FOLDER"
-            ) from None
+    check_still_there(config.source)
     device = choose_device(config.training.device)
     with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = where_to_go_on(folder)
@@ -126,14 +120,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
-        settling = Settling(config, prepared.seen.train, device, stop)
-        settling.learning_rate()
-        settling.microbatch(resuming=True)
-        settling.precision()
-        settling.length(seen=saved.images if saved else 0)
-        settling.intervals()
-        settle_metrics(settling, prepared.train, device)
-        stop.leave_if_requested()
+        settling = settled_again(config, prepared, device, saved, stop)
         if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             return folder, True
@@ -142,19 +129,52 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         # Of a run that has saved nothing yet.
         weights = read_weights(settling.config).state if config.init.folder and saved is None else None
         session = Session(folder, settling.config, prepared, device, stop, pulse, weights)
-        changes = check_changes(trained, settling.config, force)
+        changes = without_tuned(check_changes(trained, settling.config, force), folder, settling.config.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluator.rehearse()  # what would fail at the next evaluation fails now
         folder.write_config(settling.config)
-        rotation.clear_away(folder.checkpoints, broken)
-        forget_after(folder.averages, saved.step if saved else -1)
-        for folder_and_reason in broken:
-            say(str(folder_and_reason))
+        clear_away(folder, saved, broken)
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
         findings = examined(session, device)
         done = session.run(settling.choices, findings, saved, changes)
         return folder, ended(folder, done, settling.config)
+
+
+def check_still_there(source: str) -> None:
+    """RequestError if the images of a run are no longer where they were."""
+    if not Path(source).is_absolute():
+        return
+    try:
+        check_source(source)
+    except RequestError:
+        raise RequestError(
+            f"the images of this run were in {source}, which is not there; bring them back, or say where they are now: "
+            "--source FOLDER"
+        ) from None
+
+
+def settled_again(
+    config: Config, prepared: Prepared, device: torch.device, saved: checkpoint.Saved | None, stop: StopSignals
+) -> Settling:
+    """What a change may have left open, such as the length, settled for a run that goes on from `saved`."""
+    settling = Settling(config, prepared.seen.train, device, stop)
+    settling.learning_rate()
+    settling.microbatch(resuming=True)
+    settling.precision()
+    settling.length(seen=saved.images if saved else 0)
+    settling.intervals()
+    settle_metrics(settling, prepared.train, device)
+    stop.leave_if_requested()
+    return settling
+
+
+def clear_away(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[checkpoint.Broken]) -> None:
+    """Set aside what is broken, which is said, and remove what lies after the checkpoint that a run goes on from."""
+    rotation.clear_away(folder.checkpoints, broken)
+    forget_after(folder.averages, saved.step if saved else -1)
+    for folder_and_reason in broken:
+        say(str(folder_and_reason))
 
 
 def tell_of_foreign_code(config: Config) -> None:

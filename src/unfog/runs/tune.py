@@ -20,6 +20,7 @@ from unfog.reporting.progress import Progress, counted, say
 from unfog.runs.build import shape_of
 from unfog.runs.run import Run
 from unfog.runs.sampling import conditional, usual, within_range
+from unfog.runs.tuned import note
 
 BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 MANY_STEPS = 128
@@ -108,6 +109,7 @@ def tune(
     if store:
         with run.folder.locked():
             config = run.folder.read_config()
+            note(run.folder, run.checkpoint.step, tuned.sampler)
             run.folder.write_config(replace(config, sampler=tuned.sampler))
         say(f"  {run.path} is now sampled by {kind} in {counted(steps, 'step')}, grid {tuned.sampler.grid}")
     return tuned

@@ -31,9 +31,8 @@ class Ema:
     @torch.no_grad()
     def update(self, model: nn.Module, update: int) -> None:
         """Fold in the weights after optimiser update number `update` (1, 2, …)."""
-        new = [p.detach() for p in model.parameters()]
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
-        torch._foreach_lerp_(self.parameters, new, 1 - self.profile.decay(update))
+        torch._foreach_lerp_(self.parameters, list(model.parameters()), 1 - self.profile.decay(update))
         for mine, theirs in zip(self.buffers, model.buffers()):
             mine.copy_(theirs)
 

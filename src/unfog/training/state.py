@@ -38,19 +38,21 @@ class Window:
     def __init__(self, device: torch.device):
         self.loss = torch.zeros(BINS, device=device)
         self.count = torch.zeros(BINS, device=device)
+        self.one_hot = torch.eye(BINS, device=device)
         self.refused = self.overflows = 0
         self.noise = NoiseScale(device)
 
     def add(self, per_image: Tensor, u: Tensor, importance: Tensor | None = None) -> None:
-        """Add losses [B] at noise quantiles u [B] in (0, 1). A product with a one-hot matrix adds in a fixed order.
+        """Add losses [B], with no graph behind them, at noise quantiles u [B] in (0, 1).
 
-        Where u is not drawn evenly, its importance [B] makes the mean that of even ones.
+        A product with a one-hot matrix adds in a fixed order; its rows come from a table, as this runs every step, and
+        to make them takes seven operations. Where u is not drawn evenly, its importance [B] makes the mean that of
+        even ones.
         """
-        bins = (u * BINS).long().clamp_(0, BINS - 1)
-        one_hot = torch.nn.functional.one_hot(bins, BINS).float()
+        one_hot = self.one_hot[(u * BINS).long().clamp_(0, BINS - 1)]
         if importance is not None:
             one_hot = one_hot * importance[:, None]
-        self.loss += per_image.detach() @ one_hot
+        self.loss += per_image @ one_hot
         self.count += one_hot.sum(0)
 
     def close(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class TrainState:
         ema: EmaProfile,
         precision: Precision,
         second: PowerEma | None = None,
+        levels: Levels | None = None,
     ):
         self.model = model
         self.precision = precision
@@ -125,7 +128,8 @@ class TrainState:
         """Whether both averages had their profiles since the beginning, so that these are known."""
         self.guard = Guard()
         self.window = Window(precision.device)
-        self.levels = Levels(precision.device)
+        self.levels = levels
+        """The loss by noise level, kept up where the objective follows it; None where nobody reads it."""
         self.seen = 0
         self.updates = 0
         self.microbatch = 0
@@ -154,7 +158,7 @@ class TrainState:
                 self.second.update(self.model, self.updates)
             for loss in losses:
                 self.window.add(loss.measured, loss.u, loss.importance)
-            if losses:
+            if losses and self.levels is not None:
                 self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
 
     def project(self) -> None:
@@ -204,7 +208,7 @@ class TrainState:
             self.microbatch = 0
         if keys["measure"] != self.keys.get("measure"):
             self.best = None
-        if keys.get("objective") != self.keys.get("objective"):
+        if self.levels is not None and keys.get("objective") != self.keys.get("objective"):
             self.levels.restore(None)
         if keys.get("best", HELD_OUT_LOSS) != self.keys.get("best", HELD_OUT_LOSS):
             self.best = None
@@ -223,7 +227,7 @@ class TrainState:
             "scaler": self.precision.scaler.state_dict(),
             "guard": self.guard.to_dict(),
             "window": self.window.to_dict(),
-            "levels": self.levels.to_dict(),
+            "levels": None if self.levels is None else self.levels.to_dict(),
             "averages": self.widths,
             "method": self.method,
             "optimizer": optim.numbers(self.optimizer, self.model),
@@ -237,7 +241,8 @@ class TrainState:
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
         self.guard = Guard.from_dict(saved["guard"])
         self.window.restore(saved["window"])
-        self.levels.restore(saved.get("levels"))  # which the first checkpoints did not hold
+        if self.levels is not None:
+            self.levels.restore(saved.get("levels"))  # which not every run keeps up
         # Neither known nor the same where the first checkpoints, or other settings, had none or others.
         self.pure = saved.get("averages") == self.widths
         self._load_scaler(saved)
@@ -250,8 +255,9 @@ class TrainState:
         """
         self.updates = saved["updates"]
         self.guard.went_back(saved["guard"], saved["seen"])
-        same = saved["keys"].get("objective") == self.keys.get("objective")
-        self.levels.restore(saved.get("levels") if same else None)
+        if self.levels is not None:
+            same = saved["keys"].get("objective") == self.keys.get("objective")
+            self.levels.restore(saved.get("levels") if same else None)
         if saved["keys"].get("training") != self.keys.get("training"):
             self.guard.recent = []  # what was usual before settings changed
         self._load_scaler(saved)

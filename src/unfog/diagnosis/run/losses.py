@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.images import ImageSet
+from unfog.data.images import ImageSet, spread
 from unfog.diagnosis.run.record import RunRecord
 from unfog.diffusion.diffusion import Diffusion
 from unfog.evaluation.held_out import LossAt
@@ -40,16 +39,11 @@ class Looked(NamedTuple):
     label: Tensor | None
 
 
-def spread(images: ImageSet, count: int) -> NDArray[np.int64]:
-    """At most `count` rows of a set, evenly spread."""
-    return np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(np.int64)
-
-
 def looked_at(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> Looked | None:
     """Images to measure, evenly spread over the set, as the network sees them; None of none."""
     if not len(images):
         return None
-    pixels, labels, _ = images.take(spread(images, MEASURED))
+    pixels, labels, _ = images.take(spread(len(images), MEASURED))
     x0 = see(torch.from_numpy(pixels)).to(device)
     return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from unfog.data.images import spread
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.figures import Pixels, strip
 from unfog.reporting.findings import Exhibit, Finding
@@ -82,7 +83,7 @@ def nearest(
         rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
         progress: told how many images are searched.
     """
-    looked_at = np.unique(np.linspace(0, len(images) - 1, min(len(images), MOST)).round().astype(np.int64))
+    looked_at = spread(len(images), MOST)
     kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
     wanted = features(queries)
     own = None if rows is None else torch.tensor(rows)[:, None]

@@ -1,0 +1,32 @@
+"""What `unfog tune` made of a run's sampler, in its record, so that a resume does not take it for a person's wish."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from unfog.diffusion.sampler import Sampler
+from unfog.reporting.records import Events, read_events
+from unfog.runs.folder import RunFolder
+
+EVENT = "tuned"
+
+
+def note(folder: RunFolder, step: int, sampler: Sampler) -> None:
+    """Write down what was found with the weights of this step, and is the run's from now on."""
+    events = Events(folder.events)
+    try:
+        events.write(EVENT, step, {"sampler": asdict(sampler)})
+    finally:
+        events.close()
+
+
+def without_tuned(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
+    """Lines on changed settings, without those on settings of the sampler that are as `unfog tune` left them last."""
+    events = [row for row in read_events(folder.events) if row.get("kind") == EVENT]
+    found: object = events[-1].get("sampler") if events else None
+    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # lists for tuples, as it was written
+    theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
+    return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]
