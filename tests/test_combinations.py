@@ -28,13 +28,13 @@ from unfog.models.codec_settings import Autoencoder
 from unfog.models.networks import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.reporting.records import read_metrics
-from unfog.runs.build import as_it_is, normalisation, shape_of
+from unfog.runs.build import as_it_is, held_out_set, normalisation, shape_of
 from unfog.runs.codec import codec_of, encoded_edit, write_codec
 from unfog.runs.drawn import digest_of
 from unfog.runs.edits import edit_of
 from unfog.runs.folder import RunFolder
 from unfog.runs.guide import check_guide
-from unfog.runs.held_out_metrics import LEVELS, bits, held_out_of
+from unfog.runs.held_out_metrics import LEVELS, bits
 from unfog.runs.in_small import evaluated_in_small
 from unfog.runs.sampling import to_pixels
 from unfog.runs.signals import StopSignals
@@ -256,7 +256,7 @@ def test_held_out_images_are_measured_as_latents_and_bits_are_refused(on_latents
     with pytest.raises(RequestError, match="bits are of pixels"):
         on_latents.evaluate("bits")
     prepared = images_of(on_latents)
-    x0 = held_out_of(prepared, on_latents.config, CPU).x0
+    x0 = held_out_set(prepared, on_latents.config, CPU).x0
     assert x0.shape[1:] == (3, 4, 4)
     stored = torch.from_numpy(np.array(prepared.seen.held_out.pixels))
     torch.testing.assert_close(x0, as_it_is(on_latents.config)(stored))
@@ -269,7 +269,7 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
             parameter.add_(
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
-    held_out = held_out_of(images_of(run), run.config, CPU, 4)
+    held_out = held_out_set(images_of(run), run.config, CPU, 4)
     found = bits(run.network, run.config, held_out, 4, 0, lambda done: None)
 
     def by_hand(variance):

@@ -118,9 +118,13 @@ def every_of(config: Config, state: TrainState) -> Every:
     return Every(*every, averages=config.averages.every if state.widths else 0)
 
 
-def held_out_set(prepared: Prepared, config: Config, device: torch.device) -> HeldOut | None:
-    """The held-out images that are measured, evenly spread over the set; None if there are none."""
-    images, wanted = prepared.seen.held_out, config.evaluate.images
+def held_out_set(prepared: Prepared, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+    """Held-out images, evenly spread over the set, as the network sees them; None if there are none.
+
+    Args:
+        wanted: how many at most; 0: as many as training measures.
+    """
+    images, wanted = prepared.seen.held_out, wanted or config.evaluate.images
     if not len(images):
         return None
     # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -241,7 +241,7 @@ def comparison(
 
 def held_out_measure(n: int, config: Config, prepared: Prepared, device: torch.device) -> tuple[int, str, Measure]:
     """The held-out loss of `n` images, or as many as there are."""
-    held_out = held_out_set(prepared, replace(config, evaluate=replace(config.evaluate, images=n)), device)
+    held_out = held_out_set(prepared, config, device, n)
     if held_out is None:
         raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
 

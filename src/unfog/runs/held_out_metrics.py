@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from unfog.config.tree import Config
-from unfog.data.images import Prepared, spread
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
-from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, midpoints, paired
+from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, paired
 from unfog.evaluation.manifold import Z
 from unfog.evaluation.metrics import Measured
-from unfog.runs.build import as_it_is
 
 FEWEST = 2
 """Held-out images, of fewer of which there is no error."""
@@ -27,15 +25,6 @@ LIKELY = 256
 """Held-out images whose bits are counted."""
 LEVELS = 64
 """Network calls for them; 64 are good for a percent."""
-
-
-def held_out_of(prepared: Prepared, config: Config, device: torch.device, most: int = MOST) -> HeldOut:
-    """Held-out images, evenly spread, as the network sees them, at the noise levels at which the run measures them."""
-    images = prepared.seen.held_out
-    pixels, labels, _ = images.take(spread(len(images), most))
-    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
-    label = None if labels is None else torch.from_numpy(labels).to(device)
-    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))
 
 
 def losses_of(

@@ -15,6 +15,7 @@ from torch import Tensor
 from unfog.data.images import ImageSet, Prepared, spread
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features
+from unfog.evaluation.held_out import HeldOut
 from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced import PIXEL_METRICS, measure_pixels
 from unfog.evaluation.store import PixelSource, features_of, forget, statistics_of
@@ -22,7 +23,7 @@ from unfog.reporting.figures import save_png
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
 from unfog.runs import copies, held_out_metrics
-from unfog.runs.build import build_network
+from unfog.runs.build import build_network, held_out_set
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import LOSSES, Chosen, Evaluation
 from unfog.runs.ranks import Ranks
@@ -181,7 +182,7 @@ def of_held_out(run: Run, chosen: Chosen, prepared: Prepared) -> list[Measured]:
     """Loss and bits of the held-out images, as far as they are asked for."""
     found, config, batch = list[Measured](), run.config, chosen.drawing.batch
     if "held_out" in chosen.metrics:
-        held_out = held_out_metrics.held_out_of(prepared, config, run.device)
+        held_out = some_held_out(prepared, run, held_out_metrics.MOST)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if chosen.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             count = counting(progress)
@@ -195,11 +196,18 @@ def of_held_out(run: Run, chosen: Chosen, prepared: Prepared) -> list[Measured]:
                 others = held_out_metrics.losses_of(other, config, held_out, batch, count)
                 found.append(held_out_metrics.against(losses, others, chosen.against))
     if "bits" in chosen.metrics:
-        held_out = held_out_metrics.held_out_of(prepared, config, run.device, held_out_metrics.LIKELY)
+        held_out = some_held_out(prepared, run, held_out_metrics.LIKELY)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = chosen.drawing.seed
             found.append(held_out_metrics.bits(run.network, config, held_out, batch, seed, counting(progress)))
     return found
+
+
+def some_held_out(prepared: Prepared, run: Run, most: int) -> HeldOut:
+    """Held-out images, of which there are some, as was made sure of before."""
+    held_out = held_out_set(prepared, run.config, run.device, most)
+    assert held_out is not None
+    return held_out
 
 
 def counting(progress: Progress) -> Callable[[int], None]:

@@ -10,7 +10,7 @@ from unfog.config.tree import Config, Network
 from unfog.models.settings import DiT, MPUNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount
-from unfog.training.methods import AdamW, Custom, Method, Muon
+from unfog.training.methods import Custom, Method, Muon
 from unfog.training.settings import EmaProfile, learning_rate
 
 REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
@@ -28,7 +28,7 @@ LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def usual_learning_rate(parameters: int, batch: int, network: Network = None, method: Method = AdamW()) -> float:
+def usual_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
     """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
 
     The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
@@ -42,7 +42,7 @@ def usual_learning_rate(parameters: int, batch: int, network: Network = None, me
     return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
 
 
-def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method = AdamW()) -> float:
+def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
     proportional = min(batch, LINEAR_UP_TO)
     at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
