@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.formats.files import Unreachable, Unusable
+from unfog.data.formats.far_shards import FarShards
+from unfog.data.formats.files import ShardUnreachable, Unreachable, Unusable
 from unfog.data.ledger import shown
 from unfog.data.sources import Source
 from unfog.errors import RunError
@@ -27,7 +29,8 @@ FACTS = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", 
 
 TRIES = 5
 FIRST_PAUSE = 1.0
-"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice."""
+"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice that,
+and up to half more, so that not all who wait come back at once."""
 
 _THREADS_FAR = 16
 _MAX_THREADS = 32
@@ -142,25 +145,36 @@ def decode_all(
 
 
 def patiently(
-    source: Source, i: int, size: int, channels: int, background: tuple[int, int, int], leaving: threading.Event
+    source: Source,
+    i: int,
+    size: int,
+    channels: int,
+    background: tuple[int, int, int],
+    leaving: threading.Event,
+    shards: FarShards | None = None,
 ) -> tuple[NDArray[np.uint8], Facts]:
     """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
 
-    To pass over it, as over a damaged one, would make of an hour without network a set without those images.
+    To pass over it, as over a damaged one, would make of an hour without network a set without those images. With
+    `shards` that is for them to decide, once it has been tried often enough.
 
     Raises:
-        Unusable: it cannot be decoded.
+        Unusable: it cannot be decoded; Lost, if its shard has been given up.
         RunError: it still cannot be read.
     """
     for attempt in range(TRIES):
         try:
             return decode(partial(source.open, i), size, channels, background)
         except Unreachable as trouble:
-            if attempt == TRIES - 1 or leaving.wait(FIRST_PAUSE * 2**attempt):
-                raise RunError(
-                    f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {TRIES} tries; `unfog "
-                    "resume`, or the same command again, goes on once it can be read"
-                ) from trouble
+            pause = FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5)
+            if attempt < TRIES - 1 and not leaving.wait(pause):
+                continue
+            if isinstance(trouble, ShardUnreachable) and shards is not None and not leaving.is_set():
+                shards.give_up(i, str(trouble))
+            raise RunError(
+                f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {TRIES} tries; `unfog "
+                "resume`, or the same command again, goes on once it can be read"
+            ) from trouble
     raise AssertionError
 
 

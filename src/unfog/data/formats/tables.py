@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.formats.far_shards import FarShards
 from unfog.data.formats.files import SUFFIXES, why
 from unfog.data.formats.folder import FolderSource
 from unfog.data.formats.shard_piece import in_order, label_text, plain
@@ -67,6 +68,8 @@ class Labelled:
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels: NDArray[np.int64] | None = np.array([label for _, label in known], np.int64)
         self.names: Sequence[str] = [source.names[i] for i in self._rows]
+        shards: FarShards | None = getattr(source, "far_shards", None)
+        self.far_shards = None if shards is None else shards.of(self._rows)
         unlabelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in unlabelled]
         self.unreadable: Sequence[Quarantined] = [
