@@ -57,9 +57,9 @@ class ReadAhead:
         self._next = self._last = -1  # the turn with which the reader goes on, or the last call of any other ended
 
     def follow(self, course: Course) -> None:
-        """Read ahead only of what is on this course, and no more of what was on the last one."""
+        """Read ahead of whoever begins on this course, and only of what is on it."""
         self._drop(list(self._blocks))
-        self._course, self._next, self._last = course, -1, -1
+        self._course, self._next, self._last = course, 0, -1
 
     def read(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The images at positions first … first + size - 1, uint8 [size, C, H, W], and the rows that they are [size].

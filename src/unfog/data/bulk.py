@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,9 @@ TRIES = 5
 FIRST_PAUSE = 1.0
 """How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice that,
 and up to half more, so that not all who wait come back at once."""
+
+PATIENCE = 60.0
+"""Seconds after which it is not tried again: each time may take long, where nothing answers."""
 
 _THREADS_FAR = 16
 _MAX_THREADS = 32
@@ -162,17 +166,18 @@ def patiently(
         Unusable: it cannot be decoded; Lost, if its shard has been given up.
         RunError: it still cannot be read.
     """
-    for attempt in range(TRIES):
+    began = time.monotonic()
+    for attempt in range(1, TRIES + 1):
         try:
             return decode(partial(source.open, i), size, channels, background)
         except Unreachable as trouble:
-            pause = FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5)
-            if attempt < TRIES - 1 and not leaving.wait(pause):
+            pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
+            if attempt < TRIES and time.monotonic() - began < PATIENCE and not leaving.wait(pause):
                 continue
             if isinstance(trouble, ShardUnreachable) and shards is not None and not leaving.is_set():
                 shards.give_up(i, str(trouble))
             raise RunError(
-                f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {TRIES} tries; `unfog "
+                f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {attempt} tries; `unfog "
                 "resume`, or the same command again, goes on once it can be read"
             ) from trouble
     raise AssertionError

@@ -42,6 +42,7 @@ class RemoteStorage:
         self._web = self._protocol.startswith("http")
         self._prefix = "" if self._web else f"{self._protocol}://"
         self._made: tuple[int, Any] = (0, None)
+        self._probed = False
 
     @property
     def _system(self) -> Any:
@@ -79,8 +80,9 @@ class RemoteStorage:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for infos in pool.map(lambda path: listed.get(path) or self._look_up(path, absent), paths):
                 found |= {name: self._state(name, info) for name, info in infos.items()}
-        if self._web and found:
+        if self._web and found and not self._probed:
             self._probe(min(found))
+            self._probed = True
         return dict(sorted(found.items()))
 
     def read(self, path: str, start: int, size: int) -> bytes:
@@ -169,8 +171,7 @@ def _again(action: Callable[[], _T]) -> _T:
         try:
             return action()
         except Exception as error:  # each protocol has errors of its own
-            # Who has waited for an answer in vain has waited long enough for now.
-            if attempt == TRIES - 1 or _is_final(error) or isinstance(error, TimeoutError):
+            if attempt == TRIES - 1 or _is_final(error):
                 raise
             time.sleep(FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5))
     raise AssertionError
@@ -196,5 +197,5 @@ def _what(error: Exception) -> str:
     if isinstance(error, PermissionError) or "Credentials" in name:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
     if isinstance(error, TimeoutError):
-        return "did not answer in time; check the network and try again"
+        return f"did not answer in time in {TRIES} tries; check the network and try again"
     return f"could not be reached in {TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"
