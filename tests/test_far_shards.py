@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -446,5 +445,19 @@ def lost_by(run: Path, step: int) -> dict[str, str]:
     return found
 
 
-def test_the_same_images_come_whatever_is_kept(web: Server) -> None:
-    assert Counter(numbers(opened(web), 0, N)) == Counter(range(N))
+def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path) -> None:
+    """Images are counted without those that have no row, shards with them."""
+    names = open_source(web.url).names
+    table = tmp_path / "labels.csv"
+    table.write_text("name,label\n" + "".join(f"{name},{i % 3}\n" for i, name in enumerate(names) if i > 8))
+    source = open_source(web.url, care=replace(CARE, cache=10**9))
+    images = prepare(source, replace(ASKED, labels=str(table))).train
+    rows = np.arange(len(images))
+    web.faults["s-003.tar"] = "gone"
+    first = images.take(rows)
+    stood_in = [row for row in rows.tolist() if row + 9 in INSIDE]
+    assert [row for row, got in zip(rows.tolist(), first.rows.tolist()) if row != got] == stood_in
+    assert list(shards_of(ImageStream(images, 0)).given_up) == ["s-003.tar"]
+    web.fetched.clear()
+    assert np.array_equal(images.take(rows).pixels, first.pixels)
+    assert not web.members()

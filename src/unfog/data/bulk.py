@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.formats.far_shards import FarShards
 from unfog.data.formats.files import ShardUnreachable, Unreachable, Unusable
 from unfog.data.ledger import shown
 from unfog.data.sources import Source
@@ -155,12 +154,12 @@ def patiently(
     channels: int,
     background: tuple[int, int, int],
     leaving: threading.Event,
-    shards: FarShards | None = None,
+    give_up: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], Facts]:
     """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
 
-    To pass over it, as over a damaged one, would make of an hour without network a set without those images. With
-    `shards` that is for them to decide, once it has been tried often enough.
+    To pass over it, as over a damaged one, would make of an hour without network a set without those images. One in a
+    shard far away may be `give_up`'s to decide about, which is called with the reason once there is no patience left.
 
     Raises:
         Unusable: it cannot be decoded; Lost, if its shard has been given up.
@@ -174,8 +173,8 @@ def patiently(
             pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
             if attempt < TRIES and time.monotonic() - began < PATIENCE and not leaving.wait(pause):
                 continue
-            if isinstance(trouble, ShardUnreachable) and shards is not None and not leaving.is_set():
-                shards.give_up(i, str(trouble))
+            if isinstance(trouble, ShardUnreachable) and give_up is not None and not leaving.is_set():
+                give_up(str(trouble))
             raise RunError(
                 f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {attempt} tries; `unfog "
                 "resume`, or the same command again, goes on once it can be read"

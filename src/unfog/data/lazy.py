@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -159,7 +160,8 @@ class LazyPixels:
     def _one(self, row: int) -> tuple[NDArray[np.uint8], int]:
         """(the image at this row, or at the one that stands in for it; which that is)."""
         reason, jumps = "", 0
-        for _ in range(min(_IN_A_ROW, len(self))):
+        tries = min(_IN_A_ROW, len(self)) if self.far_shards is None else _IN_A_ROW
+        for _ in range(tries):
             if row not in self._bad:
                 index = int(self.rows.index(np.array([row]))[0])
                 try:
@@ -174,21 +176,25 @@ class LazyPixels:
                     self._note(row, Quarantined(self.source.names[index], reason))
             row = (row + 1) % len(self)
         raise RunError(
-            f"{min(_IN_A_ROW, len(self))} images in a row of {shown(self.source.name)} cannot be decoded"
+            f"{tries} images in a row of {shown(self.source.name)} cannot be decoded"
             f"{f' (the last: {reason})' if reason else ''}; is it still there? `unfog resume` goes on once it is"
         )
 
     def _decoded(self, index: int) -> NDArray[np.uint8]:
         """Image number `index` of the source; one far away that cannot be decoded is fetched once more."""
-        _, channels, size, _ = self.shape
-        wanted = self.source, index, size, channels, self.background, self._closed, self.far_shards
+        (_, channels, size, _), shards = self.shape, self.far_shards
+        look = partial(patiently, self.source, index, size, channels, self.background, self._closed)
+        if shards is None:
+            return look()[0]
+        own = getattr(self.source, "within", int)(index)
+        look = partial(look, partial(shards.give_up, own))
         try:
-            return patiently(*wanted)[0]
-        except Unusable as unusable:
-            if self.far_shards is None or isinstance(unusable, Lost):
-                raise
-            self.far_shards.doubt(index)
-        return patiently(*wanted)[0]
+            return look()[0]
+        except Lost:
+            raise
+        except Unusable:
+            shards.doubt(own)
+        return look()[0]
 
     def _note(self, row: int, one: Quarantined) -> None:
         with self._lock:

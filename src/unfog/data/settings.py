@@ -71,8 +71,8 @@ class Data:
         if not 0 <= self.augment <= 1:
             raise RequestError(f"augment = {self.augment} is not a chance from 0 to 1; 0.12 to 0.15 is usual")
         bytes_of(self.cache_limit)
-        if not 0 <= self.lost_shards <= 0.9:
-            raise RequestError(f"lost_shards = {self.lost_shards} is not a share from 0 to 0.9; 0.05 is usual")
+        if not 0 <= self.lost_shards <= 0.5:
+            raise RequestError(f"lost_shards = {self.lost_shards} is not a share from 0 to 0.5; 0.05 is usual")
         if not 0 <= self.held_out <= 0.5:
             raise RequestError(f"held_out = {self.held_out} is not a fraction from 0 to 0.5; 0.05 is usual")
 

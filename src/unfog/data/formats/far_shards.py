@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
 from bisect import bisect_left
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.formats.files import Lost, ShardUnreachable, Unusable
@@ -88,17 +86,10 @@ class FarShards:
     ) -> None:
         self._source, self._storage, self._index, self._states, self._names = source, storage, index, states, names
         self._care = care
-        self._rows: NDArray[np.int64] | None = None
         self._lost = dict(lost)
         self._sound: set[str] = set()  # looked into
         self._lock = threading.Lock()
         self.cache: MemberCache | None = None
-
-    def of(self, rows: NDArray[np.int64]) -> FarShards:
-        """The same for a source of only these of the images, [N]."""
-        other = copy.copy(self)
-        other._rows = rows
-        return other
 
     @property
     def given_up(self) -> dict[str, str]:
@@ -125,7 +116,7 @@ class FarShards:
             Lost: its shard has been given up.
             ShardUnreachable: it cannot be read just now.
         """
-        path, start, size = self._place(i)
+        path, start, size = self._index.place(i)
         if path in self._lost:
             raise Lost(f"in {shown(self._names[path])}, a shard that {self._lost[path]}")
         if self.cache is not None and (kept := self.cache.read(self._key(path), start, size)) is not None:
@@ -147,7 +138,7 @@ class FarShards:
             Lost: it is given up.
             RunError: that would be one too many.
         """
-        path, _, _ = self._place(i)
+        path, _, _ = self._index.place(i)
         with self._lock:
             if path not in self._lost:
                 # With no more than one shard, or none that may be missed, it is the run that has to wait.
@@ -163,7 +154,7 @@ class FarShards:
             Lost: it is not, and is given up.
             RunError: that would be one too many.
         """
-        path, start, _ = self._place(i)
+        path, start, _ = self._index.place(i)
         if self.cache is not None:
             self.cache.forget(self._key(path), start)
         with self._lock:
@@ -183,9 +174,6 @@ class FarShards:
     @property
     def _allowed(self) -> int:
         return int(self._care.lost * len(self._states) + 1e-9)
-
-    def _place(self, i: int) -> tuple[str, int, int]:
-        return self._index.place(i if self._rows is None else int(self._rows[i]))
 
     def _members(self, path: str) -> range:
         """The images in a shard, found without reading the rows of others."""
