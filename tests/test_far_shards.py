@@ -169,13 +169,20 @@ def test_a_transfer_that_went_wrong_is_not_kept(web: Server) -> None:
     assert not stream.images.pixels.quarantined  # type: ignore[attr-defined]
 
 
-def test_a_changed_shard_is_another_to_the_cache(tmp_path: Path) -> None:
+def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_all(tmp_path: Path) -> None:
     cache = MemberCache(tmp_path, 10**9, 100)
     cache.write("0" * 32, 1024, b"one")
     assert cache.read("0" * 32, 1024, 3) == b"one"
     assert cache.read("1" * 32, 1024, 3) is None
     assert cache.read("0" * 32, 1024, 4) is None
     assert cache.read("0" * 32, 1536, 3) is None
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + b"x", b""):
+        file.write_bytes(damaged)
+        assert cache.read("0" * 32, 1024, 3) is None
+    file.write_bytes(whole)
+    assert cache.read("0" * 32, 1024, 3) == b"one"
     cache.forget("0" * 32, 1024)
     assert cache.read("0" * 32, 1024, 3) is None
     cache.write("0" * 32, 1024, b"")

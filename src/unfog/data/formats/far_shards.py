@@ -106,8 +106,8 @@ class FarShards:
             return ""
         total = sum(state.size for state in self._states.values())
         self.cache = MemberCache(cache_folder() / "members", self._care.cache, total)
-        kept = "what is read" if total <= self._care.cache else f"a part of {total / 1e9:,.1f} GB"
-        return f"{kept} is kept for later epochs, up to {self._care.cache / 1e9:,.1f} GB, in {self.cache.folder}"
+        kept = "what is read" if total <= self._care.cache else f"a part of {total / 1e9:,.3g} GB"
+        return f"{kept} is kept for later epochs, up to {self._care.cache / 1e9:,.3g} GB, in {self.cache.folder}"
 
     def read(self, i: int) -> bytes:
         """The file of image i.
