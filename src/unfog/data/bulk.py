@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
-from unfog.data.formats.files import Unreachable, Unusable
+from unfog.data.formats.files import ShardUnreachable, Unreachable, Unusable
 from unfog.data.ledger import shown
 from unfog.data.sources import Source
 from unfog.errors import RunError
@@ -27,7 +29,11 @@ FACTS = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", 
 
 TRIES = 5
 FIRST_PAUSE = 1.0
-"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice."""
+"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice that,
+and up to half more, so that not all who wait come back at once."""
+
+PATIENCE = 60.0
+"""Seconds after which it is not tried again: each time may take long, where nothing answers."""
 
 _THREADS_FAR = 16
 _MAX_THREADS = 32
@@ -142,25 +148,37 @@ def decode_all(
 
 
 def patiently(
-    source: Source, i: int, size: int, channels: int, background: tuple[int, int, int], leaving: threading.Event
+    source: Source,
+    i: int,
+    size: int,
+    channels: int,
+    background: tuple[int, int, int],
+    leaving: threading.Event,
+    give_up: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], Facts]:
     """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
 
-    To pass over it, as over a damaged one, would make of an hour without network a set without those images.
+    To pass over it, as over a damaged one, would make of an hour without network a set without those images. One in a
+    shard far away may be `give_up`'s to decide about, which is called with the reason once there is no patience left.
 
     Raises:
-        Unusable: it cannot be decoded.
+        Unusable: it cannot be decoded; Lost, if its shard has been given up.
         RunError: it still cannot be read.
     """
-    for attempt in range(TRIES):
+    began = time.monotonic()
+    for attempt in range(1, TRIES + 1):
         try:
             return decode(partial(source.open, i), size, channels, background)
         except Unreachable as trouble:
-            if attempt == TRIES - 1 or leaving.wait(FIRST_PAUSE * 2**attempt):
-                raise RunError(
-                    f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {TRIES} tries; `unfog "
-                    "resume`, or the same command again, goes on once it can be read"
-                ) from trouble
+            pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
+            if attempt < TRIES and time.monotonic() - began < PATIENCE and not leaving.wait(pause):
+                continue
+            if isinstance(trouble, ShardUnreachable) and give_up is not None and not leaving.is_set():
+                give_up(str(trouble))
+            raise RunError(
+                f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {attempt} tries; `unfog "
+                "resume`, or the same command again, goes on once it can be read"
+            ) from trouble
     raise AssertionError
 
 

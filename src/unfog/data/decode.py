@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
-from unfog.data.formats.files import TEXT_TOO_LARGE, Unreachable, Unusable, why
+from unfog.data.formats.files import TEXT_TOO_LARGE, Lost, ShardUnreachable, Unreachable, Unusable, why
 from unfog.data.profiles import to_srgb
 from unfog.errors import RequestError
 
@@ -92,11 +92,14 @@ def decode(
 
     Raises:
         Unreachable: it could not be read just now: the disk or the network failed, or memory did not suffice.
-        Unusable: the file is damaged, no image, or too big to be safe; truncated ones are never half used.
+        Unusable: the file is damaged, no image, or too big to be safe; truncated ones are never half used. Lost, if
+            its shard has been given up.
     """
     try:
         with opener() as image, _turn(image):
             return _decode(image, size, channels, background)
+    except (Lost, ShardUnreachable):
+        raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
         raise _unusable(error) from error
 

@@ -7,15 +7,18 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.bulk import patiently, threads
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.far_shards import FarShards
+from unfog.data.formats.files import Lost, Unusable
 from unfog.data.images import ImageSet, Prepared
 from unfog.data.ledger import Ledger, Quarantined, shown
+from unfog.data.permutation import epoch_keys, permute
 from unfog.data.sources import Source
 from unfog.data.survey import MAX_HELD_OUT, Survey, held_out_split
 from unfog.errors import RunError
@@ -29,6 +32,7 @@ EVENLY_FROM = 200_000
 _IN_A_ROW = 100
 """So many images in a row that cannot be decoded are no accident: the disk or the network has gone."""
 
+_STAND_IN = 0x57A4D  # seed of the shuffles by which images of a shard that is given up are replaced
 _TASK = 8  # images a thread decodes before it looks for other work
 
 
@@ -77,7 +81,9 @@ class LazyPixels:
     """uint8 [N, C, size, size] that decodes what is taken from it, in threads.
 
     An image that cannot be decoded is replaced by the next one that can be, always the same. One that cannot be read
-    just now is not, as a run that goes on would see another: it is tried again, and then an error.
+    just now is not, as a run that goes on would see another: it is tried again, and then an error. Those in a shard
+    far away that is given up are replaced by images from all over the set, always the same, as the next one would be
+    that of very many.
     """
 
     dtype = np.dtype(np.uint8)
@@ -85,6 +91,7 @@ class LazyPixels:
     def __init__(self, source: Source, rows: Rows, channels: int, size: int, background: tuple[int, int, int]) -> None:
         self.source, self.rows, self.background = source, rows, background
         self.shape = (len(rows), channels, size, size)
+        self.far_shards: FarShards | None = getattr(source, "far_shards", None)
         self.quarantined: list[Quarantined] = []
         """Images that could not be decoded, in the order in which that turned out."""
         self._bad: set[int] = set()  # rows of those
@@ -151,22 +158,43 @@ class LazyPixels:
             out[place], rows[place] = self._one(row)
 
     def _one(self, row: int) -> tuple[NDArray[np.uint8], int]:
-        """(the image at this row, or at the next that can be decoded; which that is)."""
-        reason, leaving = "", self._closed
-        _, channels, size, _ = self.shape
-        for _ in range(min(_IN_A_ROW, len(self))):
+        """(the image at this row, or at the one that stands in for it; which that is)."""
+        reason, jumps = "", 0
+        tries = min(_IN_A_ROW, len(self)) if self.far_shards is None else _IN_A_ROW
+        for _ in range(tries):
             if row not in self._bad:
                 index = int(self.rows.index(np.array([row]))[0])
                 try:
-                    return patiently(self.source, index, size, channels, self.background, leaving)[0], row
+                    return self._decoded(index), row
+                except Lost as lost:
+                    reason = str(lost)
+                    row = int(permute(np.array([row]), len(self), epoch_keys(_STAND_IN, np.array([jumps])))[0])
+                    jumps += 1
+                    continue
                 except Unusable as unusable:
                     reason = str(unusable)
                     self._note(row, Quarantined(self.source.names[index], reason))
             row = (row + 1) % len(self)
         raise RunError(
-            f"{min(_IN_A_ROW, len(self))} images in a row of {shown(self.source.name)} cannot be decoded"
+            f"{tries} images in a row of {shown(self.source.name)} cannot be decoded"
             f"{f' (the last: {reason})' if reason else ''}; is it still there? `unfog resume` goes on once it is"
         )
+
+    def _decoded(self, index: int) -> NDArray[np.uint8]:
+        """Image number `index` of the source; one far away that cannot be decoded is fetched once more."""
+        (_, channels, size, _), shards = self.shape, self.far_shards
+        look = partial(patiently, self.source, index, size, channels, self.background, self._closed)
+        if shards is None:
+            return look()[0]
+        own = getattr(self.source, "within", int)(index)
+        look = partial(look, partial(shards.give_up, own))
+        try:
+            return look()[0]
+        except Lost:
+            raise
+        except Unusable:
+            shards.doubt(own)
+        return look()[0]
 
     def _note(self, row: int, one: Quarantined) -> None:
         with self._lock:
@@ -191,6 +219,11 @@ class Taking:
         """Do not decode those that are not begun."""
         for task in self._tasks:
             task.cancel()
+
+
+def far_shards_of(images: ImageSet) -> FarShards | None:
+    """The shards far away that these images are read from as they come; None where that is not how they are read."""
+    return images.pixels.far_shards if isinstance(images.pixels, LazyPixels) else None
 
 
 def on_the_fly(survey: Survey) -> Prepared:

@@ -16,7 +16,7 @@ from unfog.data.decode import colour
 from unfog.data.formats.tables import labelled
 from unfog.data.formats.tables import settled as settled_labels
 from unfog.data.images import ImageSet, Prepared, split
-from unfog.data.lazy import UNREAD, on_the_fly
+from unfog.data.lazy import UNREAD, far_shards_of, on_the_fly
 from unfog.data.packs.pack import PackSource
 from unfog.data.settings import Data
 from unfog.data.sources import Source, labels_of
@@ -66,6 +66,8 @@ def prepare(
         where, why = _place_as_begun(survey, unread) if known else _place(survey, wanted)
         if where == "none":
             prepared = on_the_fly(survey)
+            shards = far_shards_of(prepared.train)
+            why = "; ".join(filter(None, (why, shards.keep() if shards is not None else "")))
         elif where == "disk":
             prepared = cache.make(survey, key, progress).prepared(asked, source.name)
         else:

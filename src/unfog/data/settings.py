@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,12 @@ class Data:
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
     """Where decoded images live: "disk" = a pack that later runs reuse; "none" = decoded anew each time they come."""
 
+    cache_limit: str = "10gb"
+    """Of shards far away whose images are decoded as they come, so much is kept on disk (500mb, 50gb; 0 = nothing)."""
+
+    lost_shards: float = 0.05
+    """Share of shards far away that a run may go on without, other images in their place; 0 = none."""
+
     def __post_init__(self) -> None:
         """Refuse values outside their range, with RequestError."""
         if self.labels not in LABELS and not self.labels.lower().endswith(TABLES):
@@ -63,5 +70,18 @@ class Data:
             raise RequestError(f"crop = {self.crop} is not a fraction from 0 to 0.5; 0.1 is usual")
         if not 0 <= self.augment <= 1:
             raise RequestError(f"augment = {self.augment} is not a chance from 0 to 1; 0.12 to 0.15 is usual")
+        bytes_of(self.cache_limit)
+        if not 0 <= self.lost_shards <= 0.5:
+            raise RequestError(f"lost_shards = {self.lost_shards} is not a share from 0 to 0.5; 0.05 is usual")
         if not 0 <= self.held_out <= 0.5:
             raise RequestError(f"held_out = {self.held_out} is not a fraction from 0 to 0.5; 0.05 is usual")
+
+
+def bytes_of(text: str) -> int:
+    """A size on disk such as 500mb, 50gb or 2tb, or 0, in bytes. RequestError for anything else."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(mb|gb|tb)", str(text).strip().lower())
+    if match:
+        return int(float(match[1]) * {"mb": 10**6, "gb": 10**9, "tb": 10**12}[match[2]])
+    if str(text).strip() != "0":
+        raise RequestError(f"cache_limit = {text!r} is no size on disk; write 500mb, 50gb or 2tb, or 0 for none")
+    return 0

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.formats.far_shards import NO_CARE, Care
 from unfog.data.formats.fashion import FASHION as FASHION
 from unfog.data.formats.fashion import FashionSource as FashionSource
 from unfog.data.formats.folder import FolderSource as FolderSource
@@ -68,11 +69,11 @@ class Source(Protocol):
         """(digest of its state, which differs when an image or label was changed; bytes in all)."""
 
 
-def open_source(text: str | Path, progress: Callable[[int, int], None] | None = None) -> Source:
+def open_source(text: str | Path, progress: Callable[[int, int], None] | None = None, care: Care = NO_CARE) -> Source:
     """The source that a user means: see `locate`.
 
     `progress` is called with (megabytes passed, megabytes in all) while an index of shards is built, which may take
-    minutes once; what it raises stops that, and what is done by then is kept.
+    minutes once; what it raises stops that, and what is done by then is kept. `care` is for shards far away.
 
     Raises:
         RequestError: there is no such thing, no image in it, or it cannot be read.
@@ -91,7 +92,7 @@ def open_source(text: str | Path, progress: Callable[[int, int], None] | None = 
         case "tar":
             from unfog.data.formats.shards import ShardSource
 
-            return ShardSource(located, progress)
+            return ShardSource(located, progress, care)
         case "pack":
             from unfog.data.packs.pack import PackSource
 

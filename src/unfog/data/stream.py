@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.ahead import ReadAhead
+from unfog.data.ahead import Course, ReadAhead
 from unfog.data.images import ImageSet
 from unfog.data.lazy import LazyPixels
 from unfog.data.permutation import epoch_keys, permute
@@ -72,6 +72,21 @@ class ImageStream:
             torch.from_numpy(index),
         )
 
+    def share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
+        """Expect to be asked only for these positions of each batch: `count` of them behind its `begin`th.
+
+        Batches are of `batch` positions each, the first of them begins at position `first`. What is decoded ahead is
+        of this share alone, so that of several ranks each reads only its own images; `batch` goes on to give any
+        position, and the same images. Rank 1 of 2 says `share(32, 32, 64, first=seen)`; a single process need not.
+
+        Raises:
+            ValueError: there is no such share of a batch.
+        """
+        if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
+            raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
+        if self._ahead is not None:
+            self._ahead.follow(Course(first, batch, begin, count))
+
     def close(self) -> None:
         """End the threads that read ahead, if any; whoever reads on starts them anew."""
         if self._ahead is not None:
@@ -79,11 +94,11 @@ class ImageStream:
 
     def index(self, first: int, size: int) -> NDArray[np.int64]:
         """Which images of the set are at these positions, int64 [size]."""
-        return _index(len(self.images), self.seed, first, size)
+        return _index(len(self.images), self.seed, np.arange(first, first + size, dtype=np.int64))
 
 
-def _index(n: int, seed: int, first: int, size: int) -> NDArray[np.int64]:
-    epoch, place = np.divmod(np.arange(first, first + size, dtype=np.int64), n)
+def _index(n: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    epoch, place = np.divmod(positions, n)
     # Nearly always one epoch, whose key need be made only once.
     keys = epoch_keys(seed, epoch[:1] if epoch[0] == epoch[-1] else epoch)
     return permute(place, n, keys)

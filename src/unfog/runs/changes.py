@@ -31,6 +31,8 @@ FREE = (
     "checkpoint.",
     "averages.",
     "data.cache",
+    "data.cache_limit",
+    "data.lost_shards",
     "data.labels",  # where they are written; that they are the same is part of the fingerprint
     "data.flip",
     "data.jitter",
@@ -59,6 +61,8 @@ INDIFFERENT = (
     "source",
     "codec",
     "data.cache",
+    "data.cache_limit",
+    "data.lost_shards",
     "data.labels",
     "training.device",
     "training.grace",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared, spread
+from unfog.data.lazy import far_shards_of
 from unfog.data.ledger import ACTIONS, PLAIN, Ledger, as_text
 from unfog.data.stream import ImageStream
 from unfog.reporting.figures import Pixels, grid, png
@@ -53,7 +54,8 @@ def data_json(prepared: Prepared) -> bytes:
     """The ledger, and a line for each file: {"name", "status", "converted", "reason"}.
 
     The status is "used", "held out" or "quarantined", and only the last has a reason. "converted" is null where images
-    are decoded only when training wants them. A name that is no valid text has \\xff for such a byte.
+    are decoded only when training wants them. Shards that a run goes on without are in "shards_given_up". A name that
+    is no valid text has \\xff for such a byte.
     """
     ledger = prepared.ledger
     files = ledger.used + len(ledger.quarantined)
@@ -68,6 +70,9 @@ def data_json(prepared: Prepared) -> bytes:
         "actions": ledger.actions,
         "unlisted": files - len(lines),
     }
+    shards = far_shards_of(prepared.train)
+    if shards is not None and shards.given_up:
+        head["shards_given_up"] = shards.given_up
     opening = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
     listing = ",\n".join(lines)
     return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")

@@ -12,7 +12,6 @@ import torch
 
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
-from unfog.data.ledger import Quarantined, shown
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
@@ -30,6 +29,7 @@ from unfog.runs.folder import RunFolder
 from unfog.runs.looks import Looks
 from unfog.runs.pulse import Pulse
 from unfog.runs.saving import Saver
+from unfog.runs.shards import Missing
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
@@ -63,7 +63,7 @@ class Session:
         self.evaluator = Evaluator(folder, config, prepared, self.looks, device)
         self.recorder: Recorder
         self.saver: Saver
-        self.quarantined: set[Quarantined] = set()  # told of: they could not be decoded when their turn came
+        self.missing = Missing(folder, prepared)
 
     @property
     def step(self) -> int:
@@ -230,13 +230,7 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        for part in (self.prepared.train, self.prepared.held_out):
-            for one in getattr(part.pixels, "quarantined", []):  # of those that are decoded as they come
-                if one not in self.quarantined:
-                    said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
-                    self.recorder.warn(step, said)
-                    self.recorder.event("quarantined", step, image=one.name, reason=one.reason)
-                    self.quarantined.add(one)
+        self.missing.tell(self.recorder, step)
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""
@@ -288,6 +282,7 @@ class Session:
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Save a checkpoint."""
+        state.lost_shards = self.missing.shards
         self.saver.save(state, for_best)
 
     def roll_back(self, state: TrainState, reason: str) -> None:

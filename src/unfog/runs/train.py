@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from unfog.runs.latents import fitted, with_latents
 from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
+from unfog.runs.shards import care_of, lost_shards
 from unfog.runs.signals import StopSignals
 from unfog.runs.tuned import without_tuned
 from unfog.training import checkpoint, rotation
@@ -115,7 +116,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         trained = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
-        prepared, config = load_images(config, stop)
+        prepared, config = load_images(config, stop, lost=lost_shards(saved))
         if saved and checkpoint.SECOND not in saved.files and config.averages.every == 0:
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
@@ -241,11 +242,14 @@ def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
         warn(f"data.background = {asked.background} changes nothing: the pack was made with {made}")
 
 
-def load_images(config: Config, stop: StopSignals, few: bool = False) -> tuple[Prepared, Config]:
+def load_images(
+    config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
+) -> tuple[Prepared, Config]:
     """Scan and decode the source, with progress, and say in one line what became of every file.
 
     With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
-    is, and each image is decoded when it is asked for.
+    is, and each image is decoded when it is asked for. `lost` are the shards, name -> reason, that the run had gone on
+    without.
 
     Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
     """
@@ -260,7 +264,7 @@ def load_images(config: Config, stop: StopSignals, few: bool = False) -> tuple[P
 
     config = fitted(config)
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, counting(progress))
+        source = open_source(config.source, counting(progress), care_of(config, lost))
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data

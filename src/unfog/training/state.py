@@ -143,6 +143,8 @@ class TrainState:
         self.keys: dict[str, str] = {}
         """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`. "best" begins
         with the name of what the best is chosen by; the first checkpoints have none, and it is the held-out loss."""
+        self.lost_shards: dict[str, str] = {}
+        """Name -> reason of the shards that the run goes on without, so that it does after a resume as well."""
 
     def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
         """Count one step of `images` images, with its losses by micro-batch.
@@ -230,6 +232,7 @@ class TrainState:
             "levels": None if self.levels is None else self.levels.to_dict(),
             "averages": self.widths,
             "method": self.method,
+            "lost_shards": dict(self.lost_shards),
             "optimizer": optim.numbers(self.optimizer, self.model),
         }
 
@@ -238,6 +241,7 @@ class TrainState:
         self.seen, self.updates = saved["seen"], saved["updates"]
         self.microbatch = saved.get("microbatch", 0)  # which the first checkpoints did not hold
         self.due, self.best, self.keys = list(saved["due"]), saved["best"], dict(saved["keys"])
+        self.lost_shards = dict(saved.get("lost_shards", {}))  # which earlier checkpoints did not hold
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
         self.guard = Guard.from_dict(saved["guard"])
         self.window.restore(saved["window"])

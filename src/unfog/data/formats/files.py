@@ -56,6 +56,14 @@ class Unreachable(Unusable):
     """An image that could not be read just now, and may be another time: the network or the disk failed."""
 
 
+class ShardUnreachable(Unreachable):
+    """An image far away whose shard could not be read just now."""
+
+
+class Lost(Unusable):
+    """An image in a shard that has been given up; the message says why."""
+
+
 @dataclass
 class Found:
     """What is below a folder."""

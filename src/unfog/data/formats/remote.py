@@ -25,6 +25,9 @@ _MANY = 8  # files of one folder, from which on its listing is asked for
 SILENCE = 30.0
 """Seconds without a word from a web server that count as a failure."""
 
+SLOWEST = 2**15
+"""Bytes a second: who sends a part of a file more slowly than that, once SILENCE is over, has failed as well."""
+
 _T = TypeVar("_T")
 
 
@@ -39,6 +42,7 @@ class RemoteStorage:
         self._web = self._protocol.startswith("http")
         self._prefix = "" if self._web else f"{self._protocol}://"
         self._made: tuple[int, Any] = (0, None)
+        self._probed = False
 
     @property
     def _system(self) -> Any:
@@ -64,17 +68,21 @@ class RemoteStorage:
         timeout = ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
         return fsspec.filesystem(self._protocol, client_kwargs={"timeout": timeout})
 
-    def states(self, paths: Iterable[str]) -> dict[str, State]:
-        """See Storage. Of one folder with many files, its listing is asked for once."""
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
+        """See Storage. Of one folder with many files, its listing is asked for once.
+
+        What cannot be looked at goes into `absent`, where that is given, with the reason.
+        """
         paths = dict.fromkeys(paths)
         self._system.invalidate_cache()  # what it remembers of folders it listed before
         listed = self._listings(paths)
         found: dict[str, State] = {}
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for infos in pool.map(lambda path: listed.get(path) or self._look_up(path), paths):
+            for infos in pool.map(lambda path: listed.get(path) or self._look_up(path, absent), paths):
                 found |= {name: self._state(name, info) for name, info in infos.items()}
-        if self._web:
+        if self._web and found and not self._probed:
             self._probe(min(found))
+            self._probed = True
         return dict(sorted(found.items()))
 
     def read(self, path: str, start: int, size: int) -> bytes:
@@ -82,7 +90,7 @@ class RemoteStorage:
         if size <= 0:
             return b""
         try:
-            data: bytes = _again(lambda: self._system.cat_file(path, start=start, end=start + size))
+            data: bytes = _again(lambda: self._part(path, start, size))
         except Exception as error:
             said = _what(error).partition(";")[0]
             raise (Unusable if _is_final(error) else Unreachable)(said) from error
@@ -90,13 +98,25 @@ class RemoteStorage:
             raise Unusable("on a server that does not serve parts of a file")
         return data
 
-    def _look_up(self, path: str) -> dict[str, dict[str, Any]]:
-        """What is known of the file of that URL, or of each that a pattern stands for."""
+    def _part(self, path: str, start: int, size: int) -> bytes:
+        """These bytes of a file, or TimeoutError: a server may also send nothing, or a byte now and then, for ever."""
+        from fsspec.asyn import sync
+
+        system, end = self._system, start + size
+        limit = SILENCE + size / SLOWEST
+        data: bytes = sync(system.loop, system._cat_file, path, start=start, end=end, timeout=limit)
+        return data
+
+    def _look_up(self, path: str, absent: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+        """What is known of the file of that URL, or of each that a pattern stands for; see `states`."""
         try:
             if not _is_pattern(path):
                 return {path: _again(lambda: self._system.info(path))}
             matches: dict[str, dict[str, Any]] = _again(lambda: self._system.glob(path, detail=True))
         except Exception as error:  # each protocol has errors of its own
+            if absent is not None:
+                absent[path] = _what(error).partition(";")[0]
+                return {}
             raise RequestError(f"{shown(path)} {_what(error)}") from error
         if not matches:
             raise RequestError(f"nothing is there under {shown(path)}; give a URL or pattern of .tar shards")
@@ -176,4 +196,6 @@ def _what(error: Exception) -> str:
         return "is not there; check the URL and, for S3, AWS_ENDPOINT_URL"
     if isinstance(error, PermissionError) or "Credentials" in name:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
+    if isinstance(error, TimeoutError):
+        return f"did not answer in time in {TRIES} tries; check the network and try again"
     return f"could not be reached in {TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.formats.far_shards import NO_CARE, Care, FarShards
 from unfog.data.formats.files import Unusable, none_found, open_bytes
 from unfog.data.formats.locate import Located
 from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_index import Progress, ShardIndex, shard_index, shard_name
+from unfog.data.formats.shard_states import far_states
 from unfog.data.formats.storage import State, storage_of
 from unfog.data.ledger import Quarantined
 from unfog.errors import RequestError
@@ -34,28 +36,39 @@ class ShardSource:
     have one, are in `unreadable`. Without any, folders inside the archives may be classes.
 
     Raises:
-        RequestError: a shard is compressed as a whole or cannot be read; there is no image; the index, which is built
-            once and stored in the cache, cannot be.
+        RequestError: a shard is compressed as a whole or cannot be read (of those far away of a run that goes on: too
+            many); there is no image; the index, which is built once and stored in the cache, cannot be.
     """
 
     held_out: frozenset[str] | None = None
 
-    def __init__(self, located: Located, progress: Progress | None = None) -> None:
+    def __init__(self, located: Located, progress: Progress | None = None, care: Care = NO_CARE) -> None:
         self.name, self.resolved = located.name, located.resolved
         self._storage = storage_of(located.paths[0])
         self.far = self._storage.far
-        self._states = self._storage.states(located.paths)
+        lost: dict[str, str] = {}
+        if self.far:
+            self._states, lost = far_states(self._storage, located, care)
+        else:
+            self._states = self._storage.states(located.paths)
         self._base = located.base
         self.index: ShardIndex = shard_index(self._storage, self._states, located.base, progress)
-        self.names: Sequence[str] = Names(self.index, [shard_name(path, self._base) for path in self._states])
+        called = {path: shard_name(path, self._base) for path in self._states}
+        self.names: Sequence[str] = Names(self.index, list(called.values()))
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored: Mapping[str, int] = self.index.ignored
         self.unreadable: Sequence[Quarantined] = self.index.unreadable
         if not len(self.index):
             raise none_found(self.name, self.ignored, self.unreadable)
+        self.far_shards: FarShards | None = None
+        """Which of them fail, and what is kept of them; None of shards on this machine."""
+        if self.far:
+            self.far_shards = FarShards(self.name, self._storage, self.index, self._states, called, care, lost)
 
     def open(self, i: int) -> Image.Image:
         """Image i, its file read and its pixels not yet. Raises Unusable."""
+        if self.far_shards is not None:
+            return open_bytes(self.far_shards.read(i), self.names[i])
         shard, start, size = self.index.place(i)
         data = self._storage.read(shard, start, size)
         if len(data) < size:

@@ -31,8 +31,8 @@ class Storage(Protocol):
     far: bool
     """Whether each reading takes its time, so that many are best done at once."""
 
-    def states(self, paths: Iterable[str]) -> dict[str, State]:
-        """The state of each file, sorted by path; patterns are looked up.
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
+        """The state of each file, sorted by path; patterns are looked up. `absent` is for files far away.
 
         Raises:
             RequestError: one cannot be looked at, or a pattern stands for none.
@@ -52,7 +52,7 @@ class LocalStorage:
         self._lock = threading.Lock()
         self._listed: dict[str, State] = {}  # as they were at first; positions in a file changed since mean nothing
 
-    def states(self, paths: Iterable[str]) -> dict[str, State]:
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
         """See Storage."""
         found = {path: self._state(path) for path in sorted(paths)}
         self._listed = self._listed or found

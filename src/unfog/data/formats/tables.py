@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.formats.far_shards import FarShards
 from unfog.data.formats.files import SUFFIXES, why
 from unfog.data.formats.folder import FolderSource
 from unfog.data.formats.shard_piece import in_order, label_text, plain
@@ -67,6 +68,7 @@ class Labelled:
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels: NDArray[np.int64] | None = np.array([label for _, label in known], np.int64)
         self.names: Sequence[str] = [source.names[i] for i in self._rows]
+        self.far_shards: FarShards | None = getattr(source, "far_shards", None)
         unlabelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in unlabelled]
         self.unreadable: Sequence[Quarantined] = [
@@ -79,7 +81,11 @@ class Labelled:
 
     def open(self, i: int) -> Image.Image:
         """Image i, as the source opens it."""
-        return self._source.open(int(self._rows[i]))
+        return self._source.open(self.within(i))
+
+    def within(self, i: int) -> int:
+        """Which image of the source image i is, for whoever has to do with its shards."""
+        return int(self._rows[i])
 
     def stamp(self) -> tuple[str, int]:
         """Digest of the source's and of the table."""

@@ -80,6 +80,11 @@ def members(file: Window) -> Iterator[Member]:
         at = start + -(-length // BLOCK) * BLOCK
 
 
+def is_header(block: bytes) -> bool:
+    """Whether a block of an archive is the header of a member."""
+    return len(block) == BLOCK and any(block) and _sum_is_right(block)
+
+
 def _end(file: Window, at: int) -> None:
     """DamagedError unless an archive whose first empty block is at `at` ends with the padding behind it.
 

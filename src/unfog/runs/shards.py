@@ -1,0 +1,71 @@
+"""What a run has to do with shards far away: what it may go on without, and saying so, once for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from unfog.config.tree import Config
+from unfog.data.formats.far_shards import Care
+from unfog.data.images import Prepared
+from unfog.data.lazy import far_shards_of
+from unfog.data.ledger import Quarantined, shown
+from unfog.data.settings import bytes_of
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import write_atomic
+from unfog.runs.data_record import DATA_FILE, data_json
+from unfog.runs.folder import RunFolder
+from unfog.training import checkpoint
+
+
+def care_of(config: Config, lost: Mapping[str, str] | None) -> Care:
+    """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
+    begun = lost if lost is not None else {} if config.fingerprint else None
+    return Care(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
+
+
+def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
+    """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
+    return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
+
+
+class Missing:
+    """Says, once for each, which images cannot be decoded and which shards are given up while a run goes on."""
+
+    def __init__(self, folder: RunFolder, prepared: Prepared) -> None:
+        self._folder, self._prepared = folder, prepared
+        self._shards = far_shards_of(prepared.train)
+        self._told: set[Quarantined] = set()
+
+    @property
+    def shards(self) -> dict[str, str]:
+        """Name -> reason of the shards that are given up."""
+        return {} if self._shards is None else self._shards.given_up
+
+    def tell(self, recorder: Recorder, step: int) -> None:
+        """Warn of what was not told of yet, and record it."""
+        for part in (self._prepared.train, self._prepared.held_out):
+            for one in self._new(getattr(part.pixels, "quarantined", [])):  # of those that are decoded as they come
+                said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
+                recorder.warn(step, said)
+                recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        if self._shards is None:
+            return
+        if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
+            for one in self._new([Quarantined("", trouble)]):
+                recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
+        lost = self._new([Quarantined(*item) for item in self._shards.given_up.items()])
+        for one in lost:
+            images = self._shards.images_in(one.name)
+            others = f"others stand in for its {images:,} image{'s' * (images != 1)}"
+            recorder.warn(step, f"{shown(one.name)} {one.reason}; {others}")
+            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
+        if lost:
+            with suppress(OSError):  # a run goes on without
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._prepared))
+
+    def _new(self, some: list[Quarantined]) -> list[Quarantined]:
+        """Those that were not told of yet, which now they are."""
+        new = [one for one in some if one not in self._told]
+        self._told.update(new)
+        return new
