@@ -1,0 +1,289 @@
+"""Several processes at one piece of work, as torchrun starts them: which one this is, and how they agree.
+
+What a step needs goes through torch's process group. What may take long (drawing, measuring, saving, reading images)
+is done by the first process while the others wait at torchrun's store, which bears a wait of any length as long as
+everybody gives signs of life (`unfog.training.vigil`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from unfog.errors import Interrupted, RunError, UnfogError
+from unfog.training.memory import is_out_of_memory
+from unfog.training.state import TrainState
+from unfog.training.vigil import Vigil
+
+TIMEOUT = 600.0
+"""Seconds after which one that hangs, or is gone, ends the others."""
+LOOK = 0.05  # seconds between two looks for what others have to say
+
+T = TypeVar("T")
+
+
+class World:
+    """Which process this is (`rank`, from 0), and of how many (`size`). `World()` is one alone, and costs nothing."""
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, vigil: Vigil | None = None):
+        self.rank, self.size = rank, size
+        self._store, self._vigil = store, vigil
+        self._said = self._met = 0  # messages of the first process, and barriers, so far
+        self._begun = False
+
+    def begin(self, device: torch.device, timeout: float) -> None:
+        """Have tensors go between the processes from here on: by NCCL between GPUs, by gloo otherwise.
+
+        Args:
+            device: what this process computes on.
+            timeout: seconds after which one that hangs ends the others.
+        """
+        if self._store is None or self._vigil is None or self._begun:
+            return
+        self.at("meeting")
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            # NCCL wants a GPU for each; gloo takes what is there.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= on_this_machine() else "gloo"
+        patience = timedelta(seconds=1.5 * timeout + 30)  # so that the vigil, which knows more, speaks first
+        group = PrefixStore("group", self._store)
+        dist.init_process_group(backend, store=group, rank=self.rank, world_size=self.size, timeout=patience)
+        self._vigil.timeout, self._begun = timeout, True
+
+    def end(self) -> None:
+        """Undo `begin`."""
+        if self._begun:
+            self._begun = False
+            dist.destroy_process_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks, records and saves for all."""
+        return self.rank == 0
+
+    def at(self, phase: str, step: int = -1) -> None:
+        """Note what this process is doing, for those who wait for it; costs nothing, so each step says it often."""
+        if self._vigil is not None:
+            self._vigil.at(phase, step)
+
+    def share(self, first: int, batch: int) -> range:
+        """The positions of a batch of images that are this process's: in order of rank, as even as can be."""
+        return range(first + batch * self.rank // self.size, first + batch * (self.rank + 1) // self.size)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """What to call in place of the network, so that each backward pass leaves the sum over all processes, over
+        `size`, in `.grad`, and outside `accumulating` only. The one place that knows how a network is divided.
+
+        The network's weights must be the same everywhere: see `alike`.
+        """
+        if self.size == 1:
+            return model
+        # Without a search for unused parameters, torch would make other buckets after the first step than in it, and
+        # more than two processes would add in another order: a run that was interrupted would not repeat itself. It
+        # also bears parameters that only some of the processes use.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of a name that older versions do not have yet
+            return DistributedDataParallel(model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True)
+
+    def accumulating(self, network: nn.Module, more: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a pass: with `more` to come, gradients are only added up here."""
+        if more and isinstance(network, DistributedDataParallel):
+            return network.no_sync()
+        return nullcontext()
+
+    @contextmanager
+    def reducing(self, last: bool) -> Iterator[None]:
+        """Around the backward pass; `last` is the one whose gradients are added up over all processes.
+
+        Raises:
+            RunError: it ran out of memory when others had begun to add theirs, so that it cannot be tried again.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or not last or not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"rank {self.rank} ran out of memory in the backward pass, where the others wait for it; go on with a "
+                "smaller --microbatch, which takes as many passes as it needs for the same batch"
+            ) from error
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Sum over all processes, in place; the same bits everywhere."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def by_first(self, phase: str, work: Callable[[], T]) -> T:
+        """What `work`, which only the first process does, gives; the others wait and get it as JSON carries it.
+
+        Raises:
+            Interrupted, RunError: everywhere, if the first process did.
+        """
+        if self.size == 1:
+            return work()
+        self._said += 1
+        key = f"said/{self._said}"
+        if not self.first:
+            self.at(f"waiting for rank 0: {phase}")
+            value: T = self._heard(key)
+            return value
+        self.at(f"{phase} (rank 0 alone)")
+        try:
+            value = work()
+        except BaseException as error:
+            self._tell(key, told(error))
+            raise
+        self._tell(key, {"value": value})
+        return value
+
+    def broadcast(self, value: T) -> T:
+        """What the first process gave here; a value that JSON holds."""
+        return self.by_first("telling", lambda: value)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let the others know that the first process fails, should they wait for its word."""
+        if self.first and self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._tell(f"said/{self._said + 1}", told(error))
+
+    def barrier(self) -> None:
+        """Wait until all are here, however long that is."""
+        if self._store is None:
+            return
+        self._met += 1
+        self.at("waiting for all")
+        if self._store.add(f"met/{self._met}", 1) == self.size:
+            self._store.set(f"all met/{self._met}", "")
+        self._wait(f"all met/{self._met}")
+
+    def alike(self, state: TrainState) -> None:
+        """Give every process the first one's state: weights, averages, moments, and all the rest of it."""
+        if self.size == 1:
+            return
+        tensors = state.tensors()
+        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
+        sent = self.broadcast({"shapes": shapes, "progress": state.progress()})
+        self.at("sharing weights")
+        for file, of in sent["shapes"].items():
+            for name, (shape, dtype) in of.items():
+                # A copy, as on the first process these are the weights themselves, and of any layout.
+                mine = tensors[file][name].detach().clone().contiguous() if self.first else None
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                device = state.precision.device
+                tensor = mine.to(device) if mine is not None else torch.empty(shape, dtype=kind, device=device)
+                dist.broadcast(tensor, 0)
+                tensors.setdefault(file, {})[name] = tensor
+        if not self.first:
+            state.restore({f: {n: tensors[f][n] for n in of} for f, of in sent["shapes"].items()}, sent["progress"])
+
+    def _tell(self, key: str, message: dict[str, Any]) -> None:
+        assert self._store is not None
+        self._store.set(key, json.dumps(message))
+
+    def _heard(self, key: str) -> Any:
+        self._wait(key)
+        assert self._store is not None
+        message = json.loads(self._store.get(key))
+        if "stopped" in message:
+            raise Interrupted(message["stopped"])
+        if "failed" in message:
+            raise RunError(f"rank 0 failed: {message['failed']}")
+        return message["value"]
+
+    def _wait(self, key: str) -> None:
+        assert self._store is not None
+        pause = 0.001
+        try:
+            while not self._store.check([key]):
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK)
+        except (dist.DistError, RuntimeError) as error:
+            raise RunError(f"the process that holds torchrun's store is gone ({error})") from None
+
+
+ALONE = World()
+_times = itertools.count()  # that processes have met: each time with keys of its own
+
+
+def told(error: BaseException) -> dict[str, str]:
+    """What the first process says to the others when it ends by this."""
+    if isinstance(error, KeyboardInterrupt):
+        return {"stopped": str(error)}
+    return {"failed": str(error) if isinstance(error, UnfogError) else f"{type(error).__name__}: {error}"}
+
+
+def lost(error: BaseException) -> bool:
+    """Whether this is how torch says that another process is gone, or does not answer."""
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said)
+
+
+def on_this_machine() -> int:
+    """How many processes torchrun has started here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def launched() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def device_of(name: str) -> str:
+    """The device of this process: where several share a machine, each gets a GPU of its own, as far as they go."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or launched() == 1 or name.partition(":")[0] not in ("auto", "cuda"):
+        return name
+    if not torch.cuda.is_available():
+        return name
+    return f"cuda:{int(local) % torch.cuda.device_count()}"
+
+
+@contextlib.contextmanager
+def processes(timeout: float = TIMEOUT) -> Iterator[World]:
+    """The processes that torchrun has started, or this one alone. All but the first are silent meanwhile.
+
+    Args:
+        timeout: seconds after which one that hangs ends the others.
+    """
+    if launched() == 1:
+        yield ALONE
+        return
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine()))
+    shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT)))
+    store = PrefixStore(f"unfog/{next(_times)}", shared)
+    with contextlib.ExitStack() as stack:
+        if rank > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        vigil = stack.enter_context(Vigil(rank, size, store, timeout))
+        world = World(rank, size, store, vigil)
+        try:
+            yield world
+        except BaseException as error:
+            world.give_up(error)
+            raise
+        world.barrier()  # the store may live in the first process
+        world.end()
