@@ -8,10 +8,10 @@ everybody gives signs of life (`unfog.training.vigil`).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -219,7 +219,6 @@ class World:
 
 
 ALONE = World()
-_times = itertools.count()  # that processes have met: each time with keys of its own
 
 
 def told(error: BaseException) -> dict[str, str]:
@@ -260,6 +259,37 @@ def device_of(name: str) -> str:
     return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
+def meeting(store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> str:
+    """A name that these processes, and no others, have in common: torchrun keeps its store when it restarts them.
+
+    The first one says a name. The others answer under it with a token of their own, until they find that token in the
+    first one's list, so that what an earlier attempt left there misleads nobody.
+
+    Raises:
+        RunError: some are not there in time.
+    """
+    token, until, known = uuid.uuid4().hex, time.monotonic() + timeout, ""
+    if rank == 0:
+        store.set("now", token)
+        hello = [f"{token}/{other}" for other in range(1, size)]
+        while not all(store.check([key]) for key in hello):
+            if time.monotonic() > until:
+                missing = [str(i + 1) for i, key in enumerate(hello) if not store.check([key])]
+                raise RunError(f"rank {', '.join(missing)} did not come within {timeout:.0f} s; is its machine there?")
+            time.sleep(LOOK)
+        store.set(f"{token}/all", json.dumps([store.get(key).decode() for key in hello]))
+        return token
+    while time.monotonic() < until:
+        name = store.get("now").decode()
+        if name != known:
+            store.set(f"{name}/{rank}", token)
+            known = name
+        if store.check([f"{name}/all"]) and token in json.loads(store.get(f"{name}/all")):
+            return name
+        time.sleep(LOOK)
+    raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; are their machines there?")
+
+
 @contextlib.contextmanager
 def processes(timeout: float = TIMEOUT) -> Iterator[World]:
     """The processes that torchrun has started, or this one alone. All but the first are silent meanwhile.
@@ -273,7 +303,7 @@ def processes(timeout: float = TIMEOUT) -> Iterator[World]:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine()))
     shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT)))
-    store = PrefixStore(f"unfog/{next(_times)}", shared)
+    store = PrefixStore(f"unfog/{meeting(shared, rank, size)}", shared)
     with contextlib.ExitStack() as stack:
         if rank > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
