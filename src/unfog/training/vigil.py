@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
@@ -33,19 +33,20 @@ class Sign(NamedTuple):
     """Host and process."""
 
 
-def blamed(signs: Sequence[Sign], silent: Sequence[int], timeout: float) -> str | None:
+def blamed(signs: Sequence[Sign], unheard: Mapping[int, float], timeout: float) -> str | None:
     """Which process the others wait for in vain, and what it was at; None if nothing is wrong.
 
     Args:
         signs: the last one of each.
-        silent: ranks whose signs have been the same for the whole timeout: they are frozen, or cut off.
+        unheard: of each rank, the seconds for which its sign has been the same; they are counted only while somebody
+            waits, from half of the timeout on.
         timeout: seconds that a part of a step may take.
     """
-    lost = [sign for sign in signs if sign.rank in silent]
-    if lost:
-        one = lost[0]
-        return f"rank {one.rank} ({one.where}) has given no sign of life for {timeout:.0f} s; it was {_doing(one)}"
-    late = [sign for sign in signs if sign.phase in STEP and sign.seconds > timeout]
+    late = any(sign.phase in STEP and sign.seconds > timeout for sign in signs)
+    one = max(signs, key=lambda sign: unheard.get(sign.rank, 0.0))
+    silent = unheard.get(one.rank, 0.0)
+    if silent > (timeout / 3 if late else timeout):  # frozen, or cut off
+        return f"rank {one.rank} ({one.where}) has given no sign of life for {silent:.0f} s; it was {_doing(one)}"
     if not late:
         return None
     # Who is behind all others is waited for; the one that is ahead waits.
@@ -67,7 +68,7 @@ class Vigil:
     def __init__(self, rank: int, size: int, store: Store, timeout: float):
         self.rank, self.size, self.timeout = rank, size, timeout
         self._store = store
-        self._interval = min(5.0, timeout / 8)
+        self._interval = min(5.0, timeout / 12)
         self._at = ("starting", -1, time.monotonic())
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last sign's number, and when it was new
@@ -112,8 +113,7 @@ class Vigil:
         for sign in signs:
             if self._seen.get(sign.rank, (0, 0.0))[0] != sign.number:
                 self._seen[sign.rank] = (sign.number, now)
-        silent = [rank for rank, (_, since) in self._seen.items() if now - since > self.timeout]
-        wrong = blamed(signs, silent, self.timeout)
+        wrong = blamed(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
         if wrong is None or self._over.is_set():
             return
         with suppress(OSError):
