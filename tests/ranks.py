@@ -12,8 +12,9 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RunError
 from unfog.models.networks import build_model
 from unfog.models.settings import UNet
-from unfog.training.distributed import ALONE, processes
+from unfog.training.distributed import ALONE
 from unfog.training.loop import Every, train
+from unfog.training.meeting import processes
 from unfog.training.precision import Precision
 from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, PowerEma, Training

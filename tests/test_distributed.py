@@ -19,15 +19,16 @@ from unfog.diffusion.objective import Objective
 from unfog.rows import part_of
 from unfog.runs.folder import RunFolder
 from unfog.runs.launch import earlier_attempt, note_launch
-from unfog.training.distributed import World, device_of
-from unfog.training.loop import passes_of, seed_at
+from unfog.training.distributed import World
+from unfog.training.meeting import device_of
+from unfog.training.passes import passes_of, seed_at
 from unfog.training.vigil import Sign, blamed
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = (
     *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),
     *("--preview.every", -1, "--preview.images", 1, "--sampler.steps", 2, "--log.every", 1, "--evaluate.every", -1),
-    *("--checkpoint.every", 4, "--averages.every", -1, "--device", "cpu"),
+    *("--checkpoint.every", 4, "--averages.every", -1, "--device", "cpu", "--optimizer.schedule", "constant"),
 )
 
 
@@ -223,9 +224,9 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
     os.kill(workers(process)[1], signal.SIGTERM)
     said = output(process)  # 0, as torchrun would start anew what ends with anything else
     assert f"unfog resume {several}" in said
-    stopped = len(rows(several))
-    assert 6 <= stopped < 40
-    assert (several / "checkpoints" / f"{stopped:08d}").is_dir()
+    stopped = max(int(one.name) for one in (several / "checkpoints").glob("[0-9]*"))
+    assert stopped - len(rows(several)) in (0, 1)  # the last log may be due
+    assert 6 <= stopped < 36
     output(launched(3, "resume", several, "--steps", stopped + 4))
     assert alone("resume", several, "--steps", 40).count(str(several)) > 0
     assert largest_difference(weights(tmp_path / "one"), weights(several)) < 1e-4

@@ -30,7 +30,7 @@ CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
 
 def train(words: Sequence[str]) -> int:
     """`unfog train`."""
-    if follows():
+    if follows(words):
         return 0
     config, out = training_asked_for(words)
     from unfog.runs.launch import earlier_attempt
@@ -44,7 +44,7 @@ def train(words: Sequence[str]) -> int:
 
 def train_codec(words: Sequence[str]) -> int:
     """`unfog train-codec`."""
-    if follows():
+    if follows(words):
         return 0
     config, given = asked_for("train-codec", words)
     if "preset" in given.table:
@@ -61,7 +61,7 @@ def train_codec(words: Sequence[str]) -> int:
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
-    if follows():
+    if follows(words):
         return 0
     # The help text shows what RUN has, if it is named already.
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
@@ -91,13 +91,14 @@ def resume(words: Sequence[str]) -> int:
     return ended(folder, done)
 
 
-def follows() -> bool:
-    """Whether this process is one of those that train with another, which it then has done."""
+def follows(words: Sequence[str]) -> bool:
+    """Whether this process is one of those that train with a first one, which it then has done."""
     if os.environ.get("RANK", "0") == "0":
         return False
-    from unfog.runs.follow import follow
+    if not {"--verify", *HELP_FLAGS} & set(words):  # which train nothing
+        from unfog.runs.follow import follow
 
-    follow()
+        follow()
     return True
 
 
@@ -176,7 +177,7 @@ def evaluate(words: Sequence[str]) -> int:
     from unfog.reporting.report import write_report
     from unfog.runs.evaluation import Asked
     from unfog.runs.run import Run
-    from unfog.training.distributed import device_of, is_first
+    from unfog.training.meeting import device_of, is_first
 
     names = {f.name for f in fields(Asked)}
     asked = update(Asked(), {k: v for k, v in vars(request).items() if k in names}, "")  # before weights are read

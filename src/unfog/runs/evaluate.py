@@ -28,7 +28,8 @@ from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.training import checkpoint
-from unfog.training.distributed import World, processes
+from unfog.training.distributed import World
+from unfog.training.meeting import processes
 
 if TYPE_CHECKING:
     from unfog.runs.run import Run

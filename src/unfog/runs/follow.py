@@ -13,8 +13,9 @@ from unfog.errors import RunError
 from unfog.runs.build import augmentation, build_state, every_of, loss_function
 from unfog.runs.choices import choose_device
 from unfog.runs.signals import StopSignals
-from unfog.training.distributed import World, device_of, lost, processes
+from unfog.training.distributed import World, lost
 from unfog.training.loop import train
+from unfog.training.meeting import device_of, processes
 from unfog.training.protocols import Run, Silent
 from unfog.training.state import TrainState
 
@@ -80,7 +81,6 @@ def train_state(config: Config, state: TrainState, stream: ImageStream, run: Run
         RunError: as the loop, or another process is gone.
     """
     world.begin(state.precision.device, config.training.timeout)
-    state.precision.processes = world.size
     # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
     with run.undivided() if world.size > 1 else nullcontext():
         try:

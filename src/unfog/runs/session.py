@@ -60,6 +60,7 @@ class Session:
         require(config.log.sinks)
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
         self.state = build_state(config, device, weights)
+        self.state.precision.processes = world.size
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         looks = CodecLooks if config.autoencoder.factor else Looks
         self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)

@@ -42,7 +42,7 @@ from unfog.runs.session import Session
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint, rotation
 from unfog.training.averages import forget_after
-from unfog.training.distributed import device_of, processes
+from unfog.training.meeting import device_of, processes
 from unfog.training.methods import Custom
 from unfog.training.optim import check_goes_on
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from unfog.errors import Interrupted, RunError, UnfogError
@@ -30,8 +28,6 @@ from unfog.training.memory import is_out_of_memory
 from unfog.training.state import TrainState
 from unfog.training.vigil import Vigil
 
-TIMEOUT = 600.0
-"""Seconds after which one that hangs, or is gone, ends the others."""
 LOOK = 0.05  # seconds between two looks for what others have to say
 
 T = TypeVar("T")
@@ -45,6 +41,11 @@ class World:
         self._store, self._vigil = store, vigil
         self._said = self._met = 0  # messages of the first process, and barriers, so far
         self._begun = False
+
+    @property
+    def own_gpus(self) -> bool:
+        """Whether each process of this machine has a GPU of its own."""
+        return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def begin(self, device: torch.device, timeout: float) -> None:
         """Have tensors go between the processes from here on: by NCCL between GPUs, by gloo otherwise.
@@ -60,7 +61,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # NCCL wants a GPU for each; gloo takes what is there.
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= on_this_machine() else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.own_gpus else "gloo"
         patience = timedelta(seconds=1.5 * timeout + 30)  # so that the vigil, which knows more, speaks first
         group = PrefixStore("group", self._store)
         dist.init_process_group(backend, store=group, rank=self.rank, world_size=self.size, timeout=patience)
@@ -183,19 +184,19 @@ class World:
         self.at("sharing weights")
         for file, of in sent["shapes"].items():
             for name, (shape, dtype) in of.items():
-                # A copy, as on the first process these are the weights themselves, and of any layout.
-                mine = tensors[file][name].detach().clone().contiguous() if self.first else None
-                kind = getattr(torch, dtype.removeprefix("torch."))
-                device = state.precision.device
-                tensor = mine.to(device) if mine is not None else torch.empty(shape, dtype=kind, device=device)
-                dist.broadcast(tensor, 0)
-                tensors.setdefault(file, {})[name] = tensor
+                # In host memory, as the device may have no room for all of it twice.
+                if self.first:
+                    dist.broadcast(tensors[file][name].detach().to("cpu", copy=True).contiguous(), 0)
+                else:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    dist.broadcast(tensor, 0)
+                    tensors.setdefault(file, {})[name] = tensor
         if not self.first:
             state.restore({f: {n: tensors[f][n] for n in of} for f, of in sent["shapes"].items()}, sent["progress"])
 
     def _tell(self, key: str, message: dict[str, Any]) -> None:
         assert self._store is not None
-        self._store.set(key, json.dumps(message))
+        self._store.set(key, json.dumps(message, default=float))
 
     def _heard(self, key: str) -> Any:
         self._wait(key)
@@ -232,88 +233,3 @@ def lost(error: BaseException) -> bool:
     """Whether this is how torch says that another process is gone, or does not answer."""
     said = str(error).lower()
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said)
-
-
-def on_this_machine() -> int:
-    """How many processes torchrun has started here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def launched() -> int:
-    """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first() -> bool:
-    """Whether this is the process that speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def device_of(name: str) -> str:
-    """The device of this process: where several share a machine, each gets a GPU of its own, as far as they go."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is None or launched() == 1 or name.partition(":")[0] not in ("auto", "cuda"):
-        return name
-    if not torch.cuda.is_available():
-        return name
-    return f"cuda:{int(local) % torch.cuda.device_count()}"
-
-
-def meeting(store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> str:
-    """A name that these processes, and no others, have in common: torchrun keeps its store when it restarts them.
-
-    The first one says a name. The others answer under it with a token of their own, until they find that token in the
-    first one's list, so that what an earlier attempt left there misleads nobody.
-
-    Raises:
-        RunError: some are not there in time.
-    """
-    token, until, known = uuid.uuid4().hex, time.monotonic() + timeout, ""
-    if rank == 0:
-        store.set("now", token)
-        hello = [f"{token}/{other}" for other in range(1, size)]
-        while not all(store.check([key]) for key in hello):
-            if time.monotonic() > until:
-                missing = [str(i + 1) for i, key in enumerate(hello) if not store.check([key])]
-                raise RunError(f"rank {', '.join(missing)} did not come within {timeout:.0f} s; is its machine there?")
-            time.sleep(LOOK)
-        store.set(f"{token}/all", json.dumps([store.get(key).decode() for key in hello]))
-        return token
-    while time.monotonic() < until:
-        name = store.get("now").decode()
-        if name != known:
-            store.set(f"{name}/{rank}", token)
-            known = name
-        if store.check([f"{name}/all"]) and token in json.loads(store.get(f"{name}/all")):
-            return name
-        time.sleep(LOOK)
-    raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; are their machines there?")
-
-
-@contextlib.contextmanager
-def processes(timeout: float = TIMEOUT) -> Iterator[World]:
-    """The processes that torchrun has started, or this one alone. All but the first are silent meanwhile.
-
-    Args:
-        timeout: seconds after which one that hangs ends the others.
-    """
-    if launched() == 1:
-        yield ALONE
-        return
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine()))
-    shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT)))
-    store = PrefixStore(f"unfog/{meeting(shared, rank, size)}", shared)
-    with contextlib.ExitStack() as stack:
-        if rank > 0:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        vigil = stack.enter_context(Vigil(rank, size, store, timeout))
-        world = World(rank, size, store, vigil)
-        try:
-            yield world
-        except BaseException as error:
-            world.give_up(error)
-            raise
-        world.barrier()  # the store may live in the first process
-        world.end()

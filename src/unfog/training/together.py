@@ -12,26 +12,13 @@ from torch import Tensor
 from unfog.diffusion.objective import Loss
 from unfog.training.culprit import Culprit
 from unfog.training.distributed import World
+from unfog.training.passes import Pass
 from unfog.training.precision import to_device
 from unfog.training.protocols import Run
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
 
 T = TypeVar("T")
-
-
-class Pass(NamedTuple):
-    """Images that go through the network at once, and those that their randomness is drawn with."""
-
-    first: int
-    images: int
-    drawn_first: int
-    drawn_count: int
-
-    @property
-    def cut(self) -> bool:
-        """Whether it is only a part of what is drawn together."""
-        return self.images != self.drawn_count
 
 
 class Voice(NamedTuple):
