@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from unfog.config.toml import from_toml, to_toml
 from unfog.config.tree import Config
@@ -23,8 +24,15 @@ from unfog.training.state import TrainState
 class Follower(Silent):
     """A run that another process records. A signal that comes here counts there."""
 
-    def __init__(self, stop: StopSignals):
-        self.stop = stop
+    def __init__(self, stop: StopSignals, prepared: Prepared, world: World):
+        self.stop, self.prepared, self.world = stop, prepared, world
+        self.told: set[tuple[str, str]] = set()
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Tell the first process which images of this one's share could not be decoded."""
+        found = {(one.name, one.reason) for one in getattr(self.prepared.train.pixels, "quarantined", [])}
+        self.world.report([list(one) for one in sorted(found - self.told)])
+        self.told |= found
 
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop."""
@@ -64,7 +72,7 @@ def train_along(config: Config, prepared: Prepared, stop: StopSignals, world: Wo
     state = build_state(replace(config, training=replace(config.training, device=str(device))), device)
     stream = ImageStream(prepared.seen.train, config.training.seed)
     try:
-        train_state(config, state, stream, Follower(stop), world)
+        train_state(config, state, stream, Follower(stop, prepared, world), world)
     finally:
         stream.close()
 

@@ -224,8 +224,10 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        for part in (self.prepared.train, self.prepared.held_out):
-            for one in getattr(part.pixels, "quarantined", []):  # of those that are decoded as they come
+        sets = (self.prepared.train, self.prepared.held_out)
+        here = [getattr(part.pixels, "quarantined", []) for part in sets]  # of those that are decoded as they come
+        for found in (*here, [Quarantined(*one) for one in self.world.news()]):
+            for one in found:
                 if one not in self.quarantined:
                     said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
                     self.recorder.warn(step, said)

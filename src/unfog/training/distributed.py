@@ -41,6 +41,7 @@ class World:
         self._store, self._vigil = store, vigil
         self._said = self._met = 0  # messages of the first process, and barriers, so far
         self._begun = False
+        self._sent, self._read = 0, dict[int, int]()  # reports, and those of each other process
 
     @property
     def own_gpus(self) -> bool:
@@ -157,6 +158,21 @@ class World:
     def broadcast(self, value: T) -> T:
         """What the first process gave here; a value that JSON holds."""
         return self.by_first("telling", lambda: value)
+
+    def report(self, news: list[list[str]]) -> None:
+        """Have the first process know something, some time; see `news`."""
+        if self._store is not None and news:
+            self._sent += 1
+            self._store.set(f"news/{self.rank}/{self._sent}", json.dumps(news))
+
+    def news(self) -> list[list[str]]:
+        """For the first process: what the others have reported since the last call."""
+        found: list[list[str]] = []
+        for rank in range(1, self.size if self._store is not None else 1):
+            while self._store is not None and self._store.check([f"news/{rank}/{self._read.get(rank, 0) + 1}"]):
+                self._read[rank] = self._read.get(rank, 0) + 1
+                found += json.loads(self._store.get(f"news/{rank}/{self._read[rank]}"))
+        return found
 
     def give_up(self, error: BaseException) -> None:
         """Let the others know that the first process fails, should they wait for its word."""

@@ -80,9 +80,8 @@ class Together:
         return part, voices[0, 1] if part else None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """The first process records."""
-        if self.world.first:
-            self.run.log(step, images, record)
+        """The first process records; the others may have something to tell it."""
+        self.run.log(step, images, record)
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """The first process records."""
