@@ -12,7 +12,7 @@ from unfog.data.nonleaking import CONDITIONS, Geometry, draw
 from unfog.data.settings import Data
 from unfog.data.warp import warp
 from unfog.errors import RequestError
-from unfog.training.loop import seed_at
+from unfog.training.passes import seed_at
 
 
 def photos(n: int = 4, channels: int = 3, height: int = 16, width: int = 16) -> Tensor:

@@ -41,7 +41,7 @@ from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.runs.verify import verify
 from unfog.training.culprit import find_culprit
-from unfog.training.loop import seed_at
+from unfog.training.passes import seed_at
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
 from unfog.training.state import TrainState

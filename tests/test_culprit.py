@@ -14,7 +14,7 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.training.culprit import Culprit, find_culprit
-from unfog.training.loop import micro_batches, seed_at
+from unfog.training.passes import micro_batches, seed_at
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState

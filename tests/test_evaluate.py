@@ -30,11 +30,11 @@ from unfog.reporting.report import write_report
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import Asked, Evaluation
 from unfog.runs.labels import labels_like
-from unfog.runs.ranks import Ranks
 from unfog.runs.run import Run
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
+from unfog.training.distributed import World
 
 SETTINGS = {
     "network": NETWORK,
@@ -234,7 +234,7 @@ def test_ranks_that_do_not_share_a_folder_are_told(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000000.safetensors", "00000032.safetensors"]
 
 
-class _Alone(Ranks):
+class _Alone(World):
     """One of two, whose partner writes elsewhere."""
 
     def barrier(self) -> None:

@@ -16,7 +16,8 @@ from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
-from unfog.training.loop import Every, micro_batches, seed_at, train
+from unfog.training.loop import Every, train
+from unfog.training.passes import micro_batches, seed_at
 from unfog.training.precision import Precision
 from unfog.training.protocols import Silent
 from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training, learning_rate

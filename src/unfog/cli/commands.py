@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,15 +30,22 @@ CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
 
 def train(words: Sequence[str]) -> int:
     """`unfog train`."""
+    if follows(words):
+        return 0
     config, out = training_asked_for(words)
+    from unfog.runs.launch import earlier_attempt
+    from unfog.runs.train import resume as go_on
     from unfog.runs.train import start
 
-    folder, done = start(config, out)
+    made = earlier_attempt(config.source, out)
+    folder, done = start(config, out) if made is None else go_on(made)
     return ended(folder, done)
 
 
 def train_codec(words: Sequence[str]) -> int:
     """`unfog train-codec`."""
+    if follows(words):
+        return 0
     config, given = asked_for("train-codec", words)
     config = with_codec(config, **{k: v for k, v in given.table.items() if k in CODEC_FLAGS})
     check_codec(config)
@@ -51,6 +59,8 @@ def train_codec(words: Sequence[str]) -> int:
 
 def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
+    if follows(words):
+        return 0
     # The help text shows what RUN has, if it is named already.
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
     shown = Config()
@@ -79,6 +89,17 @@ def resume(words: Sequence[str]) -> int:
     return ended(folder, done)
 
 
+def follows(words: Sequence[str]) -> bool:
+    """Whether this process is one of those that train with a first one, which it then has done."""
+    if os.environ.get("RANK", "0") == "0":
+        return False
+    if not {"--verify", *HELP_FLAGS} & set(words):  # which train nothing
+        from unfog.runs.follow import follow
+
+        follow()
+    return True
+
+
 def ended(folder: RunFolder, done: bool) -> int:
     """Say where everything is and what comes next; the folder itself is the result, on stdout."""
     from unfog.reporting.progress import result, say
@@ -89,7 +110,8 @@ def ended(folder: RunFolder, done: bool) -> int:
         what = "train SOURCE --codec"
     say(f"  next      unfog {what} {shlex.quote(str(folder.path))}")
     result(str(folder.path))
-    return 0 if done else 3
+    # torchrun takes anything but 0 for a failure, after which it would start again what was to stop.
+    return 0 if done or "TORCHELASTIC_RUN_ID" in os.environ else 3
 
 
 def sample(words: Sequence[str]) -> int:
@@ -152,14 +174,14 @@ def evaluate(words: Sequence[str]) -> int:
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
     from unfog.runs.evaluation import Asked
-    from unfog.runs.ranks import device_of, first
     from unfog.runs.run import Run
+    from unfog.training.meeting import device_of, is_first
 
     names = {f.name for f in fields(Asked)}
     asked = update(Asked(), {k: v for k, v in vars(request).items() if k in names}, "")  # before weights are read
     run = Run(request.run, request.weights, request.checkpoint, device_of(request.device), request.best)
     found = run.evaluate(**vars(asked))
-    if first():
+    if is_first():
         result("\n".join(found.lines()))
         write_report(run.path)
     return 0

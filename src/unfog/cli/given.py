@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -52,7 +53,8 @@ def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
     """The settings and the folder that `unfog train` is given. RequestError if they will not do."""
     config, given = asked_for("train", words)
     out = given.table.get("out")
-    check_out(out or next_folder(config.source), config.source)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # else it may be there, and be its own
+        check_out(out or next_folder(config.source), config.source)
     return config, out
 
 

@@ -49,6 +49,8 @@ LONGEST = 1000  # characters of a message
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
     use_what_streams_there_are()
+    if "RANK" in os.environ:  # torch's own warnings, one for each process, on what is meant to be as it is
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

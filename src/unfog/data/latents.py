@@ -28,6 +28,7 @@ from unfog.data.cache import cache_folder, room
 from unfog.data.images import ImageSet
 from unfog.data.packs.journal import BusyError, locked
 from unfog.errors import RequestError, RunError
+from unfog.rows import taken
 
 FORMAT = 1
 IN_MEMORY = 2**30
@@ -243,7 +244,7 @@ class Normalise:
         """
         latents = stored[:, 0]
         if self.flip:
-            mirrored = torch.rand(len(stored), device=stored.device) < 0.5
+            mirrored = taken(len(stored), lambda n: torch.rand(n, device=stored.device)) < 0.5
             latents = torch.where(mirrored.view(-1, 1, 1, 1), stored[:, 1], latents)
         return self.forward(latents), None
 

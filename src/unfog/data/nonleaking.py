@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unfog.data.warp import sides, warp
+from unfog.rows import taken
 
 CONDITIONS = 9
 """Numbers that say what was done to an image."""
@@ -67,10 +68,10 @@ def draw(x: Tensor, p: float) -> Geometry:
     uniform, shifts normal with 1/8 of the side, and, as a change of its own, by whole pixels up to 1/8 of the side.
     """
     count, device = len(x), x.device
-    done = (torch.rand(7, count, device=device) < p).float()
+    done = (taken(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
     done[0] = float(p > 0)
-    even = torch.rand(6, count, device=device)
-    normal = torch.randn(4, count, device=device)
+    even = taken(count, lambda n: torch.rand(6, n, device=device), dim=1)
+    normal = taken(count, lambda n: torch.randn(4, n, device=device), dim=1)
     whole = ((2 * even[2:4].T - 1) * _SHIFT * sides(x)).round() / sides(x)
     direction = 2 * math.pi * even[5]  # twice the angle
     return Geometry(

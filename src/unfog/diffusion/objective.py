@@ -14,6 +14,7 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
+from unfog.rows import taken
 
 VLB_SHARE = 0.001
 """Weight of the variational bound in bits per number beside the squared error (Nichol & Dhariwal 2021, eq. 16)."""
@@ -89,13 +90,13 @@ class Objective:
         """
         importance = None
         if u is None:
-            u = stratified(len(x0), x0.device)
+            u = taken(len(x0), lambda n: stratified(n, x0.device))
             if self.levels is not None and self.diffusion.adaptive:
                 divided = isinstance(self.diffusion.weighting, Uncertainty)
                 u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
-        noise = torch.randn_like(x0) if noise is None else noise
+        noise = taken(len(x0), lambda n: normal_like(x0, n)) if noise is None else noise
         if label is not None and self.label_dropout > 0:
-            hide = torch.rand(len(x0), device=x0.device) < self.label_dropout
+            hide = taken(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
             label = label.masked_fill(hide, self.num_classes)
         logsnr = self.diffusion.schedule(u)
         weight = self.diffusion.weight(logsnr)
@@ -137,6 +138,13 @@ class Objective:
         """Mean squared error [B] of that output; float32 whatever the autocast, as the truth is."""
         truth = self.diffusion.network_target(x0, noise, logsnr)
         return (y[:, : x0.shape[1]] - truth).square().mean((1, 2, 3))
+
+
+def normal_like(x: Tensor, count: int) -> Tensor:
+    """Standard normal noise for `count` images such as these, laid out as they are; of as many, `torch.randn_like`."""
+    if count == len(x):
+        return torch.randn_like(x)
+    return x.new_empty_strided((count, *x.shape[1:]), x.stride()).normal_()
 
 
 def stratified(count: int, device: torch.device) -> Tensor:

@@ -64,10 +64,12 @@ class Settling:
     Measuring runs real training steps on a throwaway network; `stop` ends it early.
     """
 
-    def __init__(self, config: Config, images: ImageSet, device: torch.device, stop: Callable[[], bool]):
+    def __init__(
+        self, config: Config, images: ImageSet, device: torch.device, stop: Callable[[], bool], processes: int = 1
+    ):
         self.config = replace(config, training=replace(config.training, device=str(device)))
         self.choices: list[Choice] = []
-        self._images, self._device, self._stop = images, device, stop
+        self._images, self._device, self._stop, self._processes = images, device, stop, processes
         self._measured: dict[str, float] = {}  # precision -> seconds per step
 
     def everything(self) -> None:
@@ -106,13 +108,13 @@ class Settling:
         Raises:
             RequestError: not even one image fits.
         """
-        training = self.config.training
+        training, share = self.config.training, self._share(self.config)
         if training.microbatch or resuming:
             available = available_memory(self._device)
-            if needed(self.config, self._device, available) < available:
+            if needed(share, self._device, available) < available:
                 return
-        fit = choose_microbatch(self.config, self._device)
-        if fit.microbatch != (training.microbatch or training.batch):
+        fit = choose_microbatch(share, self._device)
+        if fit.microbatch != (share.training.microbatch or share.training.batch):
             self._note("microbatch", fit.microbatch, fit.reason)
             training = replace(training, microbatch=fit.microbatch)
         if fit.checkpointing and not training.checkpointing:
@@ -235,9 +237,15 @@ class Settling:
 
     def _seconds_per_step(self, precision: PrecisionName) -> float:
         if precision not in self._measured:
-            config = replace(self.config, training=replace(self.config.training, precision=precision))
+            config = self._share(replace(self.config, training=replace(self.config.training, precision=precision)))
             self._measured[precision] = seconds_per_step(config, self._images, self._device, self._stop)
         return self._measured[precision]
+
+    def _share(self, config: Config) -> Config:
+        """The settings of what one process does of each batch."""
+        training = config.training
+        batch = -(-training.batch // self._processes)
+        return replace(config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))

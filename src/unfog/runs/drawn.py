@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save
 from unfog.errors import RunError
 from unfog.reporting.figures import Pixels
 from unfog.reporting.records import write_atomic
-from unfog.runs.ranks import Ranks
+from unfog.training.distributed import World
 
 
 class DrawnPictures:
@@ -56,25 +56,25 @@ class DrawnPictures:
         return sum(self._size(start) for start in starts)
 
     def draw(
-        self, draw: Callable[[int, int], Pixels], ranks: Ranks, progress: Callable[[int], None] = lambda done: None
+        self, draw: Callable[[int, int], Pixels], world: World, progress: Callable[[int], None] = lambda done: None
     ) -> None:
         """Draw what is missing, this process every `world`-th chunk; returns when all are there.
 
         Args:
             draw: (first picture, how many) -> uint8 [n, H, W, C].
-            ranks: the processes that share the folder.
+            world: the processes that share the folder.
             progress: told how many of those pictures that were missing are drawn, as far as this process can tell.
 
         Raises:
             RunError: another process writes to another folder, or it cannot be written.
         """
         missing, done = self.missing(), 0
-        ranks.barrier()  # nobody draws before all have looked, or they would divide different lists
-        for start in missing[ranks.rank :: ranks.world]:
+        world.barrier()  # nobody draws before all have looked, or they would divide different lists
+        for start in missing[world.rank :: world.size]:
             self._keep(start, draw(start, self._size(start)))
             done += self._size(start)
-            progress(min(done * ranks.world, self.left_out(missing)))
-        ranks.barrier()
+            progress(min(done * world.size, self.left_out(missing)))
+        world.barrier()
         if left := self.missing():
             raise RunError(
                 f"{self._file(left[0])} is not there, which another process drew; they must share the run folder"

@@ -24,11 +24,12 @@ from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, Asked, Chos
 from unfog.runs.labels import labels_like
 from unfog.runs.measures import forget_drawn, measure_all
 from unfog.runs.measuring import seconds_of
-from unfog.runs.ranks import Ranks, ranks
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.training import checkpoint
+from unfog.training.distributed import World
+from unfog.training.meeting import processes
 
 if TYPE_CHECKING:
     from unfog.runs.run import Run
@@ -49,7 +50,7 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
         RunError: the run folder or the cache cannot be written.
         Interrupted: a stop was requested; what is drawn is kept, and the same call goes on from there.
     """
-    with ranks() as world, StopSignals() as stop:
+    with processes() as world, StopSignals() as stop:
         started = time.monotonic()
         if asked.against is not None:
             checkpoint.find(run.folder.checkpoints, asked.against)  # at once, rather than after drawing
@@ -171,7 +172,7 @@ def drawing_key(run: Run, chosen: Chosen) -> str:
     return hashlib.sha256(repr((FORMAT, settings, drawing.batch)).encode()).hexdigest()[:16]
 
 
-def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: Ranks, stop: StopSignals) -> DrawnPictures | None:
+def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: World, stop: StopSignals) -> DrawnPictures | None:
     """The pictures, drawn as far as they are not there; None if no metric needs any."""
     if all(name in LOSSES for name in chosen.metrics):
         return None
@@ -192,21 +193,21 @@ def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: Ranks, stop: S
     return pictures
 
 
-def tell_cost(run: Run, chosen: Chosen, missing: int, world: Ranks) -> None:
+def tell_cost(run: Run, chosen: Chosen, missing: int, world: World) -> None:
     """Say what drawing and features will take, by a few steps and a few pictures."""
     drawing = chosen.drawing
     few = min(drawing.batch, missing)
     steps = min(TIMED, drawing.sampler.steps)
     trial = replace(drawing, count=few, sampler=replace(drawing.sampler, steps=steps))
     seconds = seconds_of(lambda: draw(run.network, run.config, trial)) / few * drawing.sampler.steps / steps * missing
-    told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.world)}"
+    told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.size)}"
     if chosen.features is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(chosen.reference.pixels[chosen.rows[:50]]))
         each = seconds_of(lambda: chosen.features(pixels).cpu()) / len(pixels)  # type: ignore[misc]
         count = drawing.count + len(chosen.rows)
         told += (
             f", and {chosen.features.name} of them and of {counted(len(chosen.rows), 'real one')} at most "
-            f"{duration(each * count / world.world)}, as it is kept"
+            f"{duration(each * count / world.size)}, as it is kept"
         )
     channels, side = run.config.data.channels, run.config.data.size
     say(f"{told}; they take {size(missing * channels * side * side)} in {run.path / 'evaluations' / 'drawn'}")

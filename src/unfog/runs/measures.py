@@ -26,9 +26,9 @@ from unfog.runs import copies, held_out_metrics
 from unfog.runs.build import build_network, held_out_set
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import LOSSES, Chosen, Evaluation
-from unfog.runs.ranks import Ranks
 from unfog.runs.sampling import picture_grid
 from unfog.training import checkpoint
+from unfog.training.distributed import World
 
 if TYPE_CHECKING:
     from unfog.runs.run import Run
@@ -51,7 +51,7 @@ class Rows:
 
 
 def measure_all(
-    run: Run, chosen: Chosen, prepared: Prepared, pictures: DrawnPictures | None, world: Ranks, out: Path
+    run: Run, chosen: Chosen, prepared: Prepared, pictures: DrawnPictures | None, world: World, out: Path
 ) -> Evaluation:
     """All that was asked for, and whether training images come back; the latter as pictures in `out` as well.
 
@@ -78,7 +78,7 @@ def measure_all(
     return Evaluation(run.checkpoint.step, how, found, searches)
 
 
-def both_features(chosen: Chosen, pictures: DrawnPictures, world: Ranks) -> tuple[Tensor | None, Tensor | None]:
+def both_features(chosen: Chosen, pictures: DrawnPictures, world: World) -> tuple[Tensor | None, Tensor | None]:
     """Features of the real images and of the pictures, each process computing a part; None where none are asked for."""
     features = chosen.features
     if features is None:
@@ -101,7 +101,7 @@ def key_of_real(chosen: Chosen) -> str:
     return f"{chosen.reference.fingerprint} spread"
 
 
-def shared(pixels: PixelSource, features: Features, key: str, world: Ranks, what: str) -> Tensor:
+def shared(pixels: PixelSource, features: Features, key: str, world: World, what: str) -> Tensor:
     """Features of these by all processes, with progress."""
     with Progress(f"{features.name} of {what}", len(pixels)) as progress:
 
@@ -109,7 +109,7 @@ def shared(pixels: PixelSource, features: Features, key: str, world: Ranks, what
             progress.total = total
             progress.update(done)
 
-        return features_of(pixels, features, key, update, world.rank, world.world, world.barrier)
+        return features_of(pixels, features, key, update, world.rank, world.size, world.barrier)
 
 
 def of_pictures(chosen: Chosen, pictures: DrawnPictures, real: Tensor | None, drawn: Tensor | None) -> list[Measured]:

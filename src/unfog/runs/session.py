@@ -20,12 +20,13 @@ from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
-from unfog.runs.build import augmentation, build_state, every_of, held_out_set, loss_function
+from unfog.runs.build import build_state, held_out_set
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
 from unfog.runs.codec_looks import CodecLooks
 from unfog.runs.evaluator import Evaluator
 from unfog.runs.folder import RunFolder
+from unfog.runs.follow import train_state
 from unfog.runs.looks import Looks
 from unfog.runs.pulse import Pulse
 from unfog.runs.saving import Saver
@@ -33,7 +34,8 @@ from unfog.runs.shards import Missing
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
-from unfog.training.loop import Stopwatch, settle, train
+from unfog.training.distributed import ALONE, World
+from unfog.training.loop import Stopwatch, settle
 from unfog.training.memory import at_once
 from unfog.training.state import TrainState
 
@@ -50,13 +52,15 @@ class Session:
         stop: StopSignals,
         pulse: Pulse,
         weights: dict[str, torch.Tensor] | None = None,
+        world: World = ALONE,
     ):
         self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, pulse
+        self.world = world
         config.sampler.visits(config.diffusion.schedule)  # may be refused
         require(config.log.sinks)
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
-        self.augment = augmentation(config)
         self.state = build_state(config, device, weights)
+        self.state.precision.processes = world.size
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         looks = CodecLooks if config.autoencoder.factor else Looks
         self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
@@ -155,17 +159,7 @@ class Session:
 
     def train(self) -> None:
         """Train to the end, or until a stop is requested."""
-        config = self.config
-        train(
-            config.training,
-            config.optimizer,
-            every_of(config, self.state),
-            self.state,
-            self.stream,
-            self.augment,
-            loss_function(config, self.state.levels),
-            self,
-        )
+        train_state(self.config, self.state, self.stream, self, self.world)
 
     def _introduce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
@@ -230,7 +224,7 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        self.missing.tell(self.recorder, step)
+        self.missing.tell(self.recorder, step, self.world.news())
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from unfog.config.tree import Config
@@ -42,10 +42,12 @@ class Missing:
         """Name -> reason of the shards that are given up."""
         return {} if self._shards is None else self._shards.given_up
 
-    def tell(self, recorder: Recorder, step: int) -> None:
-        """Warn of what was not told of yet, and record it."""
-        for part in (self._prepared.train, self._prepared.held_out):
-            for one in self._new(getattr(part.pixels, "quarantined", [])):  # of those that are decoded as they come
+    def tell(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
+        """Warn of what was not told of yet, and record it; also of images (name, reason) that other processes met."""
+        sets = (self._prepared.train, self._prepared.held_out)
+        here = [getattr(part.pixels, "quarantined", []) for part in sets]  # of those that are decoded as they come
+        for found in (*here, [Quarantined(name, reason) for name, reason in elsewhere]):
+            for one in self._new(found):
                 said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
                 recorder.warn(step, said)
                 recorder.event("quarantined", step, image=one.name, reason=one.reason)

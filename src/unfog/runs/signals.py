@@ -36,13 +36,15 @@ _Handler = Callable[[int, FrameType | None], None]
 class StopSignals:
     """A context in which a signal is a request to stop; `stop = StopSignals()`, then `stop()` tells whether one came.
 
-    `saves`: whether what is then at an end is saved, as a person is told.
+    `saves`: whether what is then at an end is saved, as a person is told; `quiet`: nobody is told, as another process
+    does.
 
     In the main thread only, since Python delivers signals nowhere else; in another one, and for what the platform
     does not have, `request` and asking are what is left.
     """
 
-    def __init__(self, saves: bool = True) -> None:
+    def __init__(self, saves: bool = True, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._ending = "ending here and saving" if saves else "ending here"
         self.received: str | None = None
         """What requested the stop: "SIGTERM", "STOP file", …; None: nothing did."""
@@ -74,7 +76,7 @@ class StopSignals:
         """Stop as a first signal does, in a word or two of why; from any thread. Nothing if requested before."""
         if self.received is None:
             self._begin(why)
-            _say(f"{why}: {self._ending}")
+            self._tell(f"{why}: {self._ending}")
 
     def undivided(self) -> AbstractContextManager[None]:
         """A context that the alarm does not cut through but waits for; for the main thread; costs a microsecond."""
@@ -108,6 +110,10 @@ class StopSignals:
         finally:
             self._alarm.give_back()
 
+    def _tell(self, text: str) -> None:
+        if not self._quiet:
+            _say(text)
+
     def _begin(self, why: str) -> None:
         # Signals and threads may come in between: at worst two both begin, and one of them is named.
         self.received = why
@@ -125,7 +131,7 @@ class StopSignals:
             name = signal.Signals(number).name
             if self.received is None:
                 self._begin(name)
-            _say(f"{name}: {self._ending}; once more to leave at once")
+            self._tell(f"{name}: {self._ending}; once more to leave at once")
             return
         # A person who insists presses Ctrl-C again. Anything else this soon is the same request on another way.
         insisted = number == signal.SIGINT and self._interrupts > 1

@@ -32,8 +32,10 @@ from unfog.runs.codec_looks import finish_codec
 from unfog.runs.data_record import DATA_FILE, write_data_record
 from unfog.runs.disk import forecast
 from unfog.runs.folder import RunFolder, next_folder, printable
+from unfog.runs.follow import lead
 from unfog.runs.initial import read_weights, seen_alike
 from unfog.runs.latents import fitted, with_latents
+from unfog.runs.launch import note_launch
 from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
@@ -42,6 +44,7 @@ from unfog.runs.signals import StopSignals
 from unfog.runs.tuned import without_tuned
 from unfog.training import checkpoint, rotation
 from unfog.training.averages import forget_after
+from unfog.training.meeting import device_of, processes
 from unfog.training.methods import Custom
 from unfog.training.optim import check_goes_on
 
@@ -62,29 +65,32 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     check_request(config)
     tell_of_foreign_code(config)
     folder = RunFolder(out or next_folder(config.source))
-    device = choose_device(config.training.device)
+    device = choose_device(device_of(config.training.device))
     if config.evaluate.metrics:  # what is not there is missed at once, rather than after reading images
         open_features(config.evaluate.features, device, only_known=True)
     with (
+        processes(config.training.timeout) as world,
         StopSignals() as stop,
         folder.reserved(config.source),
         Pulse(folder.path, stop, silent=True) as pulse,
     ):
         prepared, config = load_images(seen_alike(config), stop)
         initial = read_weights(config) if config.init.folder else None
-        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop)
+        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop, world.size)
         settling.everything()
         settle_metrics(settling, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
         if config.codec:
             settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
-        session = Session(folder, settling.config, prepared, device, stop, pulse, initial and initial.state)
+        session = Session(folder, settling.config, prepared, device, stop, pulse, initial and initial.state, world)
         room = forecast(
             folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.averages
         )
         say(f"  {room}")
+        note_launch(folder)
         folder.write_config(settling.config)
         folder.checkpoints.mkdir()
+        lead(world, settling.config)
         pulse.silent = False
         record_data(session)
         findings = [*glance(prepared, session.config), *examined(session, device)]
@@ -109,8 +115,9 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     check_request(config)
     tell_of_foreign_code(config)
     check_still_there(config.source)
-    device = choose_device(config.training.device)
-    with folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
+    device = choose_device(device_of(config.training.device))
+    timeout = config.training.timeout
+    with processes(timeout) as world, folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
         saved, broken = where_to_go_on(folder)
         # What trained it so far, whatever has been written into RUN/config.toml since.
         trained = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
@@ -121,15 +128,16 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
-        settling = settled_again(config, prepared, device, saved, stop)
+        settling = settled_again(config, prepared, device, saved, stop, world.size)
         if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
+            lead(world, None)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             return folder, True
         if config.codec:
             settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
         # Of a run that has saved nothing yet.
         weights = read_weights(settling.config).state if config.init.folder and saved is None else None
-        session = Session(folder, settling.config, prepared, device, stop, pulse, weights)
+        session = Session(folder, settling.config, prepared, device, stop, pulse, weights, world)
         changes = without_tuned(check_changes(trained, settling.config, force), folder, settling.config.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluator.rehearse()  # what would fail at the next evaluation fails now
@@ -137,6 +145,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         clear_away(folder, saved, broken)
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
+        lead(world, settling.config, lost_shards(saved))
         findings = examined(session, device)
         done = session.run(settling.choices, findings, saved, changes)
         return folder, ended(folder, done, settling.config)
@@ -156,10 +165,15 @@ def check_still_there(source: str) -> None:
 
 
 def settled_again(
-    config: Config, prepared: Prepared, device: torch.device, saved: checkpoint.Saved | None, stop: StopSignals
+    config: Config,
+    prepared: Prepared,
+    device: torch.device,
+    saved: checkpoint.Saved | None,
+    stop: StopSignals,
+    processes: int,
 ) -> Settling:
     """What a change may have left open, such as the length, settled for a run that goes on from `saved`."""
-    settling = Settling(config, prepared.seen.train, device, stop)
+    settling = Settling(config, prepared.seen.train, device, stop, processes)
     settling.learning_rate()
     settling.microbatch(resuming=True)
     settling.precision()

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RunError
+from unfog.rows import part_of
 from unfog.training.averages import spacing
-from unfog.training.culprit import find_culprit
+from unfog.training.culprit import Culprit, find_culprit
+from unfog.training.distributed import ALONE, World
 from unfog.training.memory import at_once, within_memory
-from unfog.training.noise_scale import squared_norm
+from unfog.training.passes import Pass, drawn_at_once, gradient, passes_of, seed_at, seeded
+from unfog.training.precision import to_device
 from unfog.training.protocols import Augmentation, LossFunction, Run, Stream
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
+from unfog.training.together import Together
 
 
 class Every(NamedTuple):
@@ -56,11 +60,13 @@ def train(
     augment: Augmentation,
     loss_function: LossFunction,
     run: Run,
+    world: World = ALONE,
 ) -> None:
     """Advance `state` until `settings.images` images are seen, or a stop is requested.
 
     `state` is all that a resume needs: the order of images is a function of (seed, seen) and so is all randomness, so
-    a run that was interrupted ends bit-identical to one that was not, wherever that was.
+    a run that was interrupted ends bit-identical to one that was not, wherever that was. Where there are several
+    processes, each calls this with the first one's state, and has the same one at each step.
 
     Raises:
         RunError: it diverged again after `settings.rollbacks` roll-backs; the last good weights are saved.
@@ -69,18 +75,25 @@ def train(
     steps = settings.images // batch_size
     stopwatch = Stopwatch()
     state.model.train()
+    network = world.wrapped(state.model)
+    together = Together(run, world) if world.size > 1 else None
+    run = together or run
 
-    def forward(first: int, count: int) -> Loss:
-        """Loss of the images at these positions, always the same for the same weights."""
+    def forward(one: Pass, network: nn.Module) -> Loss:
+        """Loss of the images of a pass, always the same for the same weights."""
+        world.at("data", state.seen // batch_size)
         started = time.perf_counter()
-        batch = stream.batch(first, count)
+        batch = stream.batch(one.first, one.images)
         stopwatch.data_wait += time.perf_counter() - started
         pixels = to_device(batch.pixels, device)
         label = None if batch.label is None else to_device(batch.label, device)
-        seed_at(settings.seed, first)
-        x0, condition = augment(pixels)
-        with state.precision.autocast():
-            return loss_function(state.model, x0, label, condition)
+        world.at("forward", state.seen // batch_size)
+        seed_at(settings.seed, one.drawn_first)
+        with part_of(one.first - one.drawn_first, one.drawn_count) if one.cut else nullcontext():
+            x0, condition = augment(pixels)
+            called = seeded(network, settings.seed, one.first) if one.cut else network
+            with state.precision.autocast():
+                return loss_function(called, x0, label, condition)
 
     why = "it was stopped while in trouble"  # of a roll-back
     try:
@@ -94,7 +107,10 @@ def train(
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
             step = state.seen // batch_size
-            passes, losses, part_square = within_memory(settings, state, run, partial(gradient, forward))
+            # Alone, whatever memory suffices for; several stay with what they began the step with, and agree after it.
+            drawn = drawn_at_once(settings, state) if together is not None else None
+            attempt = partial(gradient, forward, network, world, drawn)
+            passes, losses, part_square = within_memory(settings, state, run, attempt, world.size)
 
             # 2. One update, or none, and everything that counts it.
             with run.undivided():
@@ -102,12 +118,20 @@ def train(
                 for group in state.optimizer.param_groups:
                     group["lr"] = lr
                 norm = state.precision.gradient_norm(state.optimizer)
+                part = passes[0].images
+                if together is None:
+                    verdict = torch.stack([norm, relative_loss(losses)])
+                else:
+                    losses, norm, voices = together.agreed(state, settings, passes, losses, norm, part_square)
+                    verdict = torch.cat([torch.stack([norm, relative_loss(losses)]), voices.flatten()])
                 # The loop's only wait for the device between logs.
-                size, relative = torch.stack([norm, relative_loss(losses)]).tolist()
+                size, relative, *said = verdict.tolist()
+                if together is not None:
+                    part, part_square = together.heard(said, voices, state)
                 accepted = math.isfinite(size) and math.isfinite(relative)
                 if accepted and part_square is not None:
                     part_square = part_square / state.precision.scale**2
-                    state.window.noise.add(part_square, passes[0][1], norm.square(), batch_size)
+                    state.window.noise.add(part_square, part, norm.square(), batch_size)
                 overflow = not accepted and math.isfinite(relative) and state.precision.may_overflow
                 state.precision.update(state.optimizer, settings.clip, norm, accepted)
                 state.optimizer.zero_grad(set_to_none=True)
@@ -123,7 +147,7 @@ def train(
             # 3. Whether it was refused, and what a person or a job manager wants to know or to have.
             if not accepted and not overflow:
                 with stopwatch.paused():
-                    why = refuse(settings, state, run, size, forward, passes)
+                    why = refuse(settings, state, run, size, forward, world)
             if run.save_requested() and "save" not in state.due:
                 state.due.append("save")
             run.advance(step + 1)
@@ -132,37 +156,13 @@ def train(
         state.optimizer.zero_grad(set_to_none=True)
 
 
-def gradient(
-    forward: Callable[[int, int], Loss], settings: Training, state: TrainState, run: Run
-) -> tuple[list[tuple[int, int]], list[Loss], Tensor | None]:
-    """Leave the gradient of the mean loss over the next batch in the parameters.
-
-    Returns:
-        The micro-batches as (first position, count), the losses of each, and where there are several the squared norm
-        of the first one's gradient, a 0-d tensor, for the noise scale.
-    """
-    passes = list(micro_batches(state.seen, settings.batch, at_once(settings, state)))
-    losses, part_square = [], None
-    for first, count in passes:
-        if run.stop_requested():
-            raise Interrupted  # half a batch is no loss: its randomness is a function of the position
-        loss = forward(first, count)
-        # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also when
-        # the last pass is smaller.
-        state.precision.backward(loss.per_image.sum() / settings.batch)
-        losses.append(loss.detached())
-        if len(losses) == 1 < len(passes):
-            part_square = squared_norm(state.optimizer)
-    return passes, losses, part_square
-
-
 def refuse(
     settings: Training,
     state: TrainState,
     run: Run,
     norm: float,
-    forward: Callable[[int, int], Loss],
-    passes: list[tuple[int, int]],
+    forward: Callable[[Pass, nn.Module], Loss],
+    world: World,
 ) -> str:
     """Have a refused step recorded, the first of several in a row with the culprit. Returns what is wrong.
 
@@ -170,7 +170,15 @@ def refuse(
     """
     culprit = None
     try:
-        culprit = find_culprit(state, forward, passes) if state.guard.refused == 1 else None
+        if state.guard.refused == 1:
+            whole = range(state.seen - settings.batch, state.seen)
+            parts = passes_of(whole[0], settings.batch, drawn_at_once(settings, state), whole, at_once(settings, state))
+            passes = {one[:2]: one for one in parts}
+
+            def again(first: int, count: int) -> Loss:
+                return forward(passes[first, count], state.model)
+
+            culprit = Culprit(*world.by_first("replay", lambda: find_culprit(state, again, list(passes))))
     except Interrupted:
         run.refused(state, norm, None)  # the step is behind us, so nobody would say it later
         raise
@@ -246,28 +254,6 @@ class Stopwatch:
         self.busy += time.perf_counter() - self.mark
         yield
         self.mark = time.perf_counter()
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def seed_at(seed: int, position: int) -> None:
-    """Seed every generator from a position in the stream, so that randomness needs no saved state.
-
-    SplitMix64's finaliser keeps neighbouring positions from giving related seeds (Steele et al. 2014).
-    """
-    z = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    torch.manual_seed((z ^ (z >> 31)) % 2**63)
-
-
-def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int, int]]:
-    """(first position, count) of each pass over one batch; the last may be smaller."""
-    for start in range(first, first + batch, microbatch):
-        yield start, min(microbatch, first + batch - start)
 
 
 def relative_loss(losses: list[Loss]) -> Tensor:

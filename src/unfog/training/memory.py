@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(
-    settings: Training, state: TrainState, run: Run, attempt: Callable[[Training, TrainState, Run], T]
+    settings: Training, state: TrainState, run: Run, attempt: Callable[[Training, TrainState, Run], T], size: int = 1
 ) -> T:
     """What `attempt` gives; made again with fewer images at once each time that memory does not suffice.
 
@@ -46,12 +46,15 @@ def within_memory(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shrink(settings, state, run, error)  # the tensors that it still refers to go with it, right after this
+            shrink(
+                settings, state, run, error, size
+            )  # the tensors that it still refers to go with it, right after this
 
 
-def shrink(settings: Training, state: TrainState, run: Run, error: Exception) -> None:
-    """Halve what goes through the network at once; a single image gets gradient checkpointing instead."""
-    now = at_once(settings, state)
+def shrink(settings: Training, state: TrainState, run: Run, error: Exception, size: int = 1) -> None:
+    """Halve what goes through the network at once, in one of `size` processes; a single image gets gradient
+    checkpointing instead."""
+    now = min(at_once(settings, state), -(-settings.batch // size))
     with run.undivided():
         state.optimizer.zero_grad(set_to_none=True)
         if now > 1:

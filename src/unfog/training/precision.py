@@ -19,6 +19,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device):
         self.name = name
         self.device = device
+        self.processes = 1  # that compute together
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -60,11 +61,19 @@ class Precision:
 
     def machine(self) -> str:
         """What computes, in words: where they are the same, results are the same to the bit."""
+        others = f" in {self.processes} processes" if self.processes > 1 else ""
         if self.device.type == "cuda":
             name, cudnn = torch.cuda.get_device_name(self.device), torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-            return f"torch {torch.__version__} with cuDNN {cudnn} on {name}"
+            return f"torch {torch.__version__} with cuDNN {cudnn} on {name}{others}"
         kind = torch.backends.cpu.get_cpu_capability()
-        return f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads"
+        return (
+            f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads{others}"
+        )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def native_precision(device: torch.device) -> PrecisionName:

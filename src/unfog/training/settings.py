@@ -27,6 +27,8 @@ class Training:
     """Images for one optimiser step. Short: --batch."""
     microbatch: int = 0
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch. Short: --microbatch."""
+    noise: Literal["microbatch", "batch"] = "microbatch"
+    """Whether noise is drawn by micro-batch, or for the whole batch: then it is the same however many go at once."""
     clip: float = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
     precision: PrecisionName = "auto"
@@ -41,6 +43,8 @@ class Training:
     """Times that a run may go back to its last good weights, with half the learning rate, before it stops."""
     grace: float = 30.0
     """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
+    timeout: float = 600.0
+    """Seconds that processes which train together wait for one that hangs before they end."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, for a third to a half less memory at the peak."""
     compile: bool = False
@@ -51,6 +55,8 @@ class Training:
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} = {getattr(self, name)} must not be negative")
         at_least_one("patience", self.patience)
+        if not 1 <= self.timeout <= 10**6:
+            raise RequestError(f"timeout = {self.timeout} must be from 1 to 1000000 seconds; 600 is usual")
         if not (self.rollbacks >= 0 and self.grace >= 0):
             raise RequestError(f"rollbacks = {self.rollbacks} and grace = {self.grace} must not be negative")
         if not 0 <= self.seed < 2**63:

@@ -251,6 +251,16 @@ class TrainState:
         self.pure = saved.get("averages") == self.widths
         self._load_scaler(saved)
 
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], saved: dict[str, Any]) -> None:
+        """Take over the `tensors` and the `progress` of another process's state. ValueError if they do not fit."""
+        self.model.load_state_dict(tensors["model"])
+        for average, file in ((self.ema, "ema"), (self.second, "ema2")):
+            if average is not None:
+                with average.swapped_into(self.model):
+                    self.model.load_state_dict(tensors[file])
+        self.load_moments(dict(tensors["optimizer"]), saved)
+        self.load_progress(saved)
+
     def go_back(self, saved: dict[str, Any]) -> None:
         """After the tensors of an earlier state were loaded: take over what belongs to them.
 

@@ -1,0 +1,123 @@
+"""The processes of a run besides the first one: they train with it, and leave all else to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from unfog.config.toml import from_toml, to_toml
+from unfog.config.tree import Config
+from unfog.data.images import Prepared
+from unfog.data.stream import ImageStream
+from unfog.errors import RunError
+from unfog.runs.build import augmentation, build_state, every_of, loss_function
+from unfog.runs.choices import choose_device
+from unfog.runs.signals import StopSignals
+from unfog.training.distributed import World, lost
+from unfog.training.loop import train
+from unfog.training.meeting import device_of, processes
+from unfog.training.protocols import Run, Silent
+from unfog.training.state import TrainState
+
+
+class Follower(Silent):
+    """A run that another process records. A signal that comes here counts there."""
+
+    def __init__(self, stop: StopSignals, prepared: Prepared, world: World):
+        self.stop, self.prepared, self.world = stop, prepared, world
+        self.told: set[tuple[str, str]] = set()
+
+    def log(self, step: int, images: int, record: dict[str, Any]) -> None:
+        """Tell the first process which images of this one's share could not be decoded."""
+        found = {(one.name, one.reason) for one in getattr(self.prepared.train.pixels, "quarantined", [])}
+        self.world.report([list(one) for one in sorted(found - self.told)])
+        self.told |= found
+
+    def stop_requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.stop()
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """A stretch that a stop waits for."""
+        return self.stop.undivided()
+
+
+def follow() -> None:
+    """Be one of the processes besides the first, to the end of the run or of this session.
+
+    Raises:
+        RunError: the first process failed, or the images here are other ones.
+    """
+    from unfog.runs.train import load_images  # which trains
+
+    with processes() as world:
+        nothing: dict[str, Any] = {}
+        told = world.broadcast(nothing)
+        if not told:
+            return
+        config = from_toml(told["config"], Config())
+        with StopSignals(quiet=True) as stop:
+            prepared, found = load_images(config, stop, lost=told["lost"])
+            if found.fingerprint != config.fingerprint:
+                raise RunError(
+                    f"rank {world.rank} finds other images in {config.source} than rank 0 does; each machine needs the "
+                    "same ones there"
+                )
+            train_along(config, prepared, stop, world)
+
+
+def train_along(config: Config, prepared: Prepared, stop: StopSignals, world: World) -> None:
+    """Train what the first process trains, whose state comes from there."""
+    device = choose_device(device_of(config.training.device))
+    state = build_state(replace(config, training=replace(config.training, device=str(device))), device)
+    stream = ImageStream(prepared.seen.train, config.training.seed)
+    try:
+        train_state(config, state, stream, Follower(stop, prepared, world), world)
+    finally:
+        stream.close()
+
+
+def lead(world: World, config: Config | None, given_up: Mapping[str, str] | None = None) -> None:
+    """Tell the other processes what is trained.
+
+    Args:
+        config: settled settings; None, if there is nothing to do.
+        given_up: as of `shards.lost_shards`, the shards that the run had gone on without.
+    """
+    told = None if given_up is None else dict(given_up)
+    world.broadcast({} if config is None else {"config": to_toml(config), "lost": told})
+
+
+def train_state(config: Config, state: TrainState, stream: ImageStream, run: Run, world: World) -> None:
+    """Train from where the first process is, to the end or until one of them is asked to stop.
+
+    Raises:
+        RunError: as the loop, or another process is gone.
+    """
+    world.begin(state.precision.device, config.training.timeout)
+    # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
+    with run.undivided() if world.size > 1 else nullcontext():
+        try:
+            world.alike(state)
+            if world.size > 1 and (own := world.share(0, config.training.batch)):
+                stream.share(own.start, len(own), config.training.batch, state.seen)  # read ahead no other's images
+            train(
+                config.training,
+                config.optimizer,
+                every_of(config, state),
+                state,
+                stream,
+                augmentation(config),
+                loss_function(config, state.levels),
+                run,
+                world,
+            )
+        except RuntimeError as error:
+            if world.size == 1 or not lost(error):
+                raise
+            raise RunError(
+                f"rank {world.rank} has lost another process, which ended or does not answer; unfog resume goes on "
+                f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
+            ) from error

@@ -1,0 +1,121 @@
+"""One step's forward and backward passes: which images go through the network together, and by which random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from unfog.diffusion.objective import Loss
+from unfog.errors import Interrupted
+from unfog.training.distributed import World
+from unfog.training.memory import at_once
+from unfog.training.noise_scale import squared_norm
+from unfog.training.protocols import Run
+from unfog.training.settings import Training
+from unfog.training.state import TrainState
+
+OWN = 0x5EED
+"""What the seed of a part differs by from that of what it was drawn with."""
+
+
+class Pass(NamedTuple):
+    """Images that go through the network at once, and those that their randomness is drawn with."""
+
+    first: int
+    images: int
+    drawn_first: int
+    drawn_count: int
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is only a part of what is drawn together."""
+        return self.images != self.drawn_count
+
+
+def gradient(
+    forward: Callable[[Pass, nn.Module], Loss],
+    network: nn.Module,
+    world: World,
+    drawn: int | None,
+    settings: Training,
+    state: TrainState,
+    run: Run,
+) -> tuple[list[Pass], list[Loss], Tensor | None]:
+    """Leave the gradient of the mean loss over the next batch in the parameters.
+
+    Args:
+        network: the one of `state`, as `World.wrapped` gives it.
+        drawn: images whose randomness is drawn together; None as settings and memory say.
+
+    Returns:
+        What went through the network here, the losses of each pass, and where there were several the squared norm of
+        the first one's gradient, a 0-d tensor, for the noise scale.
+    """
+    share, drawn = world.share(state.seen, settings.batch), drawn or drawn_at_once(settings, state)
+    passes = list(passes_of(state.seen, settings.batch, drawn, share, at_once(settings, state)))
+    # Whoever has no share, as there are more processes than images, takes part without adding anything.
+    weight = 1.0 if passes else 0.0
+    passes = passes or [Pass(state.seen, 1, state.seen, min(drawn, settings.batch))]
+    losses: list[Loss] = []
+    part_square = None
+    for one in passes:
+        if run.stop_requested():
+            raise Interrupted  # half a batch is no loss: its randomness is a function of the position
+        with world.accumulating(network, more=len(losses) + 1 < len(passes)):
+            loss = forward(one, network)
+            world.at("backward", state.seen // settings.batch)
+            # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also
+            # when the last pass is smaller. The wrapper divides by the number of processes, so multiply by it.
+            mean = loss.per_image.sum() / settings.batch
+            with world.reducing(last=len(losses) + 1 == len(passes)):
+                state.precision.backward(mean if world.size == 1 else mean * (weight * world.size))
+        losses.append(loss.detached())
+        if len(losses) == 1 < len(passes):
+            part_square = squared_norm(state.optimizer) / world.size**2
+    return passes, losses, part_square
+
+
+def passes_of(first: int, batch: int, drawn: int, share: range, most: int) -> Iterator[Pass]:
+    """The passes over the positions `share` of a batch that is drawn for `drawn` images at once, `most` at a time."""
+    for drawn_first, drawn_count in micro_batches(first, batch, drawn):
+        start, stop = max(drawn_first, share.start), min(drawn_first + drawn_count, share.stop)
+        for place, count in micro_batches(start, stop - start, most):
+            yield Pass(place, count, drawn_first, drawn_count)
+
+
+def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int, int]]:
+    """(first position, count) of each pass over one batch; the last may be smaller."""
+    for start in range(first, first + batch, microbatch):
+        yield start, min(microbatch, first + batch - start)
+
+
+def drawn_at_once(settings: Training, state: TrainState) -> int:
+    """Images whose randomness is drawn together: those of a micro-batch of one process, or the whole batch."""
+    return settings.batch if settings.noise == "batch" else at_once(settings, state)
+
+
+def seed_at(seed: int, position: int) -> None:
+    """Seed every generator from a position in the stream, so that randomness needs no saved state.
+
+    SplitMix64's finaliser keeps neighbouring positions from giving related seeds (Steele et al. 2014).
+    """
+    z = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    torch.manual_seed((z ^ (z >> 31)) % 2**63)
+
+
+def seeded(network: nn.Module, seed: int, first: int) -> nn.Module:
+    """The network with randomness of its own (dropout), for a part of what is drawn together.
+
+    As a part cannot be had of what it draws, and parts that began alike would all draw the same.
+    """
+
+    def call(*inputs: Tensor | None) -> Any:
+        seed_at(seed ^ OWN, first)
+        return network(*inputs)
+
+    return cast(nn.Module, call)

@@ -1,0 +1,212 @@
+"""What `test_distributed` has torchrun start: the loop on several processes, against the loop on one, as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from unfog.data.augment import Augment
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective
+from unfog.errors import RunError
+from unfog.models.networks import build_model
+from unfog.models.settings import UNet
+from unfog.training.distributed import ALONE
+from unfog.training.loop import Every, train
+from unfog.training.meeting import processes
+from unfog.training.precision import Precision
+from unfog.training.protocols import Silent
+from unfog.training.settings import Optimizer, PowerEma, Training
+from unfog.training.state import TrainState
+
+CPU = torch.device("cpu")
+TINY = UNet(channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8)
+DROPOUT = UNet(
+    channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.2
+)
+OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction
+EVERY = Every(log=1, preview=0, evaluate=0, checkpoint=0)
+
+
+class Images:
+    """A stream of forty fixed images."""
+
+    def __init__(self):
+        self.all = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+    def batch(self, first, size):
+        index = torch.arange(first, first + size) % 40
+        return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
+
+
+class Diary(Silent):
+    """Keeps the losses; goes back to what it kept at the beginning."""
+
+    def __init__(self, into, stop_at=None):
+        self.rows, self.refusals, self.shrinks, self.backs = [], [], 0, 0
+        self.into, self.stop_at = into, stop_at
+        self.good = [p.detach().clone() for p in into.model.parameters()]
+
+    def log(self, step, images, record):
+        self.rows.append({k: record[k] for k in ("loss", "gradient_norm", "noise_scale") if k in record})
+
+    def stop_requested(self):
+        return self.stop_at is not None and self.into.seen >= self.stop_at
+
+    def refused(self, state, norm, culprit):
+        self.refusals.append(None if culprit is None else [culprit.phase, list(culprit.images)])
+
+    def shrunk(self, state):
+        self.shrinks += 1
+
+    def roll_back(self, state, reason):
+        self.backs += 1
+        with torch.no_grad():
+            for p, good in zip(state.model.parameters(), self.good):
+                p.copy_(good)
+        guard = {**state.guard.to_dict(), "recent": []}
+        state.go_back({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
+
+
+def state(architecture, precision="fp32"):
+    torch.manual_seed(0)
+    model = build_model(architecture, 1, 3, 9, None)
+    with torch.no_grad():  # much begins at zero, where nothing would depend on anything
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape))
+    return TrainState(model, OPTIMIZER, PowerEma(), Precision(precision, CPU))
+
+
+def trained(
+    world, architecture=TINY, batch=8, steps=4, around=None, stop_at=None, precision="fp32", adaptive=0.0, **settings
+):
+    into = state(architecture, precision)
+    diary = Diary(into, stop_at)
+    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, into.levels)
+    loss = objective if around is None else around(objective, into, world)
+    chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
+    train(chosen, OPTIMIZER, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
+    return into, diary
+
+
+def tensors(of):
+    return [t for part in of.tensors().values() for t in part.values()]
+
+
+def difference(a, b):
+    """Largest difference of weights and averages, and of what was logged, relative to its size."""
+    apart = max(float((x.float() - y.float()).abs().max()) for x, y in zip(tensors(a[0]), tensors(b[0]), strict=True))
+    pairs = [(r[k], s[k]) for r, s in zip(a[1].rows, b[1].rows, strict=True) for k in r.keys() & s.keys()]
+    logged = max(abs(x - y) / abs(x) for x, y in pairs)
+    return {"weights": apart, "logged": logged, "rows": len(a[1].rows)}
+
+
+def alike(world, of):
+    """Whether every process has the same bits."""
+    mine = torch.cat([t.flatten().float() for t in tensors(of)])
+    least, most = world.total(-mine.clone()), world.total(mine.clone())
+    return bool(torch.equal(-least, most) and torch.equal(most, mine * world.size)) and of.seen
+
+
+def equal(world, alone=None, **settings):
+    """Several processes against one, and against themselves."""
+    several = trained(world, **settings)
+    one = trained(ALONE, **(settings if alone is None else {**settings, **alone}))
+    same = alike(world, several[0])
+    again = trained(world, **settings)
+    repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(again[0]), strict=True))
+    # Only the first of them keeps a diary.
+    return (difference(one, several) | {"same": same, "repeated": repeated}) if world.first else None
+
+
+def short_of_memory(objective, into, world):
+    """The last process cannot take more than one image at a time from the second step on."""
+
+    def loss(network, x0, label, condition):
+        if world.rank == world.size - 1 and into.seen >= 8 and len(x0) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return objective(network, x0, label, condition)
+
+    return loss
+
+
+def sick(objective, into, world):
+    """The last image of the second step has a loss that is not finite, which is replayed when that is refused."""
+
+    def loss(network, x0, label, condition):
+        found = objective(network, x0, label, condition)
+        last = into.seen == 8 and world.rank == world.size - 1
+        if last or len(x0) == 8:  # of which only a replay has so many
+            found = found._replace(per_image=found.per_image.index_fill(0, torch.tensor([len(x0) - 1]), torch.nan))
+        return found
+
+    return loss
+
+
+def refuses(world):
+    """One step is refused by all, for the image of one of them."""
+    into, diary = trained(world, around=sick)
+    return {"refusals": diary.refusals, "updates": into.updates, "same": alike(world, into)}
+
+
+def stops(world):
+    """The last process alone is asked to stop after the third step."""
+    into, _ = trained(world, steps=9, stop_at=24 if world.rank == world.size - 1 else None)
+    return {"seen": into.seen, "same": alike(world, into)}
+
+
+def diverges(world):
+    """Every step is out of bounds, so that all go back, and give up alike."""
+
+    def around(objective, into, _world):
+        def loss(network, x0, label, condition):
+            found = objective(network, x0, label, condition)
+            return found._replace(error=found.per_image.detach() * 1e3)
+
+        return loss
+
+    try:
+        into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2)
+    except RunError as error:
+        return str(error)[:40]
+    return [into.guard.roll_backs, diary.backs]
+
+
+def memory(world):
+    into, diary = trained(world, around=short_of_memory)
+    return {
+        "microbatch": into.microbatch,
+        "shrinks": diary.shrinks,
+        "same": alike(world, into),
+        "rows": len(diary.rows),
+    }
+
+
+CASES = {
+    "plain": equal,
+    "uneven": lambda w: equal(w, batch=10, microbatch=3),
+    "few": lambda w: equal(w, batch=1, steps=6),
+    "adaptive": lambda w: equal(w, adaptive=0.5),
+    "accumulated": lambda w: equal(w, microbatch=2, noise="batch", alone={"microbatch": 0}),
+    "dropout": lambda w: equal(w, architecture=DROPOUT, microbatch=8 // w.size),
+    "bf16": lambda w: equal(w, precision="bf16"),
+    "stops": stops,
+    "refuses": refuses,
+    "diverges": diverges,
+    "memory": memory,
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    found = {}
+    with processes() as world:
+        world.begin(CPU, 120.0)
+        for name in sys.argv[2].split(","):
+            found[name] = CASES[name](world)
+        if world.first:
+            Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+main()

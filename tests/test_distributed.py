@@ -1,0 +1,276 @@
+"""Training on several processes: what one does, to rounding; the same bits each time; and what may befall one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import NETWORK
+from unfog.data.augment import Augment
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.objective import Objective
+from unfog.rows import part_of
+from unfog.runs.folder import RunFolder
+from unfog.runs.launch import earlier_attempt, note_launch
+from unfog.training.distributed import World
+from unfog.training.meeting import device_of
+from unfog.training.passes import passes_of, seed_at, seeded
+from unfog.training.vigil import Sign, blamed
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+SETTINGS = (
+    *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),
+    *("--preview.every", -1, "--preview.images", 1, "--sampler.steps", 2, "--log.every", 1, "--evaluate.every", -1),
+    *("--checkpoint.every", 4, "--averages.every", -1, "--device", "cpu", "--optimizer.schedule", "constant"),
+)
+
+
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    """Leaves nothing running where a test fails: torchrun ends its workers."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            if process.poll() is None:
+                process.terminate()
+
+
+def started(*words):
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([str(word) for word in words], **said)
+    STARTED.append(process)
+    return process
+
+
+def output(process, status=0):
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == status, said
+    return said
+
+
+def launched(size, command, folder, *words, restarts=0):
+    source = ("fashion", "--out") if command == "train" else ()
+    return started(*TORCHRUN, size, "--max-restarts", restarts, "-m", "unfog", command, *source, folder, *words)
+
+
+def alone(command, folder, *words):
+    source = ("fashion", "--out") if command == "train" else ()
+    return output(started(sys.executable, "-m", "unfog", command, *source, folder, *words))
+
+
+def cases(tmp_path, size, names):
+    found = tmp_path / "found.json"
+    output(started(*TORCHRUN, size, Path(__file__).with_name("ranks.py"), found, ",".join(names)))
+    return json.loads(found.read_text())
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    newest = max((folder / "checkpoints").glob("[0-9]*"))
+    return {
+        f"{file} {name}": tensor
+        for file in ("model", "ema", "optimizer")
+        for name, tensor in load_file(newest / f"{file}.safetensors").items()
+    }
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+# Weights move by 1e-3 a step; rounding by 1e-7.
+CLOSE = {"plain": 1e-6, "uneven": 1e-6, "few": 1e-6, "adaptive": 1e-6, "accumulated": 1e-6, "dropout": 1e-6}
+
+
+def check_equal(found, names):
+    for name in names:
+        case = found[name]
+        assert case["weights"] < CLOSE[name], name
+        assert case["logged"] < 2e-5, name
+        assert case["same"], name  # on all processes, to the bit
+        assert case["repeated"], name  # and from one time to the next
+
+
+def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
+    found = cases(tmp_path, 2, [*CLOSE, "stops", "refuses", "diverges", "memory"])
+    check_equal(found, CLOSE)
+    # The last process was asked to stop before the fourth step, which all took, and no other.
+    assert found["stops"] == {"seen": 32, "same": 32}
+    assert found["refuses"] == {"refusals": [["loss", [15]]], "updates": 3, "same": 32}
+    assert found["diverges"].startswith("training diverged 3 times")
+    assert found["memory"] == {"microbatch": 1, "shrinks": 1, "same": 32, "rows": 4}
+
+
+@pytest.mark.slow
+def test_four_processes_do_what_one_does(tmp_path):
+    names = ["plain", "uneven", "few", "accumulated"]
+    check_equal(cases(tmp_path, 4, names), names)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(8, 4), (10, 4), (3, 4), (1, 2), (64, 7)])
+def test_shares_and_passes_cover_each_batch_once(batch, size):
+    for drawn, most in ((batch, batch), (3, 3), (batch, 2), (5, 2)):
+        everything = []
+        for rank in range(size):
+            share = World(rank, size).share(100, batch)
+            passes = list(passes_of(100, batch, drawn, share, most))
+            everything += [place for one in passes for place in range(one.first, one.first + one.images)]
+            assert len(share) in (batch // size, batch // size + 1)
+            assert all(one.images <= most for one in passes)
+            assert all(one.drawn_first <= one.first for one in passes)
+            assert all(one.first + one.images <= one.drawn_first + one.drawn_count for one in passes)
+        assert everything == list(range(100, 100 + batch))
+
+
+def test_the_randomness_of_a_part_is_that_of_its_rows():
+    images = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8)
+    label = torch.arange(12) % 3
+    augment, objective = Augment(flip=True, jitter=0.3, crop=0.4, augment=0.5), Objective(Diffusion(), 3, 0.5)
+    seen = []
+
+    def network(x, level, label, condition):
+        seen.append((x, level, label, condition))
+        return torch.zeros_like(x)
+
+    def looked_at(start, stop):
+        seed_at(3, 0)
+        x0, condition = augment(images[start:stop])
+        return objective(network, x0, label[start:stop], condition)
+
+    whole = looked_at(0, 12)
+    for start, stop in ((0, 12), (0, 5), (5, 6), (6, 12)):
+        with part_of(start, 12):
+            part = looked_at(start, stop)
+        assert torch.equal(part.u, whole.u[start:stop])
+        for mine, of_whole in zip(seen[-1], seen[0], strict=True):
+            torch.testing.assert_close(mine, of_whole[start:stop], rtol=1e-5, atol=1e-6)  # a warp is a product
+    assert len({tuple(row) for row in seen[0][0].flatten(1).tolist()}) == 12
+
+
+def test_parts_of_what_is_drawn_together_have_dropout_of_their_own():
+    dropout, x = torch.nn.Dropout(0.5), torch.ones(2, 64)
+    first, again, other = (seeded(dropout, 3, place)(x) for place in (8, 8, 12))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    seed_at(3, 8)
+    assert not torch.equal(first, dropout(x))  # nor that of what began at the same place
+
+
+def sign(rank, step, phase, seconds):
+    return Sign(rank, 1, step, phase, seconds, f"host, process {rank}")
+
+
+def test_who_hangs_is_named_with_what_it_was_at():
+    waiting = [sign(0, 7, "agreeing", 61.0), sign(1, 7, "backward", 61.5), sign(2, 7, "data", 62.0)]
+    assert blamed(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
+    assert blamed(waiting, {}, 90.0) is None
+    frozen = [sign(0, 7, "agreeing", 61.0), sign(1, 6, "forward", 0.1)]
+    assert "rank 1 (host, process 1) has given no sign of life for 25 s" in blamed(frozen, {0: 0.5, 1: 25.0}, 60.0)
+    # What the first one does alone may take long, as long as it gives signs.
+    alone = [sign(0, -1, "evaluation (rank 0 alone)", 5000.0), sign(1, -1, "waiting for rank 0: evaluation", 5000.0)]
+    assert blamed(alone, {0: 3.0, 1: 3.0}, 60.0) is None
+    assert "rank 0" in blamed(alone, {0: 61.0, 1: 3.0}, 60.0)
+
+
+def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch):
+    mine, other = RunFolder(tmp_path / "photos"), RunFolder(tmp_path / "photos-2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
+    for folder, job in ((mine, "job 1"), (other, "job 2")):
+        folder.path.mkdir()
+        folder.config_file.write_text("")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        note_launch(folder)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
+    assert earlier_attempt("photos", mine.path) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert earlier_attempt("photos", mine.path) == mine
+    assert earlier_attempt("photos", other.path) is None
+    assert earlier_attempt("photos", tmp_path / "none") is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("unfog.runs.launch.next_folder", lambda source: tmp_path / "photos-3")
+    assert earlier_attempt("photos", None) == mine
+
+
+def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("auto") == "auto"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for local, device in (("0", "cuda:0"), ("1", "cuda:1"), ("3", "cuda:1")):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert device_of("auto") == device_of("cuda:0") == device
+        assert device_of("cpu") == "cpu"
+
+
+def workers(process):
+    """Process numbers by rank, of what torchrun has started."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+            found |= {int(line.removeprefix("RANK=")): int(child) for line in lines if line.startswith("RANK=")}
+    return found
+
+
+def wait_for_steps(folder, steps, process):
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and len(rows(folder)) >= steps:
+            return
+        time.sleep(0.05)
+    raise AssertionError(output(process))
+
+
+@pytest.mark.slow
+def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
+    alone("train", tmp_path / "one", "--steps", 24, *SETTINGS)
+    several = tmp_path / "several"
+    process = launched(2, "train", several, "--steps", 24, *SETTINGS)
+    wait_for_steps(several, 4, process)
+    os.kill(workers(process)[1], signal.SIGTERM)
+    said = output(process)  # 0, as torchrun would start anew what ends with anything else
+    assert f"unfog resume {several}" in said
+    stopped = max(int(one.name) for one in (several / "checkpoints").glob("[0-9]*"))
+    assert stopped - len(rows(several)) in (0, 1)  # the last log may be due
+    assert 4 <= stopped < 24
+    output(launched(3, "resume", several))
+    assert largest_difference(weights(tmp_path / "one"), weights(several)) < 1e-4
+    for a, b in zip(rows(tmp_path / "one"), rows(several), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
+    calm, hit = tmp_path / "calm", tmp_path / "hit"
+    output(launched(2, "train", calm, "--steps", 24, *SETTINGS))
+    process = launched(2, "train", hit, "--steps", 24, *SETTINGS, "--training.timeout", 12, restarts=2)
+    wait_for_steps(hit, 6, process)
+    killed = workers(process)
+    os.kill(killed[1], signal.SIGKILL)
+    while not set(workers(process).values()).isdisjoint(killed.values()) or len(workers(process)) < 2:
+        time.sleep(0.1)
+    wait_for_steps(hit, 10, process)
+    os.kill(workers(process)[1], signal.SIGSTOP)
+    said = output(process)
+    assert said.count("resuming") == 2
+    assert "rank 0 has lost another process" in said
+    assert "rank 1 (" in said
+    assert "no sign of life" in said
+    assert largest_difference(weights(calm), weights(hit)) == 0
+    assert [row["step"] for row in rows(hit)] == list(range(1, 25))
+    assert [row["loss"] for row in rows(hit)] == [row["loss"] for row in rows(calm)]
