@@ -116,7 +116,7 @@ def equal(world, alone=None, **settings):
     same = alike(world, several[0])
     again = trained(world, **settings)
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(again[0]), strict=True))
-    # Only the first of them keeps a diary.
+
     return (difference(one, several) | {"same": same, "repeated": repeated}) if world.first else None
 
 
