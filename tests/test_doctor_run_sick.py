@@ -37,7 +37,7 @@ def test_a_rate_that_is_far_off_is_found_by_what_comes_of_it(tmp_path, lr, code)
     run = train(pictures(tmp_path / "photos", 200), tmp_path / "run", steps=110, lr=lr)
     found = examined(run, samples=0)
     assert found[code].severity == "warning"
-    assert "--lr 0.0021" in found[code].remedy
+    assert "--lr 0.0042" in found[code].remedy
     assert found["run.not_learning"].severity == "fatal"
 
 
