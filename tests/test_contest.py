@@ -8,7 +8,7 @@ import pytest
 
 import unfog
 from unfog.cli.given import asked_for
-from unfog.models.unet import UNetModel
+from unfog.models.networks import build_model
 
 QUALITY = Path(unfog.__file__).parents[2] / "benchmarks" / "quality"
 
@@ -22,7 +22,7 @@ def contest(monkeypatch):
     sys.modules.pop("contest")
 
 
-def test_every_contestant_of_ours_is_a_request_for_a_network_of_equal_size(contest, tmp_path):
+def test_every_contestant_of_ours_is_a_request_for_a_network_of_the_size_it_says(contest, tmp_path):
     names = [contestant.name for contestant in contest.ladder()]
     assert len(set(names)) == len(names)
     assert {"ddpm", "default", "diffusers", "denoising-diffusion-pytorch"} <= set(names)
@@ -31,8 +31,10 @@ def test_every_contestant_of_ours_is_a_request_for_a_network_of_equal_size(conte
             assert (QUALITY / "peers" / contestant.peer).is_file()
             continue
         config, _ = asked_for("train", ["fashion", *contestant.arguments(), "--images", "640"])
-        parameters = sum(p.numel() for p in UNetModel(config.network, 3).parameters())
-        assert parameters == pytest.approx(4.0e6, rel=0.1), contestant.name
+        parameters = sum(p.numel() for p in build_model(config.network, 3).parameters())
+        wanted = 1.05e6 if "tiny" in contestant.name else 4.0e6
+        assert parameters == pytest.approx(wanted, rel=0.1), contestant.name
+        assert config.optimizer.method.kind == ("muon" if "muon" in contestant.name else "adamw")
         assert config.data.labels == "none"
         assert config.preview.every == config.evaluate.every == config.checkpoint.every == -1
 

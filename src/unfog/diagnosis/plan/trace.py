@@ -213,7 +213,8 @@ class Imitation(TorchFunctionMode):
                 first = torch.ones((), dtype=args[0].dtype)
                 engine = torch.autograd.Variable._execution_engine
                 return engine.run_backward((args[0],), (first,), False, False, (), True, True)
-        if self.half is not None and (func in self.HALF or func in self.FULL):
+        # Whatever is done without gradients is the optimiser's, which no autocast is around.
+        if self.half is not None and torch.is_grad_enabled() and (func in self.HALF or func in self.FULL):
             to = self.half if func in self.HALF else torch.float32
             args = tuple(cast(value, to) for value in args)
             kwargs = {name: cast(value, to) for name, value in kwargs.items()}
