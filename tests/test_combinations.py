@@ -58,7 +58,6 @@ SETTINGS = {
     "device": "cpu",
     "batch": 8,
     "steps": 2,
-    "lr": 1e-3,
     "size": 16,
     "data": {"held_out": 0.2},
     "preview": {"every": -1, "images": 2},
