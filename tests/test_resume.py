@@ -37,8 +37,18 @@ def changed(**settings: object) -> list[str]:
 
 def command(*words: object) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "unfog", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "unfog", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
     )
+
+
+def heed_signals() -> None:
+    """What is started in the background, or under nohup, inherits that these are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen, status: int = 0, wait: float = 280) -> str:
