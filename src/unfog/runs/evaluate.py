@@ -69,14 +69,14 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
             return stored
         pictures = drawn_pictures(run, chosen, folder, world, stop)
         evaluation = measure_all(run, chosen, prepared, pictures, world, path.with_suffix(""))
-        if world.rank == 0:
+        if world.first:
             evaluation = replace(evaluation, asked=asdict(asked), seconds=round(time.monotonic() - started, 1))
             try:
                 evaluation.write(path)
             except OSError as error:
                 raise RunError(f"{path} cannot be written ({error.strerror}); what was drawn is kept") from error
         world.barrier()
-        if world.rank == 0:
+        if world.first:
             forget_drawn(chosen, pictures)
         return Evaluation.read(path) or evaluation
 

@@ -69,10 +69,10 @@ def measure_all(
     }
     if pictures is not None:
         real, drawn = both_features(chosen, pictures, world)
-        if world.rank == 0:
+        if world.first:
             found += of_pictures(chosen, pictures, real, drawn)
             searches += of_copies(chosen, prepared, pictures, real, drawn, out)
-    if world.rank == 0:
+    if world.first:
         told = ", ".join(f"{name} {value}" for name, value in how.items() if name != "reference")
         found = [replace(one, drawn=told) for one in found] + of_held_out(run, chosen, prepared)
     return Evaluation(run.checkpoint.step, how, found, searches)

@@ -46,9 +46,8 @@ def within_memory(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shrink(
-                settings, state, run, error, size
-            )  # the tensors that it still refers to go with it, right after this
+            # The tensors that the error still refers to go with it, right after this.
+            shrink(settings, state, run, error, size)
 
 
 def shrink(settings: Training, state: TrainState, run: Run, error: Exception, size: int = 1) -> None:
