@@ -57,11 +57,11 @@ def test_pace_leaves_the_beginning_out(contest, tmp_path):
 def test_a_cell_of_ours_goes_on_where_it_was(contest, tmp_path):
     cell = contest.Cell(tmp_path, "emoji", contest.chosen("default")[0], 2, 1)
     assert cell.folder == tmp_path / "cells" / "emoji" / "2m" / "default-1"
-    command = cell.train(1000, tmp_path)
+    command = cell.train(1000, tmp_path, "fp32")
     assert command[2:4] == ["unfog", "train"]
-    assert command[-4:] == ["--images", "1000", "--seed", "1"]
+    assert command[-6:] == ["--precision", "fp32", "--images", "1000", "--seed", "1"]
     (cell.folder / "run").mkdir(parents=True)
     (cell.folder / "run" / "config.toml").touch()
-    assert cell.train(1000, tmp_path)[2:] == ["unfog", "resume", str(cell.folder / "run")]
+    assert cell.train(1000, tmp_path, "fp32")[2:] == ["unfog", "resume", str(cell.folder / "run")]
     with pytest.raises(SystemExit, match="nobody is not in ladder"):
         contest.chosen("nobody")

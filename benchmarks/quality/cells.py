@@ -11,6 +11,7 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from contest import Cell, chosen, rates, run, write
 
@@ -35,14 +36,15 @@ def main() -> None:
             for contestant in contestants:
                 cell = Cell(asked.out, name, contestant, asked.minutes, seed)
                 if not cell.trained.exists():
-                    train(cell, known[contestant.name]["images_per_second"], asked)
+                    train(cell, known[contestant.name], asked)
 
 
-def train(cell: Cell, rate: float, asked: argparse.Namespace) -> None:
+def train(cell: Cell, known: dict[str, Any], asked: argparse.Namespace) -> None:
     """One cell."""
+    rate, precision = known["images_per_second"], known["precision"]
     images = round(rate * 60 * cell.minutes)
     shutil.rmtree(cell.folder / "peer", ignore_errors=True)  # which cannot go on
-    seconds = run(cell.train(images, asked.peers), cell.folder / "log.txt", asked.threads)
+    seconds = run(cell.train(images, asked.peers, precision), cell.folder / "log.txt", asked.threads)
     write(cell.trained, {"images": images, "rate": rate, "minutes": cell.minutes, "seconds": seconds})
     print(
         f"{cell.set} {cell.contestant.name} seed {cell.seed}: {images:,} images in {seconds / 60:.1f} min", flush=True

@@ -5,7 +5,8 @@
     OUT/cells/cifar10/20m/default-0/        a cell (20 minutes' worth, seed 0), by cells.py; score.json by score.py
     OUT/page.md, OUT/grids/*.png            by page.py
 
-A cell is trained for rate x minutes images rather than for a time, so it comes out the same on a loaded machine.
+A cell is trained for rate x minutes images rather than for a time, so it comes out the same on a loaded machine. Ours train
+in the precision that rates.py was told, which is the faster one of the machine (`unfog train` says which that is).
 
     sh benchmarks/quality/make_peers.sh PEERS
     python benchmarks/quality/sets.py OUT cifar10=cifar10/train emoji=emoji
@@ -102,8 +103,8 @@ class Cell:
         """What says that it is measured."""
         return self.folder / "score.json"
 
-    def train(self, images: int, peers: Path) -> list[str]:
-        """The command that trains it, or goes on with it."""
+    def train(self, images: int, peers: Path, precision: str) -> list[str]:
+        """The command that trains it, or goes on with it; a peer has its own precision."""
         if self.contestant.peer:
             script, run = HERE / "peers" / self.contestant.peer, self.folder / "peer"
             words = ["train", self.images, run, images, self.seed]
@@ -111,7 +112,9 @@ class Cell:
         run = self.folder / "run"
         if (run / "config.toml").exists():
             return [sys.executable, "-m", "unfog", "resume", str(run)]
-        flags = [*self.contestant.arguments(), "--images", str(images), "--seed", str(self.seed)]
+        flags = self.contestant.arguments()
+        flags += [] if "--precision" in flags else ["--precision", precision]
+        flags += ["--images", str(images), "--seed", str(self.seed)]
         return [sys.executable, "-m", "unfog", "train", str(self.images), "--out", str(run), *flags]
 
     def draw(self, n: int, peers: Path, peer_steps: int) -> list[str]:

@@ -3,7 +3,7 @@
     python benchmarks/quality/rates.py OUT --peers PEERS [--set cifar10] [--only NAMES] [--rounds 3] [--images 4096]
 
 Writes OUT/rates.json; the rate is the median of the rounds. Whatever else runs meanwhile spoils it, so the load
-average goes into the file.
+average goes into the file; so does the precision, which cells.py trains in.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=4096)
+    parser.add_argument("--precision", default="bf16", help="of ours, where a contestant does not say it")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch takes")
     asked = parser.parse_args()
     measured: dict[str, list[float]] = {}
@@ -35,7 +36,7 @@ def main() -> None:
             shutil.rmtree(cell.folder, ignore_errors=True)
             images = Cell(asked.out, asked.set, contestant, 0).images
             command = [
-                str(images) if word == str(cell.images) else word for word in cell.train(asked.images, asked.peers)
+                str(images) if word == str(cell.images) else word for word in cell.train(asked.images, asked.peers, asked.precision)
             ]
             command += [] if contestant.peer else ["--log.every", "2"]
             run(command, cell.folder / "log.txt", asked.threads)
@@ -44,7 +45,13 @@ def main() -> None:
     known = rates(asked.out)
     for name, values in measured.items():
         load = round(os.getloadavg()[0], 1)
-        known[name] = {"images_per_second": median(values), "rounds": values, "threads": asked.threads, "load": load}
+        known[name] = {
+            "images_per_second": median(values),
+            "rounds": values,
+            "precision": asked.precision,
+            "threads": asked.threads,
+            "load": load,
+        }
     write(asked.out / "rates.json", known)
 
 
