@@ -233,6 +233,62 @@ def test_checkpointing_changes_no_bit(settings, bf16):
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients()))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("settings", [MICRO["unet"], MICRO["mpunet"]], ids=["unet", "mpunet"])
+def test_channels_last_computes_the_same_in_another_order(settings, channels):
+    model = scattered(settings, channels, 2)
+    x, c_noise, label = torch.randn(3, channels, 8, 8), torch.rand(3), torch.tensor([0, 1, 2])
+    formats = set()
+
+    def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """How what a 3x3 convolution gets and gives lies in memory."""
+        if output.ndim == 4 and inputs[0].shape[1] > 4:
+            formats.update(t.is_contiguous(memory_format=torch.channels_last) for t in (inputs[0], output))
+
+    for module in model.modules():
+        if hasattr(module, "weight") and module.weight.ndim == 4:
+            module.register_forward_hook(note)
+
+    def gradients() -> list[torch.Tensor]:
+        """The output, and the gradients of a step."""
+        model.zero_grad()
+        output = model(x, c_noise, label)
+        output.square().sum().backward()
+        return [output, *(p.grad.clone() for p in model.parameters())]
+
+    plain = gradients()
+    assert False in formats
+    formats.clear()
+    model.channels_last = True
+    for one, other in zip(plain, gradients()):
+        assert (one - other).norm() <= 1e-5 * one.norm()
+        assert other.is_contiguous()
+    assert formats == {True}
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "wanted"),
+    [
+        ("cpu", "fp32", True),
+        ("cpu", "bf16", False),
+        ("cuda", "bf16", True),
+        ("cuda", "fp32", False),
+        ("mps", "fp32", False),
+    ],
+)
+def test_memory_format_suits_device_and_precision(device, precision, wanted):
+    config = config_of(MICRO["unet"], training=Training(images=48, precision=precision, device=device))
+    settling = Settling(config, None, torch.device(device), lambda: False)
+    settling.memory_format()
+    assert build_network(settling.config).channels_last == wanted
+    assert [choice.name for choice in settling.choices] == ["memory_format"]
+    assert not build_network(config).channels_last, "a run from before there was a choice"
+    of_patches = Settling(replace(config, network=MICRO["dit"]), None, torch.device(device), lambda: False)
+    of_patches.memory_format()
+    assert of_patches.config.training.memory_format == "contiguous"
+    assert of_patches.choices == []
+
+
 def config_of(settings, **changes) -> Config:
     return replace(
         Config(
@@ -279,6 +335,7 @@ def advance(config, state, steps):
 @pytest.mark.parametrize("settings", [MICRO[name] for name in NEW], ids=NEW)
 def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
     config = config_of(replace(settings, dropout=0.2))
+    config = replace(config, training=replace(config.training, memory_format="channels_last"))
     whole = advance(config, build_state(config, CPU), 6)
     config = replace(config, training=replace(config.training, **changes))  # which changes no bit
     folder = snapshot.write(snapshot.take(advance(config, build_state(config, CPU), 3), 3), tmp_path)

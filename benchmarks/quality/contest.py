@@ -5,8 +5,8 @@
     OUT/cells/cifar10/20m/default-0/        a cell (20 minutes' worth, seed 0), by cells.py; score.json by score.py
     OUT/page.md, OUT/grids/*.png            by page.py
 
-A cell is trained for rate x minutes images rather than for a time, so it comes out the same on a loaded machine. Ours train
-in the precision that rates.py was told, which is the faster one of the machine (`unfog train` says which that is).
+A cell is trained for rate x minutes images rather than for a time, so it comes out the same on a loaded machine. Ours
+train in the precision that rates.py was told: the faster one of the machine, which `unfog train` says.
 
     sh benchmarks/quality/make_peers.sh PEERS
     python benchmarks/quality/sets.py OUT cifar10=cifar10/train emoji=emoji

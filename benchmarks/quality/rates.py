@@ -36,7 +36,8 @@ def main() -> None:
             shutil.rmtree(cell.folder, ignore_errors=True)
             images = Cell(asked.out, asked.set, contestant, 0).images
             command = [
-                str(images) if word == str(cell.images) else word for word in cell.train(asked.images, asked.peers, asked.precision)
+                str(images) if word == str(cell.images) else word
+                for word in cell.train(asked.images, asked.peers, asked.precision)
             ]
             command += [] if contestant.peer else ["--log.every", "2"]
             run(command, cell.folder / "log.txt", asked.threads)

@@ -49,7 +49,7 @@ class MPUNetModel(ConditionalNetwork):
         """
         embedding = self.embed(c_noise, label, augment, x.dtype)
         # A channel of ones does what a bias would, without one.
-        h: Tensor = self.conv_in(torch.cat([x, torch.ones_like(x[:, :1])], dim=1))
+        h = self._laid_out(self.conv_in(torch.cat([x, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:
             h = self._run(block, h, embedding)
@@ -57,7 +57,7 @@ class MPUNetModel(ConditionalNetwork):
         for level in self.up:
             h = level(h, skips, embedding, self._run)
         output: Tensor = self.conv_out(h, self.gain_out)
-        return output
+        return output.contiguous()
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Noise condition and label, [B] each, and augmentation -> activated embedding [B, max(channels)].

@@ -65,7 +65,7 @@ class UNetModel(ConditionalNetwork):
             RequestError: a label was given to a network without classes, or an augmentation to one that is not told.
         """
         embedding = self.embed(c_noise, label, augment, x.dtype)
-        skips = [self.conv_in(x)]
+        skips = [self._laid_out(self.conv_in(x))]
         for level in self.down:
             skips += level(skips[-1], embedding, self._run)
         h: Tensor = skips[-1]
@@ -76,7 +76,7 @@ class UNetModel(ConditionalNetwork):
             h = level(h, skips[left:], embedding, self._run)
             del skips[left:]
         output: Tensor = self.conv_out(F.silu(self.norm_out(h)))
-        return output
+        return output.contiguous()
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Noise condition and label, [B] each, and augmentation -> activated embedding [B, 4 * channels[0]]."""

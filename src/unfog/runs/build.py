@@ -87,7 +87,9 @@ def build_network(config: Config) -> Network | AutoencoderModel:
         torch.manual_seed(config.training.seed)
         told = CONDITIONS if config.data.augment else 0
         out = 2 * channels if config.diffusion.learned_variance else None
-        return build_model(config.network, channels, len(config.classes), told, out)
+        network = build_model(config.network, channels, len(config.classes), told, out)
+    network.channels_last = config.training.memory_format == "channels_last"
+    return network
 
 
 def build_state(config: Config, device: torch.device, weights: dict[str, Tensor] | None = None) -> TrainState:

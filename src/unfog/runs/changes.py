@@ -18,6 +18,7 @@ FREE = (
     "training.noise",
     "training.clip",
     "training.precision",
+    "training.memory_format",
     "training.device",
     "training.patience",
     "training.rollbacks",
@@ -86,6 +87,7 @@ EXACTLY = (
     "training.budget",
     "training.microbatch",
     "training.noise",
+    "training.memory_format",
     "training.patience",
     "training.rollbacks",
 )
@@ -100,6 +102,7 @@ LATER = (
     "diffusion.learned_variance",
     "diffusion.adaptive",
     "training.noise",
+    "training.memory_format",
     "optimizer.cooldown",
     "optimizer.method.",
     "averages.",

@@ -18,13 +18,13 @@ from unfog.diagnosis.settings.intervals import passes
 from unfog.diagnosis.settings.machine import averages_bytes
 from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, Architecture, MPUNet
+from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
 from unfog.reporting.progress import size
 from unfog.runs.build import build_network, shape_of
 from unfog.runs.microbatch import choose_microbatch, needed
 from unfog.runs.probe import seconds_per_step
-from unfog.training.precision import native_precision
-from unfog.training.settings import PrecisionName
+from unfog.training.precision import native_precision, usual_format
+from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.writer import free_bytes
 
 AVERAGES = 24
@@ -79,6 +79,7 @@ class Settling:
         self.weight_decay()
         self.microbatch()
         self.precision()
+        self.memory_format()
         self.length()
         self.intervals()
 
@@ -134,6 +135,19 @@ class Settling:
             name, reason = native_precision(self._device), f"native to {self._device}"
         self.config = replace(self.config, training=replace(self.config.training, precision=name))
         self._note("precision", name, reason)
+
+    def memory_format(self) -> None:
+        """What suits the precision. Not for a run that goes on: one from before there was a choice keeps what it had.
+
+        By rule rather than by timing, so that a command repeated gives the same bits.
+        """
+        if self.config.training.memory_format != "auto":
+            return
+        name: MemoryFormat = "contiguous"
+        if isinstance(self.config.network, UNet | MPUNet):
+            name, reason = usual_format(self._device, self.config.training.precision)
+            self._note("memory_format", name, reason)
+        self.config = replace(self.config, training=replace(self.config.training, memory_format=name))
 
     def learning_rate(self) -> None:
         """Large networks want small steps, large batches allow large ones; both go by the square root.

@@ -107,6 +107,7 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
         settling.weight_decay()
         settling.microbatch()
         settling.precision()
+        settling.memory_format()
         for choice in settling.choices:
             say(f"  {choice}")
         config = settling.config

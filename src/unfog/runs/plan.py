@@ -189,6 +189,7 @@ def settle_length(settling: Settling, work: Work, other: Device | None, fatal: b
         settling.config = with_length(with_precision(settling.config), 0.0)
     else:
         settling.precision()
+        settling.memory_format()
         settling.length()
     settling.intervals()
 

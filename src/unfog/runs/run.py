@@ -26,6 +26,7 @@ from unfog.runs.folder import RunFolder
 from unfog.runs.guide import open_guide
 from unfog.runs.sampling import Drawing, draw, find_labels
 from unfog.training import checkpoint
+from unfog.training.precision import usual_format
 
 if TYPE_CHECKING:
     from unfog.runs.evaluation import Evaluation
@@ -80,6 +81,7 @@ class Run:
             put_usual_average(network, self.folder, self.config, self.checkpoint)
         else:
             checkpoint.load_weights(self.checkpoint.folder, "model", network)
+        network.channels_last = usual_format(self.device, "fp32")[0] == "channels_last"  # however it was trained
         self.network: nn.Module = network.to(self.device).eval()
         self.calls = 0
         """How often the last `sample` asked for E[x0 | x_t] for a picture; that is two passes with guidance."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.settings import PrecisionName
+from unfog.training.settings import MemoryFormat, PrecisionName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,3 +81,13 @@ def native_precision(device: torch.device) -> PrecisionName:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "fp32"
+
+
+def usual_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
+    """In which memory format convolutions are faster, and why; measurements are in the benchmark ledger."""
+    if device.type == "cpu":
+        # In bf16 the convolutions would be too, but normalisation loses there what they gain.
+        return ("channels_last", "faster in fp32 on a CPU") if precision == "fp32" else ("contiguous", "faster in bf16")
+    if device.type == "cuda" and precision in DTYPES:
+        return "channels_last", "what tensor cores work in"
+    return "contiguous", f"usual in {precision} on {device.type}"

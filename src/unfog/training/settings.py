@@ -11,6 +11,7 @@ from unfog.errors import RequestError
 from unfog.training.methods import AdamW, Method
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Training:
     """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
     precision: PrecisionName = "auto"
     """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device. Short: --precision."""
+    memory_format: MemoryFormat = "auto"
+    """How convolutions have images in memory. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu. Short: --device."""
     seed: int = 0
