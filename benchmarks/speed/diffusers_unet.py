@@ -1,15 +1,15 @@
 """Unfog against diffusers on one set of weights: a training step and drawing pictures, in turns in one process.
 
-    python benchmarks/speed/diffusers_unet.py [--batch 16] [--rounds 4] [--steps 4] [--draw 10,20]     # with unfog[export]
+    python benchmarks/speed/diffusers_unet.py [--batch 16] [--rounds 4] [--steps 4] [--draw 10,20]   # unfog[export]
 
 The network is diffusers' UNet2DModel with channels 64, 128, 128, 256, two layers a block and attention at 8x8 (17.2M
-parameters) at 32x32, with random weights; ours is built from them, and must answer the same. In alternating rounds, so that
-a slow moment of the machine hits all:
+parameters) at 32x32, with random weights; ours is built from them, and must answer the same. In alternating rounds, so
+that a slow moment of the machine hits all:
 
 - bare: forward, mean squared error and backward of diffusers' network; nothing else.
 - diffusers: the step of its train_unconditional.py with --use_ema (noise, AdamW, cosine, clipping, EMA), as
   benchmarks/quality/peers/huggingface.py has it, on images that are tensors already; in fp32 and under bf16 autocast.
-- unfog: the loop of `unfog train` (data, noise, clipping, guard, fused AdamW, EMA) in fp32 and bf16, in both memory formats.
+- unfog: the loop of `unfog train` (data, noise, clipping, guard, fused AdamW, EMA) in fp32 and bf16, in both formats.
 
 Sampling: DDIM without randomness, pictures per second of diffusers' pipeline and of ours in fp32.
 Reported: medians over the rounds, and ratios of these medians.
