@@ -141,6 +141,35 @@ def test_a_guide_that_is_none_is_refused(run, tmp_path):
         run.sample(1, guidance=2.0, guide=other.path)
 
 
+def test_bf16_is_of_the_networks_alone(run, tmp_path):
+    asked = {"n": 4, "steps": 4, "batch": 4, "guidance": 1.0}
+    seen = []
+
+    def note(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """What a network is given, and what its last layer gives."""
+        seen.append((inputs[0].dtype, output.dtype))
+
+    plain = run.sample(**asked)
+    hook = run.network.conv_out.register_forward_hook(note)
+    half = run.sample(**asked, precision="bf16")
+    assert {after for _, after in seen} == {torch.bfloat16}
+    hook.remove()
+    difference = np.abs(half.astype(int) - plain)
+    assert difference.any()
+    assert difference.mean() < 1, "of 255"
+    assert np.array_equal(run.sample(**asked), plain), "and nothing of it stays behind"
+    led = {"guidance": 2.0, "guide": 20}
+    assert not np.array_equal(run.sample(**asked | led, precision="bf16"), run.sample(**asked | led))
+    with pytest.raises(RequestError, match=r"precision = 'fp16'"):
+        run.sample(**asked, precision="fp16")
+    flags = ("-n", "4", "--steps", "4", "--batch", "4", "--guidance", "1", "--precision", "bf16")
+    assert command(["sample", str(run.path), *flags, "--out", str(tmp_path / "a")]) == 0
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a/000003.png")), half[3, :, :, 0])
+    evaluated = run.evaluate("sliced", 10, steps=2, precision="bf16")
+    assert evaluated.drawn["precision"] == "bf16"
+    assert evaluated["sliced"].value != run.evaluate("sliced", 10, steps=2)["sliced"].value
+
+
 def test_flags_of_guidance(run, tmp_path, capsys):
     flags = ("-n", 2, "--steps", 4, "--guidance", 2, "--guidance-interval", 0.1, 0.9, "--guide-checkpoint", 20)
     assert command(["sample", str(run.path), *map(str, flags), "--out", str(tmp_path / "a")]) == 0

@@ -153,6 +153,7 @@ def sample(words: Sequence[str]) -> int:
             mask=request.mask,
             strength=request.strength,
             repeats=request.repeats,
+            precision=request.precision,
         )
     if sampler.kind == "adaptive":
         say(f"  adaptive took up to {run.calls} network calls")

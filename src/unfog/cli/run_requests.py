@@ -12,6 +12,7 @@ from tyro.conf import Positional
 from unfog.config.tree import check_interval
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
+from unfog.training.settings import SamplingPrecision
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Sample:
     """The best checkpoint instead, by its held-out loss or what the run was told to choose by, of those kept."""
     batch: int = 64
     """Pictures drawn at once; lower it when memory is short."""
+    precision: SamplingPrecision = "fp32"
+    """Of the network: bf16 is faster where the hardware has it, and gives slightly other pictures."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
     strip: bool = False
@@ -122,6 +125,8 @@ class Evaluate:
     """Step of another checkpoint, to compare the held-out losses."""
     batch: int = 64
     """Pictures drawn at once; lower it when memory is short."""
+    precision: SamplingPrecision = "fp32"
+    """Of the network: bf16 is faster where the hardware has it, and gives slightly other pictures."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
 

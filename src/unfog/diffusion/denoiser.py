@@ -22,14 +22,18 @@ class Denoiser:
 
     In channels, so that guidance extrapolates both alike.
     """
+    dtype: torch.dtype | None = None
+    """Of the autocast within the network; None is none, whatever there is around this."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
         """E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
 
         In x_t's precision, which is float32, even within autocast: samplers take small differences.
         """
+        seen = self.diffusion.network_input(x_t, logsnr)
+        with torch.autocast(x_t.device.type, self.dtype, enabled=self.dtype is not None):
+            y = self.network(*seen, label).to(x_t.dtype)
         with torch.autocast(x_t.device.type, enabled=False):
-            y = self.network(*self.diffusion.network_input(x_t, logsnr), label)
             x0 = self.diffusion.recover(y, x_t, logsnr)[0]
             return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
 

@@ -93,7 +93,14 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
     strength = config.usual_guidance if asked.guidance is None else asked.guidance
     labels = labels_like(prepared.train.labels, n)
     drawing = Drawing(
-        n, run.sampler(asked.sampler, asked.steps), labels, asked.seed, strength, asked.batch, config.guidance_interval
+        n,
+        run.sampler(asked.sampler, asked.steps),
+        labels,
+        asked.seed,
+        strength,
+        asked.batch,
+        config.guidance_interval,
+        precision=asked.precision,
     )
     rows = spread(len(reference), max(MOST_REAL, n))
     return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
@@ -167,7 +174,9 @@ def drawing_key(run: Run, chosen: Chosen) -> str:
     """What a drawn picture depends on besides its number, and its neighbours in the batch."""
     drawing = chosen.drawing
     labels = hashlib.sha256(repr(drawing.labels[:10]).encode()).hexdigest()  # the same rule gives the rest
-    how = (drawing.sampler, labels, drawing.seed, drawing.guidance, drawing.interval)
+    how: tuple[object, ...] = (drawing.sampler, labels, drawing.seed, drawing.guidance, drawing.interval)
+    # What was drawn before there was a choice was drawn in fp32.
+    how += () if drawing.precision == "fp32" else (drawing.precision,)
     settings = (digest_of(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, drawing.batch)).encode()).hexdigest()[:16]
 

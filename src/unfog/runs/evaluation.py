@@ -19,7 +19,7 @@ from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import Measured
 from unfog.reporting.records import write_atomic
 from unfog.runs.sampling import Drawing
-from unfog.training.settings import Evaluate, names_in
+from unfog.training.settings import Evaluate, SamplingPrecision, names_in
 
 FORMAT = 1
 LOSSES = ("held_out", "bits")
@@ -46,6 +46,7 @@ class Asked:
     seed: int = 0
     guidance: float | None = None
     batch: int = 64
+    precision: SamplingPrecision = "fp32"
     against: int | None = None
     """Step of another checkpoint, whose held-out loss is compared image by image."""
 

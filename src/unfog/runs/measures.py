@@ -64,6 +64,7 @@ def measure_all(
         "steps": drawing.sampler.steps,
         "seed": drawing.seed,
         "guidance": drawing.guidance,
+        "precision": drawing.precision,
         "labels": "as in the data" if drawing.labels else "none",
         "reference": chosen.what,
     }

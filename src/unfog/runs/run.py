@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,8 @@ from unfog.runs.folder import RunFolder
 from unfog.runs.guide import open_guide
 from unfog.runs.sampling import Drawing, draw, find_labels
 from unfog.training import checkpoint
-from unfog.training.precision import usual_format
+from unfog.training.precision import DTYPES
+from unfog.training.settings import SamplingPrecision
 
 if TYPE_CHECKING:
     from unfog.runs.evaluation import Evaluation
@@ -81,7 +83,6 @@ class Run:
             put_usual_average(network, self.folder, self.config, self.checkpoint)
         else:
             checkpoint.load_weights(self.checkpoint.folder, "model", network)
-        network.channels_last = usual_format(self.device, "fp32")[0] == "channels_last"  # however it was trained
         self.network: nn.Module = network.to(self.device).eval()
         self.calls = 0
         """How often the last `sample` asked for E[x0 | x_t] for a picture; that is two passes with guidance."""
@@ -122,6 +123,7 @@ class Run:
         mask: Picture | None = None,
         strength: float | None = None,
         repeats: int | None = None,
+        precision: SamplingPrecision = "fp32",
     ) -> Pixels:
         """Draw n pictures, uint8 [n, H, W, C]; with an image, of that image.
 
@@ -148,6 +150,7 @@ class Run:
                 the rest, which stays as it is to the bit.
             strength: share of the sampler's steps that the image is noised by, 0 to 1; None is 0.6, and 1 with a mask.
             repeats: times that each stretch of steps is walked with a mask; None is 10.
+            precision: of the network. Pictures in bf16 are slightly other ones: `evaluate` says whether worse.
 
         Raises:
             RequestError: a setting, an image or a mask that will not do; a guide that does not fit, or is not there.
@@ -157,8 +160,10 @@ class Run:
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")
         weaker, scale = self._guided(guide, guidance)
+        precision = of_type(SamplingPrecision, precision, "precision")
+        weaker = weaker and replace(weaker, dtype=DTYPES.get(precision))
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
-        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, scale, batch, interval)
+        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, scale, batch, interval, 0, precision)
         edit = edit_of(self.config, image, mask, strength, repeats)
         if edit and observe:
             raise RequestError("observe watches pictures come out of noise; leave it away, or the image")

@@ -19,6 +19,8 @@ from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels, grid
 from unfog.runs.build import shape_of
 from unfog.runs.codec import decoder, encoded_edit
+from unfog.training.precision import DTYPES, usual_format
+from unfog.training.settings import SamplingPrecision
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Drawing:
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0
     """Number of the first picture."""
+    precision: SamplingPrecision = "fp32"
+    """Of the network; the sampler itself always computes in fp32."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
@@ -65,7 +69,7 @@ def draw(
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
 ) -> Pixels:
-    """Pictures, uint8 [N, H, W, C]; the network is in evaluation mode meanwhile, and computes in fp32.
+    """Pictures, uint8 [N, H, W, C]; the network is in evaluation mode meanwhile.
 
     `progress` is told how many pictures are done; `observe` sees every step of the first batch, unless they are made
     of a picture that there is, by `edit`. `guide` is a weaker denoiser, which guidance leads away from, rather than
@@ -74,8 +78,10 @@ def draw(
     device = next(network.parameters()).device
     shape, decode = shape_of(config), decoder(config, device)
     sampler, seen = within_range(drawing.sampler, config), encoded_edit(edit, config, device)
-    was_training, pictures = network.training, []
+    was_training, pictures, memory_format = network.training, [], getattr(network, "channels_last", False)
     network.eval()
+    # However it is trained, so that a preview is what `sample` draws.
+    network.channels_last = usual_format(device, drawing.precision)[0] == "channels_last"  # type: ignore[assignment]
     try:
         end = drawing.first + drawing.count
         for first in range(drawing.first, end, drawing.batch):
@@ -84,7 +90,7 @@ def draw(
             variance = (
                 config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and guide is None and edit is None
             )
-            denoiser = Denoiser(network, config.diffusion, variance)
+            denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(drawing.precision))
             denoise = Counted(conditional(denoiser, config, drawing, indices, device, guide))
             parts = (
                 denoise,
@@ -101,6 +107,7 @@ def draw(
             calls(denoise.calls)
     finally:
         network.train(was_training)
+        network.channels_last = memory_format  # type: ignore[assignment]
     return np.concatenate(pictures)
 
 

@@ -11,6 +11,7 @@ from unfog.errors import RequestError
 from unfog.training.methods import AdamW, Method
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+SamplingPrecision = Literal["fp32", "bf16"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 
 
