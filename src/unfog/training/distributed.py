@@ -103,7 +103,8 @@ class World:
             self.shards = None
 
     def home(self, shard: bool, device: torch.device) -> torch.device:
-        """Where a state is kept that is to be trained on the device: in host memory if it will be divided.
+        """Where a state is kept that is to be trained on the device: in host memory if it will be divided, and without
+        values where it is not the first process's.
 
         Raises:
             RequestError: processes that share a GPU cannot divide anything.
@@ -115,7 +116,7 @@ class World:
                 f"training.shard: {self.size} processes share {device.type}, and each needs a GPU of its own; start "
                 "fewer with --nproc-per-node"
             )
-        return torch.device("cpu")
+        return torch.device("cpu" if self.first else "meta")
 
     def whole(self, state: TrainState, *files: str, back: bool = False) -> AbstractContextManager[None]:
         """Within, the first process has the state whole, however it is divided; arguments as of `Shards.whole`."""

@@ -38,14 +38,14 @@ def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float
 
 
 def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW, fused."""
+    """AdamW, fused; but not of parameters without values, which is for those who await others."""
     return torch.optim.AdamW(
         parameters,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=True,
+        fused=not any(p.is_meta for p in parameters),
     )
 
 

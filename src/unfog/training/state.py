@@ -252,6 +252,7 @@ class TrainState:
         if self.levels is not None:
             self.levels.restore(saved.get("levels"))  # which not every run keeps up
         # Neither known nor the same where the first checkpoints, or other settings, had none or others.
+        self.pure = True
         self.pure = saved.get("averages") == self.widths
         self._load_scaler(saved)
 
