@@ -30,6 +30,7 @@ DROPOUT = UNet(
 MP = MPUNet(channels=(8, 16), attention=(False, True))
 DIT = DiT(width=40, depth=2, head_channels=8)
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction
+FEW = {"shard": True, "architecture": DIT}  # parts that have to be brought together
 MUON = replace(OPTIMIZER, method=Muon())
 EVERY = Every(log=1, preview=0, evaluate=0, checkpoint=0)
 
@@ -173,20 +174,20 @@ def sick(objective, into, world):
     return loss
 
 
-def refuses(world, shard=False):
+def refuses(world, shard=False, **settings):
     """One step is refused by all, for the image of one of them."""
-    into, diary = trained(world, around=sick, shard=shard)
+    into, diary = trained(world, around=sick, shard=shard, **settings)
     same = shard or alike(world, into)
     return {"refusals": diary.refusals, "updates": into.updates, "same": same, "rows": diary.rows}
 
 
-def stops(world, shard=False):
+def stops(world, shard=False, **settings):
     """The last process alone is asked to stop after the third step."""
-    into, _ = trained(world, steps=9, stop_at=24 if world.rank == world.size - 1 else None, shard=shard)
+    into, _ = trained(world, steps=9, stop_at=24 if world.rank == world.size - 1 else None, shard=shard, **settings)
     return {"seen": into.seen, "same": shard or alike(world, into)}
 
 
-def diverges(world, shard=False):
+def diverges(world, **settings):
     """Every step is out of bounds, so that all go back, and give up alike."""
 
     def around(objective, into, _world):
@@ -197,7 +198,7 @@ def diverges(world, shard=False):
         return loss
 
     try:
-        into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2, shard=shard)
+        into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2, **settings)
     except RunError as error:
         return str(error)[:40]
     return [into.guard.roll_backs, diary.backs]
@@ -225,14 +226,14 @@ CASES = {
     "refuses": refuses,
     "diverges": diverges,
     "memory": memory,
-    "divided": lambda w: divided(w, again=True, batch=10, microbatch=3, checkpointing=True),
-    "divided few": lambda w: divided(w, batch=1),
-    "divided mp": lambda w: divided(w, architecture=MP),
-    "divided muon": lambda w: divided(w, architecture=DIT, optimizer=MUON),
-    "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16"),
-    "divided stops": lambda w: stops(w, shard=True),
-    "divided refuses": lambda w: refuses(w, shard=True),
-    "divided diverges": lambda w: diverges(w, shard=True),
+    "divided": lambda w: divided(w, again=True, architecture=DIT, batch=10, microbatch=3, checkpointing=True),
+    "divided few": lambda w: divided(w, batch=1, steps=2),
+    "divided mp": lambda w: divided(w, architecture=MP, steps=2),
+    "divided muon": lambda w: divided(w, architecture=DIT, optimizer=MUON, steps=3),
+    "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16", steps=3),
+    "divided stops": lambda w: stops(w, **FEW),
+    "divided refuses": lambda w: refuses(w, **FEW),
+    "divided diverges": lambda w: diverges(w, **FEW),
 }
 
 

@@ -59,7 +59,13 @@ def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
 
 @pytest.mark.slow
 def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divided_or_not(tmp_path):
-    settings = (*SETTINGS, "--evaluate.every", 4, "--averages.every", 4, "--optimizer.eps", "1e-4")
+    flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
+        "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--evaluate.every": 4,
+        "--averages.every": 4,
+        "--optimizer.eps": "1e-4",
+    }
+    settings = [word for pair in flags.items() for word in pair]
     one, several = tmp_path / "one", tmp_path / "several"
     alone("train", one, "--steps", 18, *settings)
     process = launched(4, "train", several, "--steps", 10, *settings, "--training.shard", restarts=1)

@@ -64,8 +64,8 @@ def by_owner(parts: Tensor, rows: int, work: Callable[[Tensor], Tensor]) -> Tens
         together = torch.empty_like(sent)
         dist.all_to_all_single(together, sent)
         if dist.get_rank() < len(some):
-            whole = together.view(-1, columns)[:rows]
-            whole.copy_(work(whole[None])[0])
+            matrix = together.view(-1, columns)[:rows]
+            matrix.copy_(work(matrix[None])[0])
         dist.all_to_all_single(sent, together)
         made[first : first + size] = sent[: len(some), :mine]
     return made
