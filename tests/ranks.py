@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RunError
 from unfog.models.networks import build_model
-from unfog.models.settings import UNet
+from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.training.distributed import ALONE
 from unfog.training.loop import Every, train
 from unfog.training.meeting import processes
+from unfog.training.methods import Muon
 from unfog.training.precision import Precision
 from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, PowerEma, Training
@@ -25,7 +27,11 @@ TINY = UNet(channels=(8, 16), attention=(False, True), mid_attention=False, norm
 DROPOUT = UNet(
     channels=(8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.2
 )
+MP = MPUNet(channels=(8, 16), attention=(False, True))
+DIT = DiT(width=40, depth=2, head_channels=8)
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction
+FEW = {"shard": True, "architecture": DIT}  # parts that have to be brought together
+MUON = replace(OPTIMIZER, method=Muon())
 EVERY = Every(log=1, preview=0, evaluate=0, checkpoint=0)
 
 
@@ -69,24 +75,38 @@ class Diary(Silent):
         state.go_back({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
 
 
-def state(architecture, precision="fp32"):
+def state(architecture, precision="fp32", optimizer=OPTIMIZER):
     torch.manual_seed(0)
     model = build_model(architecture, 1, 3, 9, None)
     with torch.no_grad():  # much begins at zero, where nothing would depend on anything
         for p in model.parameters():
             p.add_(0.05 * torch.randn(p.shape))
-    return TrainState(model, OPTIMIZER, PowerEma(), Precision(precision, CPU))
+    return TrainState(model, optimizer, PowerEma(), Precision(precision, CPU), PowerEma(0.05))
 
 
 def trained(
-    world, architecture=TINY, batch=8, steps=4, around=None, stop_at=None, precision="fp32", adaptive=0.0, **settings
+    world,
+    architecture=TINY,
+    batch=8,
+    steps=4,
+    around=None,
+    stop_at=None,
+    precision="fp32",
+    adaptive=0.0,
+    optimizer=OPTIMIZER,
+    shard=False,
+    **settings,
 ):
-    into = state(architecture, precision)
+    into = state(architecture, precision, optimizer)
+    into.model.checkpointing = settings.get("checkpointing", False)
     diary = Diary(into, stop_at)
+    if shard and world.size > 1:
+        world.divide(into)
     objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, into.levels)
     loss = objective if around is None else around(objective, into, world)
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
-    train(chosen, OPTIMIZER, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
+    train(chosen, optimizer, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
+    world.unite(into)
     return into, diary
 
 
@@ -120,6 +140,16 @@ def equal(world, alone=None, **settings):
     return (difference(one, several) | {"same": same, "repeated": repeated}) if world.first else None
 
 
+def divided(world, again=False, **settings):
+    """Several processes that divide the network against one, and against themselves."""
+    several = trained(world, shard=True, **settings)
+    repeat = trained(world, shard=True, **settings) if again else several
+    if not world.first:
+        return None
+    repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(repeat[0]), strict=True))
+    return difference(trained(ALONE, **settings), several) | {"repeated": repeated}
+
+
 def short_of_memory(objective, into, world):
     """The last process cannot take more than one image at a time from the second step on."""
 
@@ -144,19 +174,20 @@ def sick(objective, into, world):
     return loss
 
 
-def refuses(world):
+def refuses(world, shard=False, **settings):
     """One step is refused by all, for the image of one of them."""
-    into, diary = trained(world, around=sick)
-    return {"refusals": diary.refusals, "updates": into.updates, "same": alike(world, into)}
+    into, diary = trained(world, around=sick, shard=shard, **settings)
+    same = shard or alike(world, into)
+    return {"refusals": diary.refusals, "updates": into.updates, "same": same, "rows": diary.rows}
 
 
-def stops(world):
+def stops(world, shard=False, **settings):
     """The last process alone is asked to stop after the third step."""
-    into, _ = trained(world, steps=9, stop_at=24 if world.rank == world.size - 1 else None)
-    return {"seen": into.seen, "same": alike(world, into)}
+    into, _ = trained(world, steps=9, stop_at=24 if world.rank == world.size - 1 else None, shard=shard, **settings)
+    return {"seen": into.seen, "same": shard or alike(world, into)}
 
 
-def diverges(world):
+def diverges(world, **settings):
     """Every step is out of bounds, so that all go back, and give up alike."""
 
     def around(objective, into, _world):
@@ -167,7 +198,7 @@ def diverges(world):
         return loss
 
     try:
-        into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2)
+        into, diary = trained(world, steps=12, around=around, patience=2, rollbacks=2, **settings)
     except RunError as error:
         return str(error)[:40]
     return [into.guard.roll_backs, diary.backs]
@@ -195,6 +226,14 @@ CASES = {
     "refuses": refuses,
     "diverges": diverges,
     "memory": memory,
+    "divided": lambda w: divided(w, again=True, architecture=DIT, batch=10, microbatch=3, checkpointing=True),
+    "divided few": lambda w: divided(w, batch=1, steps=2),
+    "divided mp": lambda w: divided(w, architecture=MP, steps=2),
+    "divided muon": lambda w: divided(w, architecture=DIT, optimizer=MUON, steps=3),
+    "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16", steps=3),
+    "divided stops": lambda w: stops(w, **FEW),
+    "divided refuses": lambda w: refuses(w, **FEW),
+    "divided diverges": lambda w: diverges(w, **FEW),
 }
 
 

@@ -1,19 +1,25 @@
 """Training on several processes: what one does, to rounding; the same bits each time; and what may befall one."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from conftest import NETWORK
+from launches import (
+    SETTINGS,
+    alone,
+    cases,
+    ended,  # noqa: F401  a fixture
+    largest_difference,
+    launched,
+    output,
+    rows,
+    wait_for_steps,
+    weights,
+    workers,
+)
 from unfog.data.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -25,73 +31,7 @@ from unfog.training.meeting import device_of
 from unfog.training.passes import passes_of, seed_at, seeded
 from unfog.training.vigil import Sign, blamed
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-SETTINGS = (
-    *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),
-    *("--preview.every", -1, "--preview.images", 1, "--sampler.steps", 2, "--log.every", 1, "--evaluate.every", -1),
-    *("--checkpoint.every", 4, "--averages.every", -1, "--device", "cpu", "--optimizer.schedule", "constant"),
-)
-
-
-STARTED = []
-
-
-@pytest.fixture(autouse=True)
-def _ended():
-    """Leaves nothing running where a test fails: torchrun ends its workers."""
-    yield
-    while STARTED:
-        with STARTED.pop() as process:
-            if process.poll() is None:
-                process.terminate()
-
-
-def started(*words):
-    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen([str(word) for word in words], **said)
-    STARTED.append(process)
-    return process
-
-
-def output(process, status=0):
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == status, said
-    return said
-
-
-def launched(size, command, folder, *words, restarts=0):
-    source = ("fashion", "--out") if command == "train" else ()
-    return started(*TORCHRUN, size, "--max-restarts", restarts, "-m", "unfog", command, *source, folder, *words)
-
-
-def alone(command, folder, *words):
-    source = ("fashion", "--out") if command == "train" else ()
-    return output(started(sys.executable, "-m", "unfog", command, *source, folder, *words))
-
-
-def cases(tmp_path, size, names):
-    found = tmp_path / "found.json"
-    output(started(*TORCHRUN, size, Path(__file__).with_name("ranks.py"), found, ",".join(names)))
-    return json.loads(found.read_text())
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder):
-    newest = max((folder / "checkpoints").glob("[0-9]*"))
-    return {
-        f"{file} {name}": tensor
-        for file in ("model", "ema", "optimizer")
-        for name, tensor in load_file(newest / f"{file}.safetensors").items()
-    }
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
-
+pytestmark = pytest.mark.usefixtures("ended")
 
 # Weights move by 1e-3 a step; rounding by 1e-7.
 CLOSE = {"plain": 1e-6, "uneven": 1e-6, "few": 1e-6, "adaptive": 1e-6, "accumulated": 1e-6, "dropout": 1e-6}
@@ -111,7 +51,8 @@ def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
     check_equal(found, CLOSE)
     # The last process was asked to stop before the fourth step, which all took, and no other.
     assert found["stops"] == {"seen": 32, "same": 32}
-    assert found["refuses"] == {"refusals": [["loss", [15]]], "updates": 3, "same": 32}
+    refused = found["refuses"]
+    assert (refused["refusals"], refused["updates"], refused["same"]) == ([["loss", [15]]], 3, 32)
     assert found["diverges"].startswith("training diverged 3 times")
     assert found["memory"] == {"microbatch": 1, "shrinks": 1, "same": 32, "rows": 4}
 
@@ -215,25 +156,6 @@ def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", local)
         assert device_of("auto") == device_of("cuda:0") == device
         assert device_of("cpu") == "cpu"
-
-
-def workers(process):
-    """Process numbers by rank, of what torchrun has started."""
-    found = {}
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        with suppress(OSError):  # it has just ended
-            lines = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-            found |= {int(line.removeprefix("RANK=")): int(child) for line in lines if line.startswith("RANK=")}
-    return found
-
-
-def wait_for_steps(folder, steps, process):
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and len(rows(folder)) >= steps:
-            return
-        time.sleep(0.05)
-    raise AssertionError(output(process))
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ class DiTModel(ConditionalNetwork):
     """
 
     ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
+    block = Block
 
     def __init__(
         self,

@@ -55,6 +55,9 @@ class ConditionalNetwork(nn.Module):
     """Compute with the channels of each pixel side by side in memory: other bits, and faster on some machines."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
     """Layers between the hidden space and what is outside: channels of the image, classes, augmentations."""
+    block: ClassVar[type[nn.Module]]
+    """What most of it is made of, one after the other: the parts that are brought together in turn when it is divided
+    among processes."""
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
 

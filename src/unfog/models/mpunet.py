@@ -21,6 +21,8 @@ class MPUNetModel(ConditionalNetwork):
     Arguments as of `UNetModel`.
     """
 
+    block = MPBlock
+
     def __init__(
         self,
         settings: MPUNet,

@@ -24,6 +24,8 @@ class UNetModel(ConditionalNetwork):
             learned variance.
     """
 
+    block = Block
+
     def __init__(
         self,
         settings: UNet,

@@ -92,8 +92,14 @@ def build_network(config: Config) -> Network | AutoencoderModel:
     return network
 
 
-def build_state(config: Config, device: torch.device, weights: dict[str, Tensor] | None = None) -> TrainState:
-    """Network, optimiser, EMA and scaler at the start of a run, on the device; with these weights if given."""
+def build_state(
+    config: Config, device: torch.device, weights: dict[str, Tensor] | None = None, home: torch.device | None = None
+) -> TrainState:
+    """Network, optimiser, EMA and scaler at the start of a run, for the device; with these weights if given.
+
+    Args:
+        home: where weights and averages are; left open, on the device.
+    """
     if device.type == "cuda":
         # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
         torch.backends.cudnn.benchmark = False
@@ -104,7 +110,7 @@ def build_state(config: Config, device: torch.device, weights: dict[str, Tensor]
     network = build_network(config)
     if weights is not None:
         network.load_state_dict(weights)
-    network = network.to(device)
+    network = network.to(home or device)
     network.checkpointing = config.training.checkpointing
     if config.training.compile:
         network.compile()  # in place, so that the names of the weights stay what they are

@@ -110,6 +110,8 @@ class Settling:
             RequestError: not even one image fits.
         """
         training, share = self.config.training, self._share(self.config)
+        if self._divided:  # predictions are of a whole network
+            return
         if training.microbatch or resuming:
             available = available_memory(self._device)
             if needed(share, self._device, available) < available:
@@ -179,6 +181,11 @@ class Settling:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
         training = self.config.training
         images = training.images or training.steps * training.batch
+        if not images and self._divided:
+            raise RequestError(
+                "training.budget measures the speed of a whole network on one device, which training.shard is there to "
+                "avoid; give --steps or --images"
+            )
         if not images:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
@@ -260,6 +267,11 @@ class Settling:
         training = config.training
         batch = -(-training.batch // self._processes)
         return replace(config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the network will be divided among processes."""
+        return self.config.training.shard and self._processes > 1
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))

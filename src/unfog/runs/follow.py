@@ -71,7 +71,8 @@ def follow() -> None:
 def train_along(config: Config, prepared: Prepared, stop: StopSignals, world: World) -> None:
     """Train what the first process trains, whose state comes from there."""
     device = choose_device(device_of(config.training.device))
-    state = build_state(replace(config, training=replace(config.training, device=str(device))), device)
+    settled = replace(config, training=replace(config.training, device=str(device)))
+    state = build_state(settled, device, home=world.home(config.training.shard, device))
     stream = ImageStream(prepared.seen.train, config.training.seed)
     try:
         train_state(config, state, stream, Follower(stop, prepared, world), world)
@@ -100,6 +101,8 @@ def train_state(config: Config, state: TrainState, stream: ImageStream, run: Run
     # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
     with run.undivided() if world.size > 1 else nullcontext():
         try:
+            if config.training.shard and world.size > 1:
+                world.divide(state)
             world.alike(state)
             if world.size > 1 and (own := world.share(0, config.training.batch)):
                 stream.share(own.start, len(own), config.training.batch, state.seen)  # read ahead no other's images
@@ -114,6 +117,7 @@ def train_state(config: Config, state: TrainState, stream: ImageStream, run: Run
                 run,
                 world,
             )
+            world.unite(state)
         except RuntimeError as error:
             if world.size == 1 or not lost(error):
                 raise

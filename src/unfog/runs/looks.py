@@ -47,7 +47,7 @@ class Looks:
 
     def denoising(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
-        decode = decoder(self.config, next(self.state.model.parameters()).device)
+        decode = decoder(self.config, self.state.precision.device)
         strip = Strip(self.config.diffusion.schedule, decode)
         with self._average():
             draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
@@ -97,16 +97,21 @@ class Looks:
 
     @contextmanager
     def _average(self) -> Iterator[None]:
-        """The network holds the average. A stop may end what is inside, and must not leave half of each behind."""
-        state, swapped = self.state, False
+        """The network holds the average. A stop may end what is inside, and must not leave half of each behind.
+
+        It comes to the device for it where the state is kept in host memory: see `training.sharding`.
+        """
+        state, swapped, home = self.state, False, next(self.state.model.parameters()).device
         try:
             with self.stop.undivided():
                 state.ema.swap(state.model)
                 swapped = True
+                state.model.to(state.precision.device)
             # A compiled network would compile once more for this; `unfog sample` does not compile either.
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
             if swapped:
                 with self.stop.undivided():
+                    state.model.to(home)
                     state.ema.swap(state.model)

@@ -59,7 +59,7 @@ class Session:
         config.sampler.visits(config.diffusion.schedule)  # may be refused
         require(config.log.sinks)
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
-        self.state = build_state(config, device, weights)
+        self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
         self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
         looks = CodecLooks if config.autoencoder.factor else Looks

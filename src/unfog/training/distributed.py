@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from unfog.errors import Interrupted, RunError, UnfogError
+from unfog.errors import Interrupted, RequestError, RunError, UnfogError
 from unfog.training.memory import is_out_of_memory
+from unfog.training.sharding import Shards
 from unfog.training.state import TrainState
 from unfog.training.vigil import Vigil
 
@@ -42,6 +43,7 @@ class World:
         self._said = self._met = 0  # messages of the first process, and barriers, so far
         self._begun = False
         self._sent, self._read = 0, dict[int, int]()  # reports, and those of each other process
+        self.shards: Shards | None = None
 
     @property
     def own_gpus(self) -> bool:
@@ -84,9 +86,41 @@ class World:
         if self._vigil is not None:
             self._vigil.at(phase, step)
 
-    def share(self, first: int, batch: int) -> range:
-        """The positions of a batch of images that are this process's: in order of rank, as even as can be."""
-        return range(first + batch * self.rank // self.size, first + batch * (self.rank + 1) // self.size)
+    def share(self, first: int, batch: int, rank: int | None = None) -> range:
+        """The positions of a batch of images that are this process's, or another's: in order of rank, as even as can
+        be."""
+        rank = self.rank if rank is None else rank
+        return range(first + batch * rank // self.size, first + batch * (rank + 1) // self.size)
+
+    def divide(self, state: TrainState) -> None:
+        """Give each process some rows of the first one's state, which is whole in its host memory; see `Shards`."""
+        self.shards = Shards(self, state)
+
+    def unite(self, state: TrainState) -> None:
+        """Undo `divide`, for the first process."""
+        if self.shards is not None:
+            self.shards.assemble(state)
+            self.shards = None
+
+    def home(self, shard: bool, device: torch.device) -> torch.device:
+        """Where a state is kept that is to be trained on the device: in host memory if it will be divided, and without
+        values where it is not the first process's.
+
+        Raises:
+            RequestError: processes that share a GPU cannot divide anything.
+        """
+        if not shard or self.size == 1:
+            return device
+        if device.type != "cpu" and not (device.type == "cuda" and self.own_gpus):
+            raise RequestError(
+                f"training.shard: {self.size} processes share {device.type}, and each needs a GPU of its own; start "
+                "fewer with --nproc-per-node"
+            )
+        return torch.device("cpu" if self.first else "meta")
+
+    def whole(self, state: TrainState, *files: str, back: bool = False) -> AbstractContextManager[None]:
+        """Within, the first process has the state whole, however it is divided; arguments as of `Shards.whole`."""
+        return nullcontext() if self.shards is None else self.shards.whole(state, *files, back=back)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """What to call in place of the network, so that each backward pass leaves the sum over all processes, over
@@ -94,7 +128,7 @@ class World:
 
         The network's weights must be the same everywhere: see `alike`.
         """
-        if self.size == 1:
+        if self.size == 1 or self.shards is not None:
             return model
         # Without a search for unused parameters, torch would make other buckets after the first step than in it, and
         # more than two processes would add in another order: a run that was interrupted would not repeat itself. It
@@ -111,7 +145,10 @@ class World:
 
     @contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Around the backward pass; `last` is the one whose gradients are added up over all processes.
+        """Around a forward or a backward pass; `last` is the one in which gradients are added up over all processes.
+
+        Where the network is divided, that is each of them: what a pass leaves of a gradient takes as much memory as
+        the weights, so each process keeps its rows only.
 
         Raises:
             RunError: it ran out of memory when others had begun to add theirs, so that it cannot be tried again.
@@ -119,11 +156,11 @@ class World:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or not last or not is_out_of_memory(error):
+            if self.size == 1 or not (last or self.shards) or not is_out_of_memory(error):
                 raise
             raise RunError(
-                f"rank {self.rank} ran out of memory in the backward pass, where the others wait for it; go on with a "
-                "smaller --microbatch, which takes as many passes as it needs for the same batch"
+                f"rank {self.rank} ran out of memory in a pass in which the others wait for it; go on with a smaller "
+                "--microbatch, which takes as many passes as it needs for the same batch"
             ) from error
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -191,8 +228,11 @@ class World:
         self._wait(f"all met/{self._met}")
 
     def alike(self, state: TrainState) -> None:
-        """Give every process the first one's state: weights, averages, moments, and all the rest of it."""
-        if self.size == 1:
+        """Give every process the first one's state: weights, averages, moments, and all the rest of it.
+
+        Nothing where it is divided: its parts were dealt out together.
+        """
+        if self.size == 1 or self.shards is not None:
             return
         tensors = state.tensors()
         shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}

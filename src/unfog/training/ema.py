@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from unfog.training.local import local
 from unfog.training.settings import EmaProfile, PowerEma
 
 
@@ -32,9 +34,10 @@ class Ema:
     def update(self, model: nn.Module, update: int) -> None:
         """Fold in the weights after optimiser update number `update` (1, 2, …)."""
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
-        torch._foreach_lerp_(self.parameters, list(model.parameters()), 1 - self.profile.decay(update))
-        for mine, theirs in zip(self.buffers, model.buffers()):
-            mine.copy_(theirs)
+        mine, theirs = list(map(local, self.parameters)), list(map(local, model.parameters()))
+        torch._foreach_lerp_(mine, theirs, 1 - self.profile.decay(update))
+        for kept, buffer in zip(self.buffers, model.buffers()):
+            kept.copy_(buffer)
 
     def swap(self, model: nn.Module) -> None:
         """Exchange the average and the network's weights; once more returns them. See `swapped_into`."""
@@ -56,5 +59,23 @@ class Ema:
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The average under the network's own names, so that it loads into a network of the same kind."""
-        with self.swapped_into(model):
-            return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        found = self._named(model)
+        return {name: found[name] for name in model.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        for name, mine in self._named(model).items():
+            if name in tensors:  # all but buffers that no checkpoint holds
+                mine.copy_(tensors[name])
+
+    def holding(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Ema:
+        """Another average of the same profile, for a network of the same kind, that holds these themselves."""
+        other = copy.copy(self)
+        other.parameters = [tensors[name] for name, _ in model.named_parameters()]
+        other.buffers = [tensors.get(name, buffer) for name, buffer in model.named_buffers()]
+        return other
+
+    def _named(self, model: nn.Module) -> dict[str, Tensor]:
+        names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+        return dict(zip(names, (*self.parameters, *self.buffers), strict=True))

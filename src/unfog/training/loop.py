@@ -178,7 +178,12 @@ def refuse(
             def again(first: int, count: int) -> Loss:
                 return forward(passes[first, count], state.model)
 
-            culprit = Culprit(*world.by_first("replay", lambda: find_culprit(state, again, list(passes))))
+            def replay() -> Culprit:
+                state.model.to(state.precision.device)  # where it is divided, it is in host memory here
+                return find_culprit(state, again, list(passes))
+
+            with world.whole(state, "model"):
+                culprit = Culprit(*world.by_first("replay", replay))
     except Interrupted:
         run.refused(state, norm, None)  # the step is behind us, so nobody would say it later
         raise

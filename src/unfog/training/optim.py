@@ -8,12 +8,14 @@ import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
+from unfog.training.local import by_owner, divided, local
 from unfog.training.methods import Custom, Muon
 from unfog.training.settings import Optimizer
 
@@ -36,14 +38,14 @@ def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float
 
 
 def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW, fused."""
+    """AdamW, fused; but not of parameters without values, which is for those who await others."""
     return torch.optim.AdamW(
         parameters,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=True,
+        fused=not any(p.is_meta for p in parameters),
     )
 
 
@@ -98,24 +100,27 @@ class MuonAdamW(torch.optim.Optimizer):
                 by_shape[len(p), p.numel() // len(p)].append(p)
         for (rows, columns), parameters in by_shape.items():
             updates = self._directions(parameters, rows, columns, group["momentum"], group["rounds"])
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            moved = list(map(local, parameters))
+            torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
             far = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # AdamW's steps have a root mean square of 0.2 lr
-            torch._foreach_add_(parameters, [u.view_as(p) for u, p in zip(updates, parameters)], alpha=-far)
+            torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=-far)
         # A load replaces both, so they are handed over each time.
         self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         self._adamw.step()
 
     def _directions(self, parameters: list[Tensor], rows: int, columns: int, momentum: float, rounds: int) -> Tensor:
-        """[N, rows, columns]: the orthogonalised Nesterov momentum of each of these."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        """[N, rows, columns]: the orthogonalised Nesterov momentum of each of these, or its rows that are here."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        means = [self.state[p]["momentum_buffer"] for p in parameters]
+        means = [local(self.state[p]["momentum_buffer"]) for p in parameters]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, means, momentum)
-        stacked = torch.stack([a.reshape(rows, columns) for a in ahead])
-        return orthogonalised(stacked.to(self.fast), rounds).to(stacked.dtype)
+        stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
+        work = partial(orthogonalised, rounds=rounds)
+        made = by_owner(stacked.to(self.fast), rows, work) if divided(parameters[0]) else work(stacked.to(self.fast))
+        return made.to(stacked.dtype)
 
 
 def orthogonalised(x: Tensor, rounds: int = 5) -> Tensor:
@@ -250,9 +255,13 @@ def numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
 
 
 def restore(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], others: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, Any],
+    copies: bool = True,
 ) -> None:
-    """Take over what `moments` and `numbers` gave. ValueError if it is of another network."""
+    """Take over what `moments` and `numbers` gave: copies of it, or itself. ValueError if it is of another network."""
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     order = dict(zip(held, range(len(held))))
     places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}
@@ -268,8 +277,8 @@ def restore(
             continue
         if name not in places:
             raise ValueError(f"{full} is of no parameter of the network")
-        # Clone, as it may be the file itself, mapped.
-        value = value.clone() if isinstance(value, Tensor) else value
+        # A copy, as it may be the file itself, mapped.
+        value = value.clone() if isinstance(value, Tensor) and copies else value
         plain, dot, number = key.rpartition(".")
         if dot and number.isdigit():
             lists[places[name], plain][int(number)] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,28 +55,48 @@ def gradient(
         What went through the network here, the losses of each pass, and where there were several the squared norm of
         the first one's gradient, a 0-d tensor, for the noise scale.
     """
-    share, drawn = world.share(state.seen, settings.batch), drawn or drawn_at_once(settings, state)
-    passes = list(passes_of(state.seen, settings.batch, drawn, share, at_once(settings, state)))
-    # Whoever has no share, as there are more processes than images, takes part without adding anything.
-    weight = 1.0 if passes else 0.0
-    passes = passes or [Pass(state.seen, 1, state.seen, min(drawn, settings.batch))]
+    drawn = drawn or drawn_at_once(settings, state)
+    passes, own = passes_here(world, settings, state, drawn)
     losses: list[Loss] = []
     part_square = None
     for one in passes:
         if run.stop_requested():
             raise Interrupted  # half a batch is no loss: its randomness is a function of the position
-        with world.accumulating(network, more=len(losses) + 1 < len(passes)):
-            loss = forward(one, network)
+        last, weight = len(losses) + 1 == len(passes), float(len(losses) < own)
+        with world.accumulating(network, more=not last):
+            with world.reducing(last=False):
+                loss = forward(one, network)
             world.at("backward", state.seen // settings.batch)
             # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also
             # when the last pass is smaller. The wrapper divides by the number of processes, so multiply by it.
             mean = loss.per_image.sum() / settings.batch
-            with world.reducing(last=len(losses) + 1 == len(passes)):
+            with world.reducing(last):
                 state.precision.backward(mean if world.size == 1 else mean * (weight * world.size))
         losses.append(loss.detached())
-        if len(losses) == 1 < len(passes):
+        if len(losses) == 1 < len(passes) and world.shards is None:
             part_square = squared_norm(state.optimizer) / world.size**2
+    if world.shards is not None:
+        world.shards.reduce(state.model)
     return passes, losses, part_square
+
+
+def passes_here(world: World, settings: Training, state: TrainState, drawn: int) -> tuple[list[Pass], int]:
+    """The passes of this process over the next batch, and how many of them, from the first on, count.
+
+    Whoever has fewer than are needed, as there are more processes than images, or as all have to take part in each
+    pass of a divided network, takes part without adding anything, with an image of another's share.
+    """
+    of = partial(passes_of, state.seen, settings.batch, drawn, most=at_once(settings, state))
+    share, needed = world.share(state.seen, settings.batch), 1
+    passes = list(of(share))
+    if world.shards is not None:
+        shares = (world.share(state.seen, settings.batch, rank) for rank in range(world.size))
+        needed = max(len(list(of(each))) for each in shares)
+    own, end = len(passes), state.seen + settings.batch
+    if own < needed:
+        place = share.stop if share.stop < end else share.start - 1
+        passes += [*of(range(place, place + 1))] * (needed - own)
+    return passes, own
 
 
 def passes_of(first: int, batch: int, drawn: int, share: range, most: int) -> Iterator[Pass]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfog.training.local import total_norm
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,7 @@ class Precision:
         """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(gradients)
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor, accepted: bool) -> None:
         """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""

@@ -49,6 +49,8 @@ class Training:
     """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
     timeout: float = 600.0
     """Seconds that processes which train together wait for one that hangs before they end."""
+    shard: bool = False
+    """Divide weights, gradients, averages and moments among the processes that torchrun starts, for large networks."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, for a third to a half less memory at the peak."""
     compile: bool = False

@@ -47,7 +47,7 @@ def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = Fa
     """Copy a state to host memory. What is in it should be finite: see `TrainState.non_finite`."""
     started = time.perf_counter()
     tensors = {
-        file: {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+        file: {name: t.detach().to("cpu", copy=not state.copied).contiguous() for name, t in tensors.items()}
         for file, tensors in state.tensors().items()
     }
     seconds = time.perf_counter() - started

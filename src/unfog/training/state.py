@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +15,7 @@ from unfog.diffusion.objective import Loss
 from unfog.training import optim
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
+from unfog.training.local import all_finite
 from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
 from unfog.training.settings import EmaProfile, Evaluate, Optimizer, PowerEma
@@ -119,11 +121,14 @@ class TrainState:
         self.model = model
         self.precision = precision
         fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
-        self.optimizer = optim.build(model, optimizer, fast)
+        self.optimizer_of = partial(optim.build, settings=optimizer, fast=fast)
+        self.optimizer = self.optimizer_of(model)
         self.method = optimizer.method.identity
         self.ema = Ema(model, ema)
         self.second = Ema(model, second) if second else None
         """Another average, whose snapshots together with those of the first give averages of any length."""
+        self.copied = False
+        """Whether the tensors are a copy in host memory already, which a snapshot may keep."""
         self.pure = True
         """Whether both averages had their profiles since the beginning, so that these are known."""
         self.guard = Guard()
@@ -198,8 +203,7 @@ class TrainState:
             for name, tensor in tensors.items()
             if tensor.is_floating_point()
         ]
-        # One answer for all of them, because each one asked for makes the host wait for the device.
-        finite = torch.stack([tensor.isfinite().all() for _, tensor in named]).tolist()
+        finite = all_finite([tensor for _, tensor in named])
         return next((name for (name, _), good in zip(named, finite) if not good), None)
 
     def adopt(self, keys: dict[str, str]) -> None:
@@ -248,6 +252,7 @@ class TrainState:
         if self.levels is not None:
             self.levels.restore(saved.get("levels"))  # which not every run keeps up
         # Neither known nor the same where the first checkpoints, or other settings, had none or others.
+        self.pure = True
         self.pure = saved.get("averages") == self.widths
         self._load_scaler(saved)
 
@@ -256,8 +261,7 @@ class TrainState:
         self.model.load_state_dict(tensors["model"])
         for average, file in ((self.ema, "ema"), (self.second, "ema2")):
             if average is not None:
-                with average.swapped_into(self.model):
-                    self.model.load_state_dict(tensors[file])
+                average.load_state_dict(self.model, tensors[file])
         self.load_moments(dict(tensors["optimizer"]), saved)
         self.load_progress(saved)
 

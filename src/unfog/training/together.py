@@ -100,24 +100,29 @@ class Together:
 
     def roll_back(self, state: TrainState, reason: str) -> None:
         """The first process goes back, and the others get its state."""
-        self._alone("roll-back", lambda: self.run.roll_back(state, reason))
+        with self.world.whole(state, back=True):
+            self._alone("roll-back", lambda: self.run.roll_back(state, reason))
         self.world.alike(state)
 
     def preview(self, state: TrainState) -> None:
         """The first process draws."""
-        self._alone("preview", lambda: self.run.preview(state))
+        with self.world.whole(state, "ema"):
+            self._alone("preview", lambda: self.run.preview(state))
 
     def keep_averages(self, state: TrainState) -> None:
         """The first process stores them."""
-        self._alone("averages", lambda: self.run.keep_averages(state))
+        with self.world.whole(state, "ema", "ema2"):
+            self._alone("averages", lambda: self.run.keep_averages(state))
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """The first process measures, and all get the numbers."""
-        return self._alone("evaluation", lambda: self.run.evaluate(state))
+        with self.world.whole(state, "ema"):
+            return self._alone("evaluation", lambda: self.run.evaluate(state))
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """The first process saves."""
-        self._alone("checkpoint", lambda: self.run.save(state, for_best))
+        with self.world.whole(state):
+            self._alone("checkpoint", lambda: self.run.save(state, for_best))
 
     def save_requested(self) -> bool:
         """Whether the first process was asked for a checkpoint."""

@@ -1,0 +1,173 @@
+"""A training state divided among processes, for networks that do not fit one device: torch's FSDP2.
+
+Each process holds some rows of every weight, gradient, average and moment. A block's weights are brought together for
+its forward and its backward pass, and let go after each. What the first process does alone it does with a whole copy
+in its host memory, which is gathered tensor by tensor, so that no device ever holds the whole network for it, and
+checkpoints are the same files as of any other run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unfog.training import optim
+from unfog.training.ema import Ema
+from unfog.training.local import divided, local, whole
+
+if TYPE_CHECKING:
+    from unfog.training.distributed import World
+    from unfog.training.precision import Precision
+    from unfog.training.state import TrainState
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By file (model, ema, optimizer), then by name, as `TrainState.tensors` gives them."""
+
+
+class Shards:
+    """The rows that this process has of a state.
+
+    Every method is called by all processes at the same place.
+
+    Args:
+        world: that has begun.
+        state: whole in the first one's host memory; what the others have in it does not count. Divided from here on.
+    """
+
+    def __init__(self, world: World, state: TrainState):
+        self.world = world
+        tensors, progress = (state.tensors(), state.progress()) if world.first else ({}, {})
+        state.model.to("meta")
+        self._empty = copy.deepcopy(state.model)
+        divide(state.model, state.precision, world.size)
+        state.model.to_empty(device=state.precision.device)
+        state.optimizer = state.optimizer_of(state.model)
+        state.ema = Ema(state.model, state.ema.profile)
+        state.second = state.second and Ema(state.model, state.second.profile)
+        self.spread(state, tensors, progress)
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of what is not divided, after the backward pass has done so with the others."""
+        for parameter in model.parameters():
+            if not divided(parameter) and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.world.size
+
+    @contextmanager
+    def whole(self, state: TrainState, *files: str, back: bool = False) -> Iterator[None]:
+        """Within, the state is whole in the first process's host memory, and nobody's to train.
+
+        Args:
+            files: the tensors that are wanted, "model" or "ema" among them; all if none are named. A network whose own
+                are not gets the average.
+            back: take over what the first process changes in it.
+        """
+        kept = state.model, state.optimizer, state.ema, state.second
+        self.assemble(state, *files)
+        changed: tuple[Tensors, dict[str, Any]] = ({}, {})
+        try:
+            yield
+            if back and self.world.first:
+                changed = state.tensors(), state.progress()
+        finally:
+            state.model, state.optimizer, state.ema, state.second = kept
+            state.copied = False
+        if back:
+            self.spread(state, *changed)
+
+    def assemble(self, state: TrainState, *files: str) -> None:
+        """Make the state whole in the first process's host memory, for good; arguments as of `whole`."""
+        found = self._gathered(state, files)
+        if not self.world.first:
+            return
+        # What is not asked for is not looked at, and gets what there is.
+        average = found.get("ema") or found["model"]
+        model = copy.deepcopy(self._empty).train(state.model.training)
+        model.load_state_dict(found.get("model", average), assign=True)
+        if "optimizer" in found:
+            numbers = optim.numbers(state.optimizer, state.model)
+            state.optimizer = state.optimizer_of(model)
+            optim.restore(state.optimizer, model, found["optimizer"], numbers, copies=False)
+        state.ema = state.ema.holding(model, average)
+        state.second = state.second and state.second.holding(model, found.get("ema2", average))
+        state.model, state.copied = model, True
+
+    def _gathered(self, state: TrainState, files: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
+        """Copies in host memory, for the first process; nothing for the others, who hold one tensor at a time."""
+        self.world.at("gathering weights")
+        found: dict[str, dict[str, Tensor]] = {}
+        for file, tensors in state.tensors().items():
+            for name, tensor in tensors.items() if not files or file in files else ():
+                together = whole(tensor)
+                if self.world.first:
+                    found.setdefault(file, {})[name] = together.to("cpu", copy=together is tensor).contiguous()
+        return found
+
+    def spread(self, state: TrainState, tensors: Tensors, progress: dict[str, Any]) -> None:
+        """Give each process its rows of what the first one has whole, and all the rest of it."""
+        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
+        sent = self.world.broadcast({"shapes": shapes, "progress": progress})
+        self.world.at("sharing weights")
+        parameters = dict(state.model.named_parameters())
+        rows: dict[str, dict[str, Tensor]] = {file: {} for file in ("optimizer", *sent["shapes"])}
+        for file, of in sent["shapes"].items():
+            for full, (shape, dtype) in of.items():
+                like = parameters.get(full.partition("/")[2] if file == "optimizer" else full)
+                tensor = tensors[file][full].cpu().contiguous() if self.world.first else None
+                if like is not None and divided(like) and shape == list(like.shape):
+                    rows[file][full] = dealt(tensor, like)
+                else:
+                    alike = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    rows[file][full] = alike if tensor is None else tensor
+                    dist.broadcast(rows[file][full], 0)
+        state.restore(rows, sent["progress"])
+
+
+def divide(model: nn.Module, precision: Precision, size: int) -> None:
+    """Divide a network by rows: each of its blocks, which are brought together one by one, and what is around them.
+
+    Numbers, which have no rows, stay whole everywhere.
+    """
+    # A second of import, for those who divide only.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = precision.device.type
+    # What autocast would make of a block's weights is made before they are sent, which halves the bytes. The inputs
+    # stay what they are: noise levels suffer from bfloat16.
+    half = precision.name == "bf16" and device == "cuda"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    mesh, numbers = init_device_mesh(device, (size,)), {p for p in model.parameters() if p.ndim == 0}
+    kind = getattr(model, "block", ())
+    for block in [module for module in model.modules() if isinstance(module, kind)]:
+        fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=numbers)
+    fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=numbers)
+
+
+def dealt(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """The rows of a tensor that are this process's, as `like` is divided.
+
+    Args:
+        tensor: whole, in host memory, at the first process; None elsewhere.
+    """
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    mine, size = local(like), like.device_mesh.size()
+    rows = -(-len(like) // size)  # as FSDP2 divides: the last ones may have fewer, or none
+    own, parts = torch.empty(rows, *like.shape[1:], dtype=like.dtype), None
+    if tensor is not None:
+        padded = tensor.new_zeros(rows * size, *like.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = list(padded.to(like.dtype).chunk(size))
+    dist.scatter(own, parts)
+    return DTensor.from_local(
+        own[: len(mine)].to(mine.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )

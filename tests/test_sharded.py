@@ -1,0 +1,125 @@
+"""A network divided among processes: what one process does, to rounding, and what may befall it."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from launches import (
+    SETTINGS,
+    alone,
+    cases,
+    ended,  # noqa: F401  a fixture
+    largest_difference,
+    launched,
+    output,
+    rows,
+    wait_for_steps,
+    weights,
+    workers,
+)
+from unfog.config.tree import Config
+from unfog.errors import RequestError, RunError
+from unfog.runs.choices import Settling
+from unfog.training.distributed import World
+from unfog.training.local import all_finite, total_norm
+from unfog.training.passes import passes_here
+from unfog.training.settings import Training
+
+pytestmark = pytest.mark.usefixtures("ended")
+
+CPU = torch.device("cpu")
+DECIDED = {"divided refuses", "divided diverges", "divided stops"}
+
+
+def check_equal(found):
+    """Weights, averages and moments, which a step moves by up to 1e-3, and the log are those of one process."""
+    for name in found.keys() - DECIDED:
+        half = name == "divided fp16"
+        assert found[name]["weights"] < (1e-3 if half else 1e-6), name
+        assert found[name]["logged"] < (2e-3 if half else 2e-5), name
+        assert found[name]["repeated"], name
+
+
+def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(tmp_path):
+    found = cases(tmp_path, 2, ["divided", "divided muon", *sorted(DECIDED)])
+    check_equal(found)
+    refused = found["divided refuses"]
+    assert (refused["refusals"], refused["updates"]) == ([["loss", [15]]], 3)
+    assert found["divided diverges"].startswith("training diverged 3 times")
+    assert found["divided stops"]["seen"] == 32
+
+
+@pytest.mark.slow
+def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
+    # More processes than images, and than rows of some weights; weights without rows; the scaler of fp16.
+    check_equal(cases(tmp_path, 4, ["divided", "divided few", "divided mp", "divided muon", "divided fp16"]))
+
+
+@pytest.mark.slow
+def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divided_or_not(tmp_path):
+    flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
+        "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--evaluate.every": 4,
+        "--averages.every": 4,
+        "--optimizer.eps": "1e-4",
+    }
+    settings = [word for pair in flags.items() for word in pair]
+    one, several = tmp_path / "one", tmp_path / "several"
+    alone("train", one, "--steps", 18, *settings)
+    process = launched(4, "train", several, "--steps", 10, *settings, "--training.shard", restarts=1)
+    wait_for_steps(several, 6, process)
+    os.kill(workers(process)[2], signal.SIGKILL)
+    assert output(process).count("resuming") == 1
+    output(launched(3, "resume", several, "--steps", 12))
+    output(launched(2, "resume", several, "--steps", 14, "--training.no-shard"))
+    output(launched(2, "resume", several, "--steps", 16, "--training.shard"))
+    alone("resume", several, "--steps", 18)
+    assert largest_difference(weights(one), weights(several)) < 1e-5
+    for a, b in zip(rows(one), rows(several), strict=True):
+        for name in ("loss", "gradient_norm", "held_out_loss"):
+            assert a.get(name) == (pytest.approx(b[name], rel=1e-4) if name in b else None)
+    assert len(list((several / "averages").iterdir())) == len(list((one / "averages").iterdir())) > 0
+
+
+class Seen:
+    seen, microbatch = 100, 0
+
+
+@pytest.mark.parametrize(("batch", "microbatch", "size"), [(10, 3, 4), (8, 2, 2), (1, 0, 4), (7, 2, 3), (64, 16, 3)])
+def test_all_take_part_in_as_many_passes(batch, microbatch, size):
+    drawn, settings, seen, counts = microbatch or batch, Training(batch=batch, microbatch=microbatch), [], set()
+    for rank in range(size):
+        world = World(rank, size)
+        world.shards = object()
+        passes, own = passes_here(world, settings, Seen(), drawn)
+        counts.add(len(passes))
+        seen += [place for one in passes[:own] for place in range(one.first, one.first + one.images)]
+        idle = [one.first for one in passes[own:]]
+        assert not set(idle) & set(world.share(100, batch))
+        assert all(100 <= place < 100 + batch for place in idle)
+    assert len(counts) == 1
+    assert seen == list(range(100, 100 + batch))
+
+
+def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
+    world = World(1, 2)
+    assert world.home(False, torch.device("cuda")) == torch.device("cuda")
+    assert World(0, 2).home(True, CPU) == World().home(True, CPU) == CPU
+    assert world.home(True, CPU) == torch.device("meta")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    with pytest.raises(RequestError, match="each needs a GPU of its own"):
+        world.home(True, torch.device("cuda"))
+    world.shards = object()
+    with pytest.raises(RunError, match="smaller --microbatch"), world.reducing(last=False):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    config = Config(source="fashion", training=Training(shard=True, budget="5m"))
+    with pytest.raises(RequestError, match="give --steps or --images"):
+        Settling(config, None, CPU, lambda: False, processes=2).length()
+
+
+def test_what_is_not_divided_is_measured_without_other_processes():
+    tensors = [torch.tensor([3.0]), torch.tensor([[4.0]]), torch.tensor([0.0, torch.inf])]
+    assert total_norm(tensors[:2]) == 5
+    assert all_finite(tensors) == [True, True, False]
