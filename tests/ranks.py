@@ -83,7 +83,8 @@ def trained(
 ):
     into = state(architecture, precision)
     diary = Diary(into, stop_at)
-    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, into.levels)
+    interleaved = settings.get("noise") == "batch"
+    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, interleaved, into.levels)
     loss = objective if around is None else around(objective, into, world)
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
     train(chosen, OPTIMIZER, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)

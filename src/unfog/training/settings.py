@@ -28,7 +28,7 @@ class Training:
     microbatch: int = 0
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch. Short: --microbatch."""
     noise: Literal["microbatch", "batch"] = "microbatch"
-    """Whether noise is drawn by micro-batch, or for the whole batch: then it is the same however many go at once."""
+    """batch: the same noise however many images go at once, and on however many processes. microbatch: of before."""
     clip: float = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
     precision: PrecisionName = "auto"
