@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from unfog.data.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
@@ -121,6 +122,25 @@ def equal(world, alone=None, **settings):
     return (difference(one, several) | {"same": same, "repeated": repeated}) if world.first else None
 
 
+def compressed(world):
+    """What the gradients are that travel, and what comes of it."""
+    sent, real = [], dist.all_reduce
+
+    def counting(tensor, *rest, **options):
+        if options.get("async_op"):  # a step's own message waits
+            sent.append(tensor)
+        return real(tensor, *rest, **options)
+
+    dist.all_reduce = counting
+    try:
+        found = equal(world, compress="bf16")
+    finally:
+        dist.all_reduce = real
+    parameters = sum(p.numel() for p in state(TINY).model.parameters())
+    per_parameter = sum(one.nbytes for one in sent) / parameters / 8  # of two times four steps
+    return found and found | {"types": sorted({str(one.dtype) for one in sent}), "bytes": per_parameter}
+
+
 def short_of_memory(objective, into, world):
     """The last process cannot take more than one image at a time from the second step on."""
 
@@ -192,6 +212,7 @@ CASES = {
     "accumulated": lambda w: equal(w, microbatch=2, noise="batch", alone={"microbatch": 0}),
     "dropout": lambda w: equal(w, architecture=DROPOUT, microbatch=8 // w.size),
     "bf16": lambda w: equal(w, precision="bf16"),
+    "compressed": compressed,
     "stops": stops,
     "refuses": refuses,
     "diverges": diverges,

@@ -16,6 +16,7 @@ FREE = (
     "training.budget",
     "training.microbatch",
     "training.noise",
+    "training.compress",
     "training.clip",
     "training.precision",
     "training.device",
@@ -86,6 +87,7 @@ EXACTLY = (
     "training.budget",
     "training.microbatch",
     "training.noise",
+    "training.compress",
     "training.patience",
     "training.rollbacks",
 )
@@ -100,6 +102,7 @@ LATER = (
     "diffusion.learned_variance",
     "diffusion.adaptive",
     "training.noise",
+    "training.compress",
     "optimizer.cooldown",
     "optimizer.method.",
     "averages.",

@@ -45,6 +45,8 @@ class Training:
     """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
     timeout: float = 600.0
     """Seconds that processes which train together wait for one that hangs before they end."""
+    compress: Literal["none", "bf16"] = "none"
+    """What gradients travel as between processes. bf16: half the bytes, and each to three digits."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time, for a third to a half less memory at the peak."""
     compile: bool = False
