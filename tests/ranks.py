@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from unfog.data.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
@@ -102,7 +103,8 @@ def trained(
     diary = Diary(into, stop_at)
     if shard and world.size > 1:
         world.divide(into)
-    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, into.levels)
+    interleaved = settings.get("noise") == "batch"
+    objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, interleaved, into.levels)
     loss = objective if around is None else around(objective, into, world)
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
     train(chosen, optimizer, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
@@ -148,6 +150,25 @@ def divided(world, again=False, **settings):
         return None
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(repeat[0]), strict=True))
     return difference(trained(ALONE, **settings), several) | {"repeated": repeated}
+
+
+def compressed(world):
+    """What the gradients are that travel, and what comes of it."""
+    sent, real = [], dist.all_reduce
+
+    def counting(tensor, *rest, **options):
+        if options.get("async_op"):  # a step's own message waits
+            sent.append(tensor)
+        return real(tensor, *rest, **options)
+
+    dist.all_reduce = counting
+    try:
+        found = equal(world, compress="bf16")
+    finally:
+        dist.all_reduce = real
+    parameters = sum(p.numel() for p in state(TINY).model.parameters())
+    per_parameter = sum(one.nbytes for one in sent) / parameters / 8  # of two times four steps
+    return found and found | {"types": sorted({str(one.dtype) for one in sent}), "bytes": per_parameter}
 
 
 def short_of_memory(objective, into, world):
@@ -222,6 +243,7 @@ CASES = {
     "accumulated": lambda w: equal(w, microbatch=2, noise="batch", alone={"microbatch": 0}),
     "dropout": lambda w: equal(w, architecture=DROPOUT, microbatch=8 // w.size),
     "bf16": lambda w: equal(w, precision="bf16"),
+    "compressed": compressed,
     "stops": stops,
     "refuses": refuses,
     "diverges": diverges,

@@ -47,8 +47,14 @@ def check_equal(found, names):
 
 
 def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
-    found = cases(tmp_path, 2, [*CLOSE, "stops", "refuses", "diverges", "memory"])
+    found = cases(tmp_path, 2, [*CLOSE, "compressed", "stops", "refuses", "diverges", "memory"])
     check_equal(found, CLOSE)
+    compressed = found["compressed"]
+    assert (compressed["types"], compressed["bytes"]) == (["torch.bfloat16"], 2)
+    assert compressed["same"]
+    assert compressed["repeated"]
+    assert 1e-6 < compressed["weights"] < 5e-4  # gradients are rounded to three digits; four steps move by 4e-3
+    assert compressed["logged"] < 2e-3
     # The last process was asked to stop before the fourth step, which all took, and no other.
     assert found["stops"] == {"seen": 32, "same": 32}
     refused = found["refuses"]

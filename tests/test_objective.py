@@ -112,6 +112,16 @@ def test_stratified_u_covers_the_interval() -> None:
     assert u.max() < 1
 
 
+@pytest.mark.parametrize("count", [1, 2, 6, 10, 64, 210, 256])
+def test_any_few_interleaved_u_in_a_row_are_spread_over_the_interval(count: int) -> None:
+    u = stratified(count, torch.device("cpu"), interleaved=True)
+    assert (u.sort().values * count).long().tolist() == list(range(count))
+    for few in range(4, count, 3):
+        for start in range(0, count - few, 5):
+            gaps = torch.cat([torch.zeros(1), u[start : start + few].sort().values, torch.ones(1)]).diff()
+            assert gaps.max() < 4 / few  # 1 / few, were they as even as can be
+
+
 def test_stratified_u_never_touches_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     for draw in (0.0, 1 - 2**-24):
         monkeypatch.setattr(torch, "rand", lambda n, device, draw=draw: torch.full((n,), draw))

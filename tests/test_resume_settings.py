@@ -164,14 +164,25 @@ def test_digests_of_settings_are_those_of_the_first_version_where_nothing_new_is
         assert {name for name in FIRST if keys_of(new)[name] != FIRST[name]} == differ
 
 
-OF_THE_FIRST_VERSION = {"averages": {"every": -1}, "optimizer": {"method": "adamw"}}
+OF_THE_FIRST_VERSION = {
+    "averages": {"every": -1},
+    "optimizer": {"method": "adamw"},
+    "training": {"noise": "microbatch"},
+}
 """What it trained with."""
 
 
 def as_of_the_first_version(run: Path) -> None:
     """Take from a run what its first version did not have."""
     new = ("averages", "evaluate.metrics", "evaluate.best", "init", "latents", "autoencoder", "optimizer.method")
-    later = (*new, "diffusion.adaptive", "diffusion.learned_variance", "guidance_interval", "optimizer.cooldown")
+    later = (
+        *new,
+        "diffusion.adaptive",
+        "diffusion.learned_variance",
+        "guidance_interval",
+        "optimizer.cooldown",
+        "training.noise",
+    )
     for config in (run / "config.toml", *run.glob("checkpoints/*/config.toml")):
         lines, keep, section = [], True, ""
         for line in config.read_text().splitlines():

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unfog.data.augment import Augment, to_model_range
+from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
-from unfog.diffusion.objective import Loss
+from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
@@ -126,6 +127,21 @@ def test_gradient_is_the_exact_mean_however_the_batch_is_cut(microbatch):
     run(whole, reconstruction)
     run(cut, reconstruction, microbatch=microbatch)
     torch.testing.assert_close(weights(cut), weights(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 3])
+def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
+    objective = Objective(Diffusion(), interleaved=True)
+    whole, cut = linear_state(), linear_state()
+
+    def unlabelled(model, x0, label, condition):
+        return objective(lambda x, level, label: model(x) * level[:, None, None, None], x0)
+
+    logs = [run(whole, unlabelled, noise="batch", every=Every(1, 0, 0, 0)).records]
+    logs += [run(cut, unlabelled, noise="batch", every=Every(1, 0, 0, 0), microbatch=microbatch).records]
+    torch.testing.assert_close(weights(cut), weights(whole), rtol=1e-5, atol=1e-6)
+    for (_, _, one), (_, _, other) in zip(*logs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
 def test_micro_batches_cover_the_batch_once():

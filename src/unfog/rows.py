@@ -39,4 +39,5 @@ def taken(count: int, draw: Callable[[int], Tensor], dim: int = 0) -> Tensor:
     """`draw(count)`; inside `part_of`, the `count` rows of that part along `dim` of what is drawn for the whole."""
     if _part is None:
         return draw(count)
-    return draw(_part.of).narrow(dim, _part.start, count)
+    # A copy, as a view would keep the whole through the backward pass.
+    return draw(_part.of).narrow(dim, _part.start, count).clone()

@@ -6,23 +6,21 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import tyro
 
-from unfog.cli.given import HELP_FLAGS, asked_for, given_to, training_asked_for
+from unfog.cli.given import HELP_FLAGS, asked_for, given_to, resuming_asked_for, training_asked_for
 from unfog.cli.places import check_run
-from unfog.cli.requests import Doctor, Pack, Resume
+from unfog.cli.requests import Doctor, Pack
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
 from unfog.config.codec import with_codec
 from unfog.config.places import check_out
 from unfog.config.request import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
 from unfog.config.toml import update
-from unfog.config.tree import Config, with_length_of, without_length
+from unfog.config.tree import Config, without_length
 from unfog.errors import RequestError
-from unfog.runs.changes import check_changes
 from unfog.runs.folder import RunFolder, free_name, next_folder
 
 CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
@@ -61,31 +59,16 @@ def resume(words: Sequence[str]) -> int:
     """`unfog resume`."""
     if follows(words):
         return 0
-    # The help text shows what RUN has, if it is named already.
-    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
-    shown = Config()
-    with suppress(RequestError, OSError, ValueError):
-        shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    default = Resume(run=tyro.MISSING, settings=without_length(shown))
-    given = given_to("resume", words, default)
-    folder = check_run(Path(given.positionals[0]))
-    stored = folder.read_config()
-    config = with_length_of(stored, update(without_length(stored), given.table.get("settings", {}), ""))
-    if "source" in given.table:
-        config = replace(config, source=given.table["source"])
-        check_source(config.source)
-    check_request(config)
+    folder, config, given = resuming_asked_for(words)
     if given.table.get("verify"):
         from unfog.reporting.progress import say
         from unfog.runs.verify import verify
 
         say(verify(folder))
         return 0
-    force = given.table.get("force", False)
-    check_changes(stored, config, force)
     from unfog.runs.train import resume as go_on
 
-    folder, done = go_on(folder, config, force)
+    folder, done = go_on(folder, config, given.table.get("force", False))
     return ended(folder, done)
 
 

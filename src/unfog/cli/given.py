@@ -12,17 +12,19 @@ from typing import Any
 import tyro
 
 from unfog.cli.parsing import Given, read_words, show_help
-from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Resume, Train, TrainCodec, Training
+from unfog.cli.places import check_run
+from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Resume, Slurm, Train, TrainCodec, Training
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
 from unfog.config.codec import CodecSettings, codec_recipe
 from unfog.config.places import check_out
 from unfog.config.presets import preset
-from unfog.config.request import check_request
+from unfog.config.request import check_request, check_source
 from unfog.config.toml import read_toml, update
 from unfog.config.tree import Config, with_length_of, without_length
 from unfog.errors import RequestError
 from unfog.models.codec_settings import Autoencoder, Latents
-from unfog.runs.folder import next_folder
+from unfog.runs.changes import check_changes
+from unfog.runs.folder import RunFolder, next_folder
 
 HELP_FLAGS = ("-h", "--help")
 KINDS: dict[str, type] = {
@@ -38,6 +40,7 @@ KINDS: dict[str, type] = {
     "plan": Plan,
     "find-lr": FindLr,
     "pack": Pack,
+    "slurm": Slurm,
 }
 
 
@@ -56,6 +59,30 @@ def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # else it may be there, and be its own
         check_out(out or next_folder(config.source), config.source)
     return config, out
+
+
+def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, Given]:
+    """The run that `unfog resume` is given, its settings with those that are changed, and all that is given.
+
+    RequestError if they will not do.
+    """
+    # The help text shows what RUN has, if it is named already.
+    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
+    shown = Config()
+    with suppress(RequestError, OSError, ValueError):
+        shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
+    default = Resume(run=tyro.MISSING, settings=without_length(shown))
+    given = given_to("resume", words, default)
+    folder = check_run(Path(given.positionals[0]))
+    stored = folder.read_config()
+    config = with_length_of(stored, update(without_length(stored), given.table.get("settings", {}), ""))
+    if "source" in given.table:
+        config = replace(config, source=given.table["source"])
+        check_source(config.source)
+    check_request(config)
+    if not given.table.get("verify"):
+        check_changes(stored, config, given.table.get("force", False))
+    return folder, config, given
 
 
 def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:

@@ -29,6 +29,7 @@ usage: unfog COMMAND …
   find-lr SOURCE   find a learning rate, on a throwaway copy
   pack SOURCE OUT  decode and resize images once, for all runs to come
   train-codec SOURCE  make images small for large pictures: then train with --codec
+  slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
 
   unfog COMMAND --help   explains a command
   unfog --version        says which version this is
@@ -111,7 +112,7 @@ def run(words: list[str]) -> int:
         sys.stdout.write(f"unfog {__version__}\n")
         return 0
     # Imported only now, so that the above answers at once.
-    from unfog.cli import commands
+    from unfog.cli import batch, commands
     from unfog.config.text import shown, suggest
 
     table: dict[str, Callable[[list[str]], int]] = {
@@ -127,6 +128,7 @@ def run(words: list[str]) -> int:
         "plan": commands.plan,
         "find-lr": commands.find_lr,
         "pack": commands.pack,
+        "slurm": batch.slurm,
     }
     if words[0] not in table:
         if words[0].startswith("-"):

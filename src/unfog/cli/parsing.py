@@ -26,6 +26,7 @@ _ELSEWHERE = {
     "batch-size": "batch",
     "checkpoint-every": "checkpoint.every",
     "epochs": "images",
+    "gpus": "gpus-per-node",
     "image-size": "size",
     "iterations": "steps",
     "learning-rate": "lr",

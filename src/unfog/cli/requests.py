@@ -12,6 +12,7 @@ from tyro.conf import Positional
 from unfog.config.codec import CodecSettings
 from unfog.config.tree import Config
 from unfog.data.settings import Data
+from unfog.runs.slurm import Job
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,17 @@ class Pack:
     target: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder of the pack; must be new, or an unfinished pack of the same."""
     data: Data = Data()
+
+
+@dataclass(frozen=True)
+class Slurm(Job):
+    """Write a batch file that trains on a Slurm cluster; what follows -- is the command, checked as if it were given.
+
+    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
+
+    The job saves before its time is up and goes back into the queue, until the run is finished. Other options of sbatch
+    may be given to sbatch, or be written into the file.
+    """
+
+    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """The batch file; must be new. Left open: the name of the run, and .sbatch."""

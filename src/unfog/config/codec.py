@@ -63,7 +63,7 @@ def codec_recipe() -> Config:
     """
     return Config(
         label_dropout=0.0,
-        training=Training(batch=16),
+        training=Training(batch=16, noise="batch"),
         optimizer=Optimizer(lr=3e-3, schedule="cosine", betas=(0.9, 0.99), weight_decay=0.0),
         sampler=Sampler(steps=2),
         preview=Preview(images=16),

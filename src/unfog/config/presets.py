@@ -18,7 +18,7 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.training.methods import Muon
-from unfog.training.settings import FixedEma, Optimizer, Preview
+from unfog.training.settings import FixedEma, Optimizer, Preview, Training
 
 
 def default() -> Config:
@@ -30,6 +30,7 @@ def default() -> Config:
     """
     return Config(
         diffusion=Diffusion(path=Flow(), schedule=LogitNormal(), target=FlowVelocity(), weighting=Plain()),
+        training=Training(noise="batch"),
         optimizer=Optimizer(method=Muon(), schedule="cosine", betas=(0.9, 0.99), weight_decay=0.0),
         guidance=1.5,
     )
@@ -46,6 +47,7 @@ def ddpm() -> Config:
         data=Data(flip=True),
         label_dropout=0.0,
         diffusion=Diffusion(path=VP(), schedule=Cosine(steps=1000), target=Eps(), weighting=Plain()),
+        training=Training(noise="batch"),
         optimizer=Optimizer(lr=2e-4, betas=(0.9, 0.999), schedule="constant"),
         ema=FixedEma(decay_max=0.9999),
         sampler=Sampler(kind="ddim", steps=50),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -56,6 +57,8 @@ class Objective:
     """Number of classes; the null class, "no label", has this index."""
     label_dropout: float = 0.0
     """Chance of hiding an image's label, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
+    interleaved: bool = False
+    """Whether also a part of a batch has levels from all over, rather than the batch from clean to noisy."""
 
     levels: Levels | None = field(default=None, compare=False)
     """The loss by noise level as measured so far: what `uncertainty` and `adaptive` follow. Who trains keeps it, where
@@ -90,7 +93,7 @@ class Objective:
         """
         importance = None
         if u is None:
-            u = taken(len(x0), lambda n: stratified(n, x0.device))
+            u = taken(len(x0), lambda n: stratified(n, x0.device, self.interleaved))
             if self.levels is not None and self.diffusion.adaptive:
                 divided = isinstance(self.diffusion.weighting, Uncertainty)
                 u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
@@ -147,10 +150,30 @@ def normal_like(x: Tensor, count: int) -> Tensor:
     return x.new_empty_strided((count, *x.shape[1:]), x.stride()).normal_()
 
 
-def stratified(count: int, device: torch.device) -> Tensor:
-    """One u in each of `count` equal parts of (0, 1), float32 [count], increasing.
+def stratified(count: int, device: torch.device, interleaved: bool = False) -> Tensor:
+    """One u in each of `count` equal parts of (0, 1), float32 [count]; increasing, or `interleaved`, so that any few in
+    a row are spread over the whole.
 
     Covering the levels evenly lowers the variance of the loss. No need to shuffle u, as the images are.
     """
-    u = (torch.arange(count, device=device) + torch.rand(count, device=device)) / count
+    part = torch.arange(count, device=device)
+    if interleaved:
+        part = part * golden(count) % count
+    u = (part + torch.rand(count, device=device)) / count
     return u.clamp(1e-6, 1 - 1e-6)  # at 0 and 1 continuous schedules are infinite, and rounding does reach them
+
+
+@functools.cache
+def golden(count: int) -> int:
+    """The step that visits all of 0 … count - 1 such that any few in a row lie far apart.
+
+    Near the golden section of `count`, with a continued fraction of small terms: its multiples fill a circle evenly.
+    """
+    ideal = round((5**0.5 - 1) / 2 * count)
+    near = range(max(1, ideal - 32), min(count, ideal + 32) + 1)
+    return min((step for step in near if math.gcd(step, count) == 1), key=lambda step: max(_terms(step, count)))
+
+
+def _terms(a: int, b: int) -> list[int]:
+    """The continued fraction of a / b."""
+    return [a // b, *_terms(b, a % b)] if b else []

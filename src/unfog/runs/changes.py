@@ -16,6 +16,7 @@ FREE = (
     "training.budget",
     "training.microbatch",
     "training.noise",
+    "training.compress",
     "training.clip",
     "training.precision",
     "training.memory_format",
@@ -90,6 +91,7 @@ EXACTLY = (
     "training.microbatch",
     "training.noise",
     "training.memory_format",
+    "training.compress",
     "training.patience",
     "training.rollbacks",
 )
@@ -105,6 +107,7 @@ LATER = (
     "diffusion.adaptive",
     "training.noise",
     "training.memory_format",
+    "training.compress",
     "optimizer.cooldown",
     "optimizer.method.",
     "averages.",

@@ -18,11 +18,10 @@ from unfog.diagnosis.images.examine import examine_data
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.diagnosis.settings.length import length_guide
 from unfog.diagnosis.settings.overfit import overfit_one_batch
-from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
 from unfog.reporting.progress import Progress, say
-from unfog.runs.build import as_it_is, build_state
+from unfog.runs.build import as_it_is, build_state, objective_of
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.codec import decoder
 from unfog.runs.data_record import contact_sheet
@@ -124,7 +123,7 @@ def _prospects(
     if findings[0].severity != "fatal":
         findings.append(length_guide(config, prepared, pace))
         if not quick:
-            objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+            objective = objective_of(config)
             state = build_state(config, device)
             see, show = as_it_is(config), decoder(config, device)
             images = prepared.seen.train

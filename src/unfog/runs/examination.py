@@ -22,14 +22,13 @@ from unfog.diagnosis.run.state import run_state
 from unfog.diagnosis.run.tint import blank, comparison, contrast, measure, saturated, tint
 from unfog.diagnosis.run.trends import run_trends
 from unfog.diagnosis.settings.rates import usual_learning_rate
-from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.reporting.charts import Floats
 from unfog.reporting.figures import Pixels
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
-from unfog.runs.build import as_it_is, build_network
+from unfog.runs.build import as_it_is, build_network, objective_of
 from unfog.runs.choices import choose_device
 from unfog.runs.copies import by_pixels
 from unfog.runs.folder import RunFolder
@@ -141,7 +140,7 @@ def by_losses(
         They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
     """
     config, network = weights.config, build_network(weights.config).to(device).eval()
-    objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+    objective = objective_of(config)
     see = as_it_is(config)
     seen, unseen = (looked_at(part, device, see) for part in (prepared.seen.train, prepared.seen.held_out))
     levels = midpoints(config.evaluate.levels)

@@ -16,13 +16,12 @@ from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.diagnosis.lr.range import LrRange, Probe, Subject, find_lr_range
-from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
-from unfog.runs.build import as_it_is, augmentation, build_state
+from unfog.runs.build import as_it_is, augmentation, build_state, objective_of
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.initial import read_weights, seen_alike
 from unfog.runs.signals import StopSignals
@@ -142,7 +141,7 @@ def subject_of(
         lambda: build_state(config, device, weights),
         ImageStream(seen.train, config.training.seed),
         augmentation(config),
-        Objective(config.diffusion, len(config.classes), config.label_dropout),
+        objective_of(config),
         Probe.of(x0, label),
         stop,
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from unfog.config.tree import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
-from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, paired
 from unfog.evaluation.manifold import Z
 from unfog.evaluation.metrics import Measured
+from unfog.runs.build import objective_of
 
 FEWEST = 2
 """Held-out images, of fewer of which there is no error."""
@@ -31,7 +31,7 @@ def losses_of(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
     """Loss [L, N] at each level of each image; `progress` is told of every pass how many images it had."""
-    objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+    objective = objective_of(config)
 
     def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return objective.at(network, x0, label, config.diffusion.schedule(u), noise)

@@ -13,14 +13,13 @@ import torch
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
-from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
-from unfog.runs.build import build_state, held_out_set
+from unfog.runs.build import build_state, held_out_set, objective_of
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
 from unfog.runs.codec_looks import CodecLooks
@@ -61,7 +60,7 @@ class Session:
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
-        self.objective = Objective(config.diffusion, len(config.classes), config.label_dropout)
+        self.objective = objective_of(config)
         looks = CodecLooks if config.autoencoder.factor else Looks
         self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
         self.evaluator = Evaluator(folder, config, prepared, self.looks, device)

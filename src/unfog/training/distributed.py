@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,11 +123,12 @@ class World:
         """Within, the first process has the state whole, however it is divided; arguments as of `Shards.whole`."""
         return nullcontext() if self.shards is None else self.shards.whole(state, *files, back=back)
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrapped(self, model: nn.Module, compress: str = "none") -> nn.Module:
         """What to call in place of the network, so that each backward pass leaves the sum over all processes, over
         `size`, in `.grad`, and outside `accumulating` only. The one place that knows how a network is divided.
 
-        The network's weights must be the same everywhere: see `alike`.
+        The network's weights must be the same everywhere: see `alike`. With `compress` "bf16", gradients are added up
+        in that, at half the bytes.
         """
         if self.size == 1 or self.shards is not None:
             return model
@@ -135,7 +137,13 @@ class World:
         # also bears parameters that only some of the processes use.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of a name that older versions do not have yet
-            return DistributedDataParallel(model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True)
+            network = DistributedDataParallel(
+                model, broadcast_buffers=False, init_sync=False, find_unused_parameters=True
+            )
+        if compress == "bf16":
+            # Not by its name, by which torch 2.13 refuses it without NCCL, although gloo adds up bf16 as well.
+            network.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+        return network
 
     def accumulating(self, network: nn.Module, more: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of a pass: with `more` to come, gradients are only added up here."""

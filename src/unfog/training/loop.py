@@ -75,7 +75,7 @@ def train(
     steps = settings.images // batch_size
     stopwatch = Stopwatch()
     state.model.train()
-    network = world.wrapped(state.model)
+    network = world.wrapped(state.model, settings.compress)
     together = Together(run, world) if world.size > 1 else None
     run = together or run
 

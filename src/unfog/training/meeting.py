@@ -16,10 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from unfog.errors import RunError
 from unfog.training.distributed import ALONE, LOOK, World
+from unfog.training.settings import Training
 from unfog.training.vigil import Vigil
-
-TIMEOUT = 600.0
-"""Seconds after which one that hangs, or is gone, ends the others."""
 
 
 def on_this_machine() -> int:
@@ -47,7 +45,7 @@ def device_of(name: str) -> str:
     return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
-def meeting(store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> str:
+def meeting(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
     """A name that these processes, and no others, have in common: torchrun keeps its store when it restarts them.
 
     The first one says a name. The others answer under it with a token of their own, until they find that token in the
@@ -79,7 +77,7 @@ def meeting(store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> str
 
 
 @contextlib.contextmanager
-def processes(timeout: float = TIMEOUT) -> Iterator[World]:
+def processes(timeout: float = Training.timeout) -> Iterator[World]:
     """The processes that torchrun has started, or this one alone. All but the first are silent meanwhile.
 
     Args:
@@ -90,7 +88,7 @@ def processes(timeout: float = TIMEOUT) -> Iterator[World]:
         return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // on_this_machine()))
-    shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=TIMEOUT)))
+    shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=Training.timeout)))
     store = PrefixStore(f"unfog/{meeting(shared, rank, size)}", shared)
     with contextlib.ExitStack() as stack:
         if rank > 0:

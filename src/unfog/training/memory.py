@@ -34,8 +34,8 @@ def within_memory(
 ) -> T:
     """What `attempt` gives; made again with fewer images at once each time that memory does not suffice.
 
-    The mean over the batch stays exact. The noise of a micro-batch is drawn for its first position, so it is other
-    noise from here on, and `state.microbatch`, which a checkpoint holds, says from where.
+    The mean over the batch stays exact. Noise that is drawn by micro-batch is other noise from here on, and
+    `state.microbatch`, which a checkpoint holds, says from where.
 
     Raises:
         RunError: not even one image fits.

@@ -30,7 +30,7 @@ class Training:
     microbatch: int = 0
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch. Short: --microbatch."""
     noise: Literal["microbatch", "batch"] = "microbatch"
-    """Whether noise is drawn by micro-batch, or for the whole batch: then it is the same however many go at once."""
+    """batch: the same noise however many images go at once, and on however many processes. microbatch: of before."""
     clip: float = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
     precision: PrecisionName = "auto"
@@ -49,6 +49,8 @@ class Training:
     """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
     timeout: float = 600.0
     """Seconds that processes which train together wait for one that hangs before they end."""
+    compress: Literal["none", "bf16"] = "none"
+    """What gradients travel as between processes. bf16: half the bytes, and each to three digits."""
     shard: bool = False
     """Divide weights, gradients, averages and moments among the processes that torchrun starts, for large networks."""
     checkpointing: bool = False
@@ -71,6 +73,8 @@ class Training:
             raise RequestError(f"batch = {self.batch} must be from 1 to 1000000 images; 64 is usual")
         if max(self.steps, self.images // 1000) > 10**12:
             raise RequestError(f"steps = {self.steps}, images = {self.images}: nobody waits for that; give less")
+        if self.shard and self.compress != "none":
+            raise RequestError("training.compress is of whole networks; leave it away, or training.shard")
         if self.microbatch > self.batch:
             raise RequestError(
                 f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"

@@ -1,0 +1,168 @@
+"""`unfog slurm`: the file that it writes, as bash reads it and as a cluster of stand-ins runs it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_distributed import (
+    SETTINGS,
+    _ended,  # noqa: F401
+    largest_difference,
+    launched,
+    output,
+    rows,
+    started,
+    wait_for_steps,
+    weights,
+)
+from unfog.cli.main import main
+from unfog.runs.slurm import Job
+
+DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"
+# Runs the words on two nodes, and hands a signal to every process of the step.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+from pathlib import Path
+
+def below(pid):
+    for child in Path(f"/proc/{{pid}}/task/{{pid}}/children").read_text().split():
+        yield from (int(child), *below(child))
+
+def pass_on(number, frame):
+    for pid in list(below(os.getpid())):
+        os.kill(pid, number)
+
+signal.signal(signal.SIGUSR1, pass_on)
+words = sys.argv[2:]
+assert sys.argv[1] == "--kill-on-bad-exit=1", sys.argv
+nodes = [subprocess.Popen(words) for _ in range(2)]
+sys.exit(max(node.wait() for node in nodes))
+"""
+SCONTROL = """#!/bin/bash
+case "$*" in
+"show hostnames two") printf 'localhost\\nlocalhost\\n' ;;
+"requeue 41") echo "$*" >> requeued ;;
+*) exit 9 ;;
+esac
+"""
+
+
+def asked(*words):
+    """The exit status."""
+    with pytest.raises(SystemExit) as left:
+        main(["slurm", *map(str, words)])
+    return left.value.code
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+ODD = "it's 5 o'clock & \"late\" $(touch owned)"
+
+
+@pytest.mark.parametrize(
+    ("words", "run"),
+    [
+        (("--", "train", "fashion"), "fashion"),
+        (("--nodes", 4, "--gpus-per-node", 8, "--time", "2-00", "--", "train", "fashion", "--out", "a/b"), "b"),
+        (("--account", "us", "--partition", "gpu,big", "--", "train", "fashion", "--out", ODD), ODD),
+        (("--container", "nvcr.io#nvidia/pytorch:26.10-py3", "--", "train", "fashion", "--config", ODD), "fashion"),
+        (("--container", "unfog.sif", "--gpus-per-node", 0, "--", "train", "fashion"), "fashion"),
+    ],
+)
+def test_bash_reads_what_is_written(here, words, run):
+    if ODD in words[-1:] and run != ODD:
+        (here / ODD).write_text("")  # settings
+    assert asked(*words) == 0
+    file = here / f"{run}.sbatch"
+    subprocess.run(["bash", "-n", file], check=True)
+    # Up to the first program that only a cluster has, with what the words of the run are.
+    head = file.read_text().partition("export OMP")[0]
+    said = subprocess.run(["bash", "-c", head + 'printf "%s\\n" "$run" "${words[@]}"'], capture_output=True, text=True)
+    place, command, *rest = said.stdout.splitlines()
+    assert (Path(place).name, command) == (run, "train")
+    assert rest[rest.index("--out") + 1] == place
+    assert not (here / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", 2), "has to follow --"),
+        (("--", "sample", "x"), "has to follow --, not 'sample'"),
+        (("--", "train", "nowhere"), "nowhere is neither"),
+        (("--", "train", "fashion", "--steps", "x"), "--steps got 'x'"),
+        (("--", "train", "fashion", "--codec", "nowhere"), "nowhere"),
+        (("--", "resume", "nowhere"), "nowhere is not a run"),
+        (("--gpus", 8, "--", "train", "fashion"), "did you mean --gpus-per-node"),
+        (("--time", "soon", "--", "train", "fashion"), "no time for Slurm"),
+        (("--time", "0:59", "--", "train", "fashion"), "at least 2 minutes"),
+        (("--nodes", 0, "--", "train", "fashion"), "nodes = 0"),
+        (("--account", "a\nb", "--", "train", "fashion"), "account = "),
+    ],
+)
+def test_what_is_refused_writes_nothing(here, capsys, words, said):
+    assert asked(*words) == 2
+    assert said in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+def test_no_file_is_written_over(here, capsys):
+    (here / "fashion.sbatch").write_text("mine")
+    assert asked("--", "train", "fashion") == 2
+    assert "--file" in capsys.readouterr().err
+    assert (here / "fashion.sbatch").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("12:00:00", 43200), ("2-00", 172800), ("1-02:03", 93780), ("1-02:03:04", 93784)],
+)
+def test_times_are_slurms(time, seconds):
+    assert Job(time=time).seconds == seconds
+
+
+def test_the_documented_file_is_the_one_that_is_written(here):
+    text = DOCS.read_text()
+    command = text[text.index("unfog slurm ") :].partition("\n```")[0].replace("\\\n", " ").split()[2:]
+    shown = text[text.index("#!/bin/bash") :].partition("```")[0]
+    job = Job(nodes=2, gpus_per_node=8, time="12:00:00")
+    words = command[command.index("--") + 1 :]
+    script = job.script(command, Path("/shared/runs/photos"), words, "/data/photos")
+    assert script.replace(str(here), "/home/me").replace(sys.executable, "/home/me/.venv/bin/python") == shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for srun looks into /proc")
+def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):
+    programs, calm, run = here / "bin", here / "calm", here / "run"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    settings = ("--steps", 24, *SETTINGS)
+    nodes = ("--nodes", 2, "--gpus-per-node", 0, "--cpus-per-task", 1)
+    assert asked(*nodes, "--", "train", "fashion", "--out", run, *settings) == 0
+    slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "two", "SLURM_TMPDIR": str(here)}
+    for name, value in ({"PATH": f"{programs}:{os.environ['PATH']}"} | slurm).items():
+        monkeypatch.setenv(name, value)
+    first = started("bash", "run.sbatch")
+    wait_for_steps(run, 6, first)
+    first.send_signal(signal.SIGUSR1)
+    output(first)
+    assert (here / "requeued").read_text() == "requeue 41\n"
+    left = max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*"))
+    assert 6 <= left < 24
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert f"steps {left} to 24" in output(started("bash", "run.sbatch"))
+    assert (here / "requeued").read_text() == "requeue 41\n"  # it is finished
+    output(launched(2, "train", calm, *settings))
+    assert largest_difference(weights(calm), weights(run)) == 0
+    assert [row["loss"] for row in rows(calm)] == [row["loss"] for row in rows(run)]
