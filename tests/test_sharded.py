@@ -30,7 +30,7 @@ from unfog.training.settings import Training
 pytestmark = pytest.mark.usefixtures("ended")
 
 CPU = torch.device("cpu")
-DECIDED = {"divided refuses", "divided diverges", "divided stops"}
+DECIDED = {"divided refuses", "divided diverges", "divided goes back", "divided stops"}
 
 
 def check_equal(found):
@@ -49,6 +49,7 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert (refused["refusals"], refused["updates"]) == ([["loss", [15]]], 3)
     assert found["divided diverges"].startswith("training diverged 3 times")
     assert found["divided stops"]["seen"] == 32
+    assert found["divided goes back"] == [1, 1, 2, True]
 
 
 @pytest.mark.slow
