@@ -14,6 +14,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RunError
 from unfog.models.networks import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.training import checkpoint, snapshot
 from unfog.training.distributed import ALONE
 from unfog.training.loop import Every, train
 from unfog.training.meeting import processes
@@ -225,6 +226,39 @@ def diverges(world, **settings):
     return [into.guard.roll_backs, diary.backs]
 
 
+def goes_back(world):
+    """A divided network leaves a checkpoint, then loses its way, and goes back: to the bit."""
+    into, kept = state(DIT), Path(sys.argv[1]).parent / "checkpoints"
+    objective = Objective(Diffusion(), 3, 0.2)
+
+    class Keeper(Diary):
+        def save(self, state, for_best=False):
+            if into.seen == 16:
+                snapshot.write(snapshot.take(state, 2), kept)
+
+        def roll_back(self, state, reason):
+            checkpoint.roll_back(kept / "00000002", state)
+            self.backs += 1
+
+    def loss(network, x0, label, condition):
+        found = objective(network, x0, label, condition)
+        return found._replace(error=found.per_image.detach() * 1e3) if into.seen >= 16 else found
+
+    diary = Keeper(into)
+    world.divide(into)
+    settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
+    train(settings, OPTIMIZER, every, into, Images(), Augment(), loss, diary, world)
+    world.unite(into)
+    files = into.tensors().items() if world.first else ()
+    saved = {file: checkpoint.read_tensors(kept / "00000002" / f"{file}.safetensors") for file, _ in files}
+    same = [
+        tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])
+        for file, tensors in files
+        for name in tensors
+    ]
+    return [diary.backs, into.guard.roll_backs, into.updates, len(same) > 100 and all(same)]
+
+
 def memory(world):
     into, diary = trained(world, around=short_of_memory)
     return {
@@ -255,6 +289,7 @@ CASES = {
     "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16", steps=3),
     "divided stops": lambda w: stops(w, **FEW),
     "divided refuses": lambda w: refuses(w, **FEW),
+    "divided goes back": goes_back,
     "divided diverges": lambda w: diverges(w, **FEW),
 }
 
