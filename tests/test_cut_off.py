@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import unfog
-from test_distributed import (
+from launches import (
     SETTINGS,
     STARTED,
-    _ended,  # noqa: F401
+    ended,  # noqa: F401  a fixture
     largest_difference,
     launched,
     output,
@@ -26,6 +26,7 @@ from nodes import Nodes, missing
 TIMEOUT = 12
 MISSING = missing()
 pytestmark = [
+    pytest.mark.usefixtures("ended"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
@@ -59,7 +60,7 @@ def until_said(log, words, seconds):
     return time.monotonic() - began
 
 
-def ended(process, log):
+def finished(process, log):
     assert process.wait(timeout=400) == 0, log.read_text()
 
 
@@ -72,8 +73,8 @@ def test_a_cable_that_is_pulled_and_put_back_costs_nothing(nodes, tmp_path):
     until_said(logs[0], "rank 1 (node1, process", 2.5 * TIMEOUT)
     until_said(logs[1], "torchrun's store has not answered", 2.5 * TIMEOUT)
     nodes.plug(1, True)
-    ended(first, logs[0])
-    ended(second, logs[1])
+    finished(first, logs[0])
+    finished(second, logs[1])
     assert "no sign of life" in logs[0].read_text()
     assert logs[0].read_text().count("resuming") == 1
     output(launched(2, "train", calm, "--steps", 24, *SETTINGS))
@@ -86,7 +87,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
     (first, second), logs = both(nodes, "1:2", run, 24)
     wait_for_steps(run, 6, first)
     nodes.plug(1, False)
-    ended(first, logs[0])
+    finished(first, logs[0])
     assert "rank 1 (node1, process" in logs[0].read_text()
     assert [row["step"] for row in rows(run)] == list(range(1, 25))
     assert "torchrun's store has not answered" in logs[1].read_text()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from launches import (
     launched,
     output,
     rows,
+    started,
     wait_for_steps,
     weights,
     workers,
