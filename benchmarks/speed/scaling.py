@@ -236,9 +236,7 @@ def check(ranks: list[int], megabits: list[float]) -> None:
     """Print, as Markdown, what was measured beside what the model says of it."""
     parameters = sum(p.numel() for p in build_model(NETWORK, 1).parameters())
     print(f"{parameters / 1e6:.2f}M parameters, {BATCH} images a rank\n", flush=True)
-    print(
-        "| ranks | Mbit/s | gradients | MB sent a step: model | measured | step for itself | together: model | measured |"
-    )
+    print("| ranks | Mbit/s | gradients | MB sent a step: model | measured | apart | together: model | measured |")
     print("|---|---|---|---|---|---|---|---|")
     for size in ranks:
         with Nodes(size) as nodes, tempfile.TemporaryDirectory() as folder:

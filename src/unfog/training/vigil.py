@@ -95,9 +95,8 @@ class Vigil:
         while not self._over.wait(self._interval):
             # Without a network nobody answers, and no error comes for a quarter of an hour. The others have then begun
             # anew, and must not meet what is left of this process.
-            cut_off = threading.Timer(
-                self.timeout / 2, self._end, (f"torchrun's store has not answered for {self.timeout / 2:.0f} s",)
-            )
+            patience = self.timeout / 2
+            cut_off = threading.Timer(patience, self._end, [f"torchrun's store has not answered for {patience:.0f} s"])
             cut_off.daemon = True
             cut_off.start()
             try:
