@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from launches import (
     launched,
     output,
     rows,
+    started,
     wait_for_steps,
     weights,
     workers,
@@ -132,6 +134,27 @@ def test_who_hangs_is_named_with_what_it_was_at():
     alone = [sign(0, -1, "evaluation (rank 0 alone)", 5000.0), sign(1, -1, "waiting for rank 0: evaluation", 5000.0)]
     assert blamed(alone, {0: 3.0, 1: 3.0}, 60.0) is None
     assert "rank 0" in blamed(alone, {0: 61.0, 1: 3.0}, 60.0)
+
+
+CUT_OFF = """
+import time
+from unfog.training.vigil import Vigil
+
+class Silence:
+    def set(self, key, value): pass
+    def multi_get(self, keys): time.sleep(60)
+
+with Vigil(1, 2, Silence(), timeout=1.0) as vigil:
+    vigil.at("backward", 3)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_is_cut_off_ends_by_itself():
+    began = time.monotonic()
+    said = output(started(sys.executable, "-c", CUT_OFF), status=1)
+    assert "torchrun's store has not answered" in said
+    assert time.monotonic() - began < 40
 
 
 def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from test_distributed import (
+from launches import (
     SETTINGS,
-    _ended,  # noqa: F401
+    ended,  # noqa: F401  a fixture
     largest_difference,
     launched,
     output,
@@ -22,6 +22,7 @@ from test_distributed import (
 from unfog.cli.main import main
 from unfog.runs.slurm import Job
 
+pytestmark = pytest.mark.usefixtures("ended")
 DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"
 # Runs the words on two nodes, and hands a signal to every process of the step.
 SRUN = f"""#!{sys.executable}

@@ -66,10 +66,10 @@ def loss_function(config: Config, levels: Levels | None = None) -> LossFunction:
     level, or that of a codec."""
     if config.autoencoder.factor:
         return CodecLoss(config.autoencoder.kl, config.autoencoder.pyramid)
-    return objective_of(config).following(levels)
+    return build_objective(config).following(levels)
 
 
-def objective_of(config: Config) -> Objective:
+def build_objective(config: Config) -> Objective:
     """The objective of the diffusion."""
     interleaved = config.training.noise == "batch"  # as what is drawn together is divided
     return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)

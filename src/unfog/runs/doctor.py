@@ -21,7 +21,7 @@ from unfog.diagnosis.settings.overfit import overfit_one_batch
 from unfog.errors import RequestError
 from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
 from unfog.reporting.progress import Progress, say
-from unfog.runs.build import as_it_is, build_state, objective_of
+from unfog.runs.build import as_it_is, build_objective, build_state
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.codec import decoder
 from unfog.runs.data_record import contact_sheet
@@ -123,7 +123,7 @@ def _prospects(
     if findings[0].severity != "fatal":
         findings.append(length_guide(config, prepared, pace))
         if not quick:
-            objective = objective_of(config)
+            objective = build_objective(config)
             state = build_state(config, device)
             see, show = as_it_is(config), decoder(config, device)
             images = prepared.seen.train

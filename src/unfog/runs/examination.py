@@ -28,7 +28,7 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.figures import Pixels
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
-from unfog.runs.build import as_it_is, build_network, objective_of
+from unfog.runs.build import as_it_is, build_network, build_objective
 from unfog.runs.choices import choose_device
 from unfog.runs.copies import by_pixels
 from unfog.runs.folder import RunFolder
@@ -140,7 +140,7 @@ def by_losses(
         They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
     """
     config, network = weights.config, build_network(weights.config).to(device).eval()
-    objective = objective_of(config)
+    objective = build_objective(config)
     see = as_it_is(config)
     seen, unseen = (looked_at(part, device, see) for part in (prepared.seen.train, prepared.seen.held_out))
     levels = midpoints(config.evaluate.levels)

@@ -21,7 +21,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
-from unfog.runs.build import as_it_is, augmentation, build_state, objective_of
+from unfog.runs.build import as_it_is, augmentation, build_objective, build_state
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.initial import read_weights, seen_alike
 from unfog.runs.signals import StopSignals
@@ -141,7 +141,7 @@ def subject_of(
         lambda: build_state(config, device, weights),
         ImageStream(seen.train, config.training.seed),
         augmentation(config),
-        objective_of(config),
+        build_objective(config),
         Probe.of(x0, label),
         stop,
     )

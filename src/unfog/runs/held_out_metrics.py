@@ -16,7 +16,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, paired
 from unfog.evaluation.manifold import Z
 from unfog.evaluation.metrics import Measured
-from unfog.runs.build import objective_of
+from unfog.runs.build import build_objective
 
 FEWEST = 2
 """Held-out images, of fewer of which there is no error."""
@@ -31,7 +31,7 @@ def losses_of(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
     """Loss [L, N] at each level of each image; `progress` is told of every pass how many images it had."""
-    objective = objective_of(config)
+    objective = build_objective(config)
 
     def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return objective.at(network, x0, label, config.diffusion.schedule(u), noise)

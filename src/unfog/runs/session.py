@@ -19,7 +19,7 @@ from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.sinks import require
-from unfog.runs.build import build_state, held_out_set, objective_of
+from unfog.runs.build import build_objective, build_state, held_out_set
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import Choice
 from unfog.runs.codec_looks import CodecLooks
@@ -60,7 +60,7 @@ class Session:
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
-        self.objective = objective_of(config)
+        self.objective = build_objective(config)
         looks = CodecLooks if config.autoencoder.factor else Looks
         self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
         self.evaluator = Evaluator(folder, config, prepared, self.looks, device)

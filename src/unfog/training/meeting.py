@@ -94,7 +94,8 @@ def processes(timeout: float = Training.timeout) -> Iterator[World]:
         if rank > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        vigil = stack.enter_context(Vigil(rank, size, store, timeout))
+        # On a connection of its own, as a wait of the main thread would hold the one that both had.
+        vigil = stack.enter_context(Vigil(rank, size, store.clone(), timeout))  # type: ignore[attr-defined]
         world = World(rank, size, store, vigil)
         try:
             yield world

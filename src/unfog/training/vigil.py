@@ -93,12 +93,20 @@ class Vigil:
 
     def _run(self) -> None:
         while not self._over.wait(self._interval):
+            # Without a network nobody answers, and no error comes for a quarter of an hour. The others have then begun
+            # anew, and must not meet what is left of this process.
+            patience = self.timeout / 2
+            cut_off = threading.Timer(patience, self._end, [f"torchrun's store has not answered for {patience:.0f} s"])
+            cut_off.daemon = True
+            cut_off.start()
             try:
                 self._tell()
                 if time.monotonic() - self._at[2] > self.timeout / 2:
                     self._look()
             except (dist.DistError, RuntimeError):  # the store is gone; who talks to it next says so
                 return
+            finally:
+                cut_off.cancel()
 
     def _tell(self) -> None:
         phase, step, since = self._at
@@ -114,8 +122,11 @@ class Vigil:
             if self._seen.get(sign.rank, (0, 0.0))[0] != sign.number:
                 self._seen[sign.rank] = (sign.number, now)
         wrong = blamed(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
-        if wrong is None or self._over.is_set():
-            return
-        with suppress(OSError):
-            os.write(2, f"unfog: {wrong}; rank {self.rank} ends, as it waits for it\n".encode())
-        os._exit(1)
+        if wrong is not None:
+            self._end(f"{wrong}; rank {self.rank} ends, as it waits for it")
+
+    def _end(self, why: str) -> None:
+        if not self._over.is_set():
+            with suppress(OSError):
+                os.write(2, f"unfog: {why}\n".encode())
+            os._exit(1)
