@@ -37,15 +37,14 @@ class Precision:
     def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return torch.nn.utils.get_total_norm(gradients_of(optimizer))
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor, accepted: bool) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
         """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""
         if accepted:
-            if clip > 0:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+            # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
+            if 0 < clip < (length := norm + 1e-6):
+                torch._foreach_mul_(gradients_of(optimizer), clip / length)
             self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -69,6 +68,11 @@ class Precision:
         return (
             f"torch {torch.__version__} on {self.device.type} ({kind}) with {torch.get_num_threads()} threads{others}"
         )
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of all parameters that have one."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
