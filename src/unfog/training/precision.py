@@ -85,3 +85,9 @@ def native_precision(device: torch.device) -> PrecisionName:
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "fp32"
+
+
+def imitates_bf16() -> bool:
+    """Whether this CPU is known to compute bf16 by way of fp32, which takes longer than fp32 itself."""
+    known = getattr(torch.cpu, "get_capabilities", dict)()  # which not every torch has; then nothing is known
+    return known.get("architecture") == "x86_64" and not (known.get("avx512_bf16") or known.get("amx_bf16"))

@@ -1,6 +1,6 @@
 """What the trainer costs: a step of `unfog train` against the bare step of the same network and the textbook loop.
 
-    python benchmarks/step_overhead.py [--network tiny] [--batch 64] [--precision bf16] [--rounds 5] [--steps 12]
+    python benchmarks/speed/step_overhead.py [--network tiny] [--batch 64] [--precision bf16] [--rounds 5] [--steps 12]
 
 Three ways to train one network on the same 9,000 images, in alternating rounds of one process, so that a slow moment of
 the machine hits all of them. Reported: median milliseconds a step, and ratios of these medians.
