@@ -195,7 +195,7 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
         state.optimizer.zero_grad(set_to_none=True)
         state.project()
         for average in filter(None, (state.ema, state.second)):
-            average.update(network, 1)
+            average.update(1)
 
     return record(work, device, DTYPES.get(training.precision))
 

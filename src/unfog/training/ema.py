@@ -14,13 +14,14 @@ from unfog.training.settings import EmaProfile, PowerEma
 class Ema:
     """Average of the floating-point parameters; buffers are copied as they are, since an average of a table is none.
 
-    Lives on the network's device. Starts as a copy of the network.
+    Lives on the network's device. Starts as a copy of the network, whose parameters and buffers have to stay the same
+    objects from then on, whatever is put into them: to look for them takes as long as half of an update.
     """
 
     def __init__(self, model: nn.Module, profile: EmaProfile):
         self.profile = profile
-        self.parameters = [p.detach().clone() for p in model.parameters()]
-        self.buffers = [b.detach().clone() for b in model.buffers()]
+        self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
+        self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
 
     @property
     def width(self) -> float:
@@ -29,11 +30,12 @@ class Ema:
         return self.profile.width
 
     @torch.no_grad()
-    def update(self, model: nn.Module, update: int) -> None:
-        """Fold in the weights after optimiser update number `update` (1, 2, …)."""
+    def update(self, update: int) -> None:
+        """Fold in the network's weights after optimiser update number `update` (1, 2, …)."""
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
-        torch._foreach_lerp_(self.parameters, list(model.parameters()), 1 - self.profile.decay(update))
-        for mine, theirs in zip(self.buffers, model.buffers()):
+        parameters, buffers = self._of
+        torch._foreach_lerp_(self.parameters, parameters, 1 - self.profile.decay(update))
+        for mine, theirs in zip(self.buffers, buffers):
             mine.copy_(theirs)
 
     def swap(self, model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -89,5 +90,5 @@ def native_precision(device: torch.device) -> PrecisionName:
 
 def imitates_bf16() -> bool:
     """Whether this CPU is known to compute bf16 by way of fp32, which takes longer than fp32 itself."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # which not every torch has; then nothing is known
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # which not every torch has; then nothing is known
     return known.get("architecture") == "x86_64" and not (known.get("avx512_bf16") or known.get("amx_bf16"))
