@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=int, default=50)
     given = parser.parse_args()
     config, prepared = settings(given)
-    clocked(loop, "relative_loss", "relative loss")
+    clocked(loop, "summed", "relative loss")
     clocked(Guard, "judge", "divergence guard")
     clocked(Session, "stop_requested", "looking for a stop")
     clocked(Session, "save_requested", "looking for RUN/SAVE")

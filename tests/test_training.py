@@ -573,7 +573,7 @@ def test_ema_equals_its_recurrence_and_copies_buffers(profile):
             for p in into.model.parameters():
                 p += torch.randn_like(p)
             into.model[1].running_mean += 1
-        into.ema.update(into.model, update)
+        into.ema.update(update)
         decay = profile.decay(update)
         expected = [decay * e + (1 - decay) * p.double() for e, p in zip(expected, into.model.parameters())]
     for mine, reference in zip(into.ema.parameters, expected):

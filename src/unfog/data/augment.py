@@ -20,7 +20,7 @@ from unfog.rows import taken
 
 def to_model_range(pixels: Tensor) -> Tensor:
     """uint8 [0, 255] to float32 [-1, 1]: the one place where that happens."""
-    return pixels.float() / 127.5 - 1
+    return (pixels / 127.5).sub_(1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from unfog.reporting.progress import size
 from unfog.runs.build import build_network, shape_of
 from unfog.runs.microbatch import choose_microbatch, needed
 from unfog.runs.probe import seconds_per_step
-from unfog.training.precision import native_precision, usual_format
+from unfog.training.precision import imitates_bf16, native_precision, usual_format
 from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.writer import free_bytes
 
@@ -126,12 +126,18 @@ class Settling:
         self.config = replace(self.config, training=training)
 
     def precision(self) -> None:
-        """What the hardware is made for on a GPU; on a CPU, whichever of fp32 and bf16 is faster here."""
+        """What the hardware is made for on a GPU; on a CPU, whichever of fp32 and bf16 is faster here.
+
+        That is measured only where it may be bf16: it takes longer than all the rest of a start.
+        """
         if self.config.training.precision != "auto":
             return
-        if self._device.type == "cpu":
+        name: PrecisionName = "fp32"
+        if self._device.type == "cpu" and imitates_bf16():
+            reason = "this CPU has no instructions for bf16"
+        elif self._device.type == "cpu":
             fp32, bf16 = self._seconds_per_step("fp32"), self._seconds_per_step("bf16")
-            name: PrecisionName = "bf16" if bf16 < 0.95 * fp32 else "fp32"
+            name = "bf16" if bf16 < 0.95 * fp32 else "fp32"
             reason = f"{fp32 * 1e3:.0f} ms a step in fp32, {bf16 * 1e3:.0f} in bf16"
         else:
             name, reason = native_precision(self._device), f"native to {self._device}"

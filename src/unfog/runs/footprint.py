@@ -190,12 +190,12 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
             state.precision.backward(total)
             recorder.name("gradients", (p.grad for p in network.parameters()))
             del loss, total, label
-        norm = state.precision.gradient_norm(state.optimizer)
-        state.precision.update(state.optimizer, training.clip, norm, True)
+        state.precision.gradient_norm(state.optimizer)
+        state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clipped, whatever it is
         state.optimizer.zero_grad(set_to_none=True)
         state.project()
         for average in filter(None, (state.ema, state.second)):
-            average.update(network, 1)
+            average.update(1)
 
     return record(work, device, DTYPES.get(training.precision))
 

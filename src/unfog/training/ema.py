@@ -16,13 +16,14 @@ from unfog.training.settings import EmaProfile, PowerEma
 class Ema:
     """Average of the floating-point parameters; buffers are copied as they are, since an average of a table is none.
 
-    Lives on the network's device. Starts as a copy of the network.
+    Lives on the network's device. Starts as a copy of the network, whose parameters and buffers have to stay the same
+    objects from then on, whatever is put into them: to look for them takes as long as half of an update.
     """
 
     def __init__(self, model: nn.Module, profile: EmaProfile):
         self.profile = profile
-        self.parameters = [p.detach().clone() for p in model.parameters()]
-        self.buffers = [b.detach().clone() for b in model.buffers()]
+        self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
+        self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
 
     @property
     def width(self) -> float:
@@ -31,12 +32,13 @@ class Ema:
         return self.profile.width
 
     @torch.no_grad()
-    def update(self, model: nn.Module, update: int) -> None:
-        """Fold in the weights after optimiser update number `update` (1, 2, …)."""
+    def update(self, update: int) -> None:
+        """Fold in the network's weights after optimiser update number `update` (1, 2, …)."""
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
-        mine, theirs = list(map(local, self.parameters)), list(map(local, model.parameters()))
+        parameters, buffers = self._of
+        mine, theirs = list(map(local, self.parameters)), list(map(local, parameters))
         torch._foreach_lerp_(mine, theirs, 1 - self.profile.decay(update))
-        for kept, buffer in zip(self.buffers, model.buffers()):
+        for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
 
     def swap(self, model: nn.Module) -> None:
@@ -72,6 +74,7 @@ class Ema:
     def holding(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Ema:
         """Another average of the same profile, for a network of the same kind, that holds these themselves."""
         other = copy.copy(self)
+        other._of = list(model.parameters()), list(model.buffers())
         other.parameters = [tensors[name] for name, _ in model.named_parameters()]
         other.buffers = [tensors.get(name, buffer) for name, buffer in model.named_buffers()]
         return other

@@ -120,12 +120,13 @@ def train(
                 norm = state.precision.gradient_norm(state.optimizer)
                 part = passes[0].images
                 if together is None:
-                    verdict = torch.stack([norm, relative_loss(losses)])
+                    verdict = torch.stack([norm, *summed(losses)])
                 else:
                     losses, norm, voices = together.agreed(state, settings, passes, losses, norm, part_square)
-                    verdict = torch.cat([torch.stack([norm, relative_loss(losses)]), voices.flatten()])
+                    verdict = torch.cat([torch.stack([norm, *summed(losses)]), voices.flatten()])
                 # The loop's only wait for the device between logs.
-                size, relative, *said = verdict.tolist()
+                size, cost, reference, *said = verdict.tolist()
+                relative = cost / max(reference, 1e-30)  # 0 over 0 where all weights of a small batch are
                 if together is not None:
                     part, part_square = together.heard(said, voices, state)
                 accepted = math.isfinite(size) and math.isfinite(relative)
@@ -133,7 +134,7 @@ def train(
                     part_square = part_square / state.precision.scale**2
                     state.window.noise.add(part_square, part, norm.square(), batch_size)
                 overflow = not accepted and math.isfinite(relative) and state.precision.may_overflow
-                state.precision.update(state.optimizer, settings.clip, norm, accepted)
+                state.precision.update(state.optimizer, settings.clip, size, accepted)
                 state.optimizer.zero_grad(set_to_none=True)
                 state.advance(batch_size, accepted, losses)
                 if overflow:
@@ -261,11 +262,10 @@ class Stopwatch:
         self.mark = time.perf_counter()
 
 
-def relative_loss(losses: list[Loss]) -> Tensor:
-    """Weighted squared error of a step over that of answering 0 at the same noise levels, a 0-d tensor."""
-    cost = torch.stack([loss.measured.sum() for loss in losses]).sum()
-    reference = torch.stack([loss.reference.sum() for loss in losses]).sum()
-    return cost / reference.clamp_min(1e-30)  # 0 over 0 where all weights of a small batch are
+def summed(losses: list[Loss]) -> tuple[Tensor, Tensor]:
+    """Weighted squared error of a step, and that of answering 0 at the same noise levels: 0-d tensors."""
+    cost, reference = [loss.measured.sum() for loss in losses], [loss.reference.sum() for loss in losses]
+    return (cost[0], reference[0]) if len(losses) == 1 else (torch.stack(cost).sum(), torch.stack(reference).sum())
 
 
 def gave_up(times: int, step: int, why: str, lr: float) -> str:

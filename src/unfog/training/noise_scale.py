@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfog.training.precision import gradients_of
+
 
 class NoiseScale:
     """Sums since the last log, kept on the device: reading them there would make the host wait.
@@ -85,8 +87,7 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
 
 def squared_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """Squared norm of the gradients as they are, a 0-d tensor on the device."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).square()
+    return torch.nn.utils.get_total_norm(gradients_of(optimizer)).square()
 
 
 def batch_advice(scale: float, batch: int) -> str:

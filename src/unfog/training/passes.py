@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -126,7 +126,17 @@ def seed_at(seed: int, position: int) -> None:
     z = (seed * 0xD1342543DE82EF95 + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    torch.manual_seed((z ^ (z >> 31)) % 2**63)
+    z = (z ^ (z >> 31)) % 2**63
+    if _accelerated():
+        torch.manual_seed(z)
+    else:  # torch would keep the seed, and a trace of the stack with it, for accelerators that may turn up later
+        torch.default_generator.manual_seed(z)
+
+
+@cache
+def _accelerated() -> bool:
+    """Whether there are other generators than the CPU's."""
+    return torch.accelerator.is_available()
 
 
 def seeded(network: nn.Module, seed: int, first: int) -> nn.Module:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unfog.training.local import total_norm
+from unfog.training.local import local, total_norm
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,15 +39,14 @@ class Precision:
     def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return total_norm(gradients)
+        return total_norm(gradients_of(optimizer))
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: Tensor, accepted: bool) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
         """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""
         if accepted:
-            if clip > 0:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+            # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
+            if 0 < clip < (length := norm + 1e-6):
+                torch._foreach_mul_(list(map(local, gradients_of(optimizer))), clip / length)
             self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -72,6 +72,11 @@ class Precision:
         )
 
 
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of all parameters that have one."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -92,3 +97,10 @@ def usual_format(device: torch.device, precision: PrecisionName) -> tuple[Memory
     if device.type == "cuda" and precision in DTYPES:
         return "channels_last", "what tensor cores work in"
     return "contiguous", f"usual in {precision} on {device.type}"
+
+
+def imitates_bf16() -> bool:
+    """Whether this CPU is known to compute bf16 by way of fp32, which takes longer than fp32 itself."""
+    # Which not every torch tells; then nothing is known.
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return known.get("architecture") == "x86_64" and not (known.get("avx512_bf16") or known.get("amx_bf16"))

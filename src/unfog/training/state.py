@@ -160,9 +160,9 @@ class TrainState:
         if accepted:
             self.updates += 1
             self.project()
-            self.ema.update(self.model, self.updates)
+            self.ema.update(self.updates)
             if self.second is not None:
-                self.second.update(self.model, self.updates)
+                self.second.update(self.updates)
             for loss in losses:
                 self.window.add(loss.measured, loss.u, loss.importance)
             if losses and self.levels is not None:
