@@ -32,8 +32,8 @@ class Denoiser:
         """
         seen = self.diffusion.network_input(x_t, logsnr)
         with torch.autocast(x_t.device.type, self.dtype, enabled=self.dtype is not None):
-            y = self.network(*seen, label).to(x_t.dtype)
-        with torch.autocast(x_t.device.type, enabled=False):
+            y = self.network(*seen, label)
+        with torch.autocast(x_t.device.type, enabled=False):  # coefficients are float32, and so is what they make of y
             x0 = self.diffusion.recover(y, x_t, logsnr)[0]
             return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
 
