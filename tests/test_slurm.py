@@ -141,6 +141,7 @@ def test_the_documented_file_is_the_one_that_is_written(here):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for srun looks into /proc")
 def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):
     programs, calm, run = here / "bin", here / "calm", here / "run"
