@@ -1,0 +1,88 @@
+"""A long run takes no more of the machine at its end than at its beginning: memory, files, threads, tensors."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from unfog.config.presets import preset
+from unfog.config.toml import update
+from unfog.runs import session
+from unfog.runs.train import start
+
+EARLY, STEPS = 1000, 10_000
+GROWTH = 4e6  # bytes that the memory of the process may differ by, of allocators and of what Python keeps to itself
+SMALL = "dit:width=8,depth=1,head_channels=4,patch=8"
+
+
+def configured():
+    settings = {
+        "network": SMALL,
+        "training": {"batch": 2, "images": 2 * STEPS, "precision": "fp32"},
+        "optimizer": {"method": "adamw", "lr": 1e-4, "warmup": 1},
+        "data": {"size": 8},
+        "sampler": {"steps": 2},
+        "log": {"every": 20},
+        "preview": {"images": 2, "every": 1000},
+        "evaluate": {"images": 4, "levels": 2, "every": 1000},
+        "checkpoint": {"every": 500},
+        "averages": {"every": 500},
+    }
+    return update(replace(preset("default"), source="fashion"), settings, "")
+
+
+def held():
+    """What this process holds, after a collection."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    # By the type: a weak proxy passes a question for its class on, to what may be gone.
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "tensors": len(tensors),
+        "bytes": sum(tensor.untyped_storage().nbytes() for tensor in tensors),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def watch(folder):
+    """Train, and print what is held at each of some steps, when all that followed the step before is done."""
+    torch.set_num_threads(1)
+    advance, seen = session.Session.advance, {}
+
+    def advanced(self, step):
+        advance(self, step)
+        if step % EARLY == EARLY // 2 - 1:  # far from a checkpoint that is still being written
+            self.saver.wait()
+            self.saver.averages.wait()
+            seen[step] = held()
+
+    session.Session.advance = advanced
+    start(configured(), Path(folder))
+    print(json.dumps(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_ten_thousand_steps_hold_no_more_than_the_first_ones(tmp_path):
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path / "run")], capture_output=True, text=True, check=True, timeout=1200
+    )
+    rows = list(json.loads(done.stdout.splitlines()[-1]).values())
+    early, late = rows[1], rows[-1]
+    for what in ("files", "threads", "tensors", "bytes"):
+        assert late[what] == early[what], (what, early, late)
+    assert late["memory"] - early["memory"] < GROWTH, [row["memory"] for row in rows]
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1])
