@@ -91,9 +91,9 @@ def native_precision(device: torch.device) -> PrecisionName:
 
 def usual_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
     """In which memory format convolutions are faster, and why; measurements are in the benchmark ledger."""
-    if device.type == "cpu":
-        # In bf16 the convolutions would be too, but normalisation loses there what they gain.
-        return ("channels_last", "faster in fp32 on a CPU") if precision == "fp32" else ("contiguous", "faster in bf16")
+    # In bf16 convolutions are faster too, but normalisation loses what they gain.
+    if device.type == "cpu" and precision == "fp32":
+        return "channels_last", "faster in fp32 on a CPU"
     if device.type == "cuda" and precision in DTYPES:
         return "channels_last", "what tensor cores work in"
     return "contiguous", f"usual in {precision} on {device.type}"
