@@ -11,7 +11,7 @@ that a slow moment of the machine hits all:
   benchmarks/quality/peers/huggingface.py has it, on images that are tensors already; in fp32 and under bf16 autocast.
 - unfog: the loop of `unfog train` (data, noise, clipping, guard, fused AdamW, EMA) in fp32 and bf16, in both formats.
 
-Sampling: DDIM without randomness, pictures per second of diffusers' pipeline and of ours in fp32.
+Sampling: DDIM without randomness, by diffusers' pipeline in fp32 and ours, in bf16 too where that is asked for.
 Reported: medians over the rounds, and ratios of these medians.
 """
 
@@ -94,7 +94,9 @@ def main() -> None:
             ways[f"unfog {precision} {form}"] = ours(config, weights, precision, form)
     table(measured(ways, asked.rounds, asked.steps), "ms a training step", 1e3)
     for steps in filter(None, asked.draw.split(",")):
-        drawing = {name: make(weights, config, asked.pictures, int(steps)) for name, make in SAMPLERS.items()}
+        drawing = {"diffusers": pipeline(weights, asked.pictures, int(steps))}
+        for name in ("fp32", "bf16") if asked.bf16 else ("fp32",):
+            drawing[f"unfog {name}"] = our_pictures(weights, config, asked.pictures, int(steps), name)
         table(measured(drawing, asked.rounds, 1), f"seconds for {asked.pictures} pictures in {steps} steps", 1)
 
 
@@ -196,7 +198,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
     return steps
 
 
-def pipeline(weights: dict[str, Tensor], config: Config, n: int, steps: int) -> Steps:
+def pipeline(weights: dict[str, Tensor], n: int, steps: int) -> Steps:
     """Theirs."""
     network = theirs().eval()
     network.load_state_dict(weights)
@@ -205,16 +207,12 @@ def pipeline(weights: dict[str, Tensor], config: Config, n: int, steps: int) -> 
     return timed(lambda: drawer(batch_size=n, num_inference_steps=steps, output_type="np"))
 
 
-def our_pictures(weights: dict[str, Tensor], config: Config, n: int, steps: int) -> Steps:
-    """Ours."""
-    training = replace(config.training, memory_format="channels_last")
-    state = build_state(replace(config, training=training), torch.device("cpu"), our_weights(weights))
-    drawing = Drawing(n, Sampler(kind="ddim", steps=steps), batch=n)
+def our_pictures(weights: dict[str, Tensor], config: Config, n: int, steps: int, precision: Any) -> Steps:
+    """Ours, in the memory format that `unfog sample` takes for the precision."""
+    state = build_state(config, torch.device("cpu"), our_weights(weights))
+    drawing = Drawing(n, Sampler(kind="ddim", steps=steps), batch=n, precision=precision)
     with torch.inference_mode():
         return timed(lambda: draw(state.model, config, drawing))
-
-
-SAMPLERS = {"diffusers": pipeline, "unfog": our_pictures}
 
 
 def timed(step: Callable[[], object]) -> Steps:
