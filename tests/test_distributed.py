@@ -25,8 +25,9 @@ from launches import (
 from unfog.data.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError
 from unfog.rows import part_of
-from unfog.runs.folder import RunFolder
+from unfog.runs.folder import CODEC, RunFolder
 from unfog.runs.launch import earlier_attempt, note_launch
 from unfog.training.distributed import World
 from unfog.training.meeting import device_of
@@ -174,6 +175,22 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("unfog.runs.launch.next_folder", lambda source: tmp_path / "photos-3")
     assert earlier_attempt("photos", None) == mine
+
+
+def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the_way(tmp_path, monkeypatch):
+    begun, another = RunFolder(tmp_path / "begun"), RunFolder(tmp_path / "another")
+    for folder, job in ((another, "job 2"), (begun, "job 1")):
+        (folder.path / CODEC).mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        note_launch(folder)
+    with pytest.raises(RequestError, match="not empty"), begun.reserved("photos"):
+        pass
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert earlier_attempt("photos", another.path) is None
+    assert (another.path / CODEC).is_dir()
+    assert earlier_attempt("photos", begun.path) is None
+    with begun.reserved("photos"):
+        assert not list(begun.path.iterdir())
 
 
 def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):

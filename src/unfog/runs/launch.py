@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
-from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.folder import CODEC, RunFolder, next_folder, remove_empty
 
 LAUNCH = "launch"
 """File in a run that says who started it."""
@@ -30,6 +31,8 @@ def note_launch(folder: RunFolder) -> None:
 def earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
     """The run that an attempt before this one has made; None if there is none.
 
+    What one left that was killed before its run had begun is taken away, as it would be in the way of another.
+
     Args:
         source: the images.
         out: the folder that was asked for; None looks among those named after the source.
@@ -39,5 +42,11 @@ def earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
     beside = next_folder(source).parent
     places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
     found = [RunFolder(place) for place in places if (place / LAUNCH).is_file()]
-    mine = [one for one in found if one.config_file.is_file() and (one.path / LAUNCH).read_text() == launch()]
-    return mine[0] if mine else None
+    mine = [one for one in found if (one.path / LAUNCH).read_text() == launch()]
+    for one in mine:
+        if one.config_file.is_file():
+            return one
+        shutil.rmtree(one.path / CODEC, ignore_errors=True)
+        (one.path / LAUNCH).unlink()
+        remove_empty([one.path])
+    return None
