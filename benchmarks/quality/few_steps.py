@@ -1,6 +1,7 @@
 """What few sampling steps cost in quality: a run's pictures by sampler, steps and grid, against many steps.
 
-    python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [CELL …]
+    python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [--precision fp32]
+        [CELL …]
 
 A CELL is a sampler with its settings, as `dpmpp:steps=10,grid=karras`, and may end in `@1.5` for guidance, or in
 `@1.5[0.2-0.8]` for guidance at these shares of noise, or in `@2<200` for guidance by the checkpoint of step 200.
@@ -39,6 +40,7 @@ from unfog.runs.guide import open_guide
 from unfog.runs.labels import labels_like
 from unfog.runs.run import Run
 from unfog.runs.sampling import Drawing, draw, picture_grid
+from unfog.training.settings import SamplingPrecision
 
 AT_ONCE, AWAY = 100, 20
 CELLS = [
@@ -81,12 +83,19 @@ def cell_of(text: str, base: Sampler) -> Cell:
     return Cell(text, update(base, changes, "sampler"), float(guidance or 1), interval, int(step) if step else None)
 
 
-def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path) -> tuple[Pixels, int]:
+def pictures_of(
+    run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path, precision: SamplingPrecision
+) -> tuple[Pixels, int]:
     """The cell's pictures, uint8 [n, H, W, C], and the network's calls for each."""
     guide = None if cell.guide is None else open_guide(run, cell.guide)
     parts, calls = [], 0
     for first in range(0, n, AT_ONCE):
-        file = out / "pictures" / re.sub(r"[^\w.=@-]+", "_", cell.name) / f"{first:06d}.npz"
+        file = (
+            out
+            / ("pictures" if precision == "fp32" else precision)
+            / re.sub(r"[^\w.=@-]+", "_", cell.name)
+            / f"{first:06d}.npz"
+        )
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             seen: list[int] = []
@@ -99,6 +108,7 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
                 guidance=cell.guidance,
                 interval=cell.interval,
                 batch=AT_ONCE,
+                precision=precision,
             )
             pixels = draw(run.network, run.config, drawing, guide=guide, calls=seen.append)
             np.savez(file, pixels=pixels, calls=max(seen))
@@ -140,6 +150,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--features", default="clothes")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="that pictures are drawn in")
     parser.add_argument("cells", nargs="*")
     given = parser.parse_intermixed_args()
     run = unfog.load(given.run)
@@ -158,7 +169,7 @@ def main() -> None:
     row("training images", 0, real, few, None, 0.0)
     for text in given.cells or CELLS:
         cell, started = cell_of(text, run.config.sampler), time.perf_counter()
-        drawn, calls = pictures_of(run, cell, labels, given.n, given.out)
+        drawn, calls = pictures_of(run, cell, labels, given.n, given.out, given.precision)
         away = None if cell.sampler.kind in RANDOM else distance(run, cell, labels, drawn)
         save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", picture_grid(drawn[:AT_ONCE], ()))
         row(text, calls, real, features(drawn.transpose(0, 3, 1, 2)), away, time.perf_counter() - started)
