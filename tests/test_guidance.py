@@ -102,9 +102,12 @@ def test_the_interval_is_where_it_says_and_costs_nothing_elsewhere():
 
 def test_the_interval_of_a_run(run):
     asked = {"n": 4, "steps": 6, "batch": 4}
-    plain, guided = run.sample(**asked, guidance=1.0), run.sample(**asked, guidance=3.0)
-    assert not np.array_equal(plain, guided)
-    assert np.array_equal(run.sample(**asked, guidance=3.0, guidance_interval=(0.0, 1.0)), guided)
+    plain, usual = run.sample(**asked, guidance=1.0), run.sample(**asked, guidance=3.0)
+    assert run.config.guidance_interval == (0.2, 0.8)
+    assert np.array_equal(run.sample(**asked, guidance=3.0, guidance_interval=(0.2, 0.8)), usual)
+    guided = run.sample(**asked, guidance=3.0, guidance_interval=(0.0, 1.0))
+    assert not np.array_equal(guided, usual)
+    assert not np.array_equal(guided, plain)
     # Six levels of t: 0.999, 0.83, 0.67, 0.5, 0.33, 0.17; none is within this.
     assert np.array_equal(run.sample(**asked, guidance=3.0, guidance_interval=(0.51, 0.6)), plain)
     part = run.sample(**asked, guidance=3.0, guidance_interval=(0.4, 0.6))
@@ -126,7 +129,8 @@ def test_a_younger_checkpoint_guides(run):
     younger = type(younger)(run.path, step=20)
     assert np.array_equal(guided, run.sample(**asked, guidance=2.0, guide=younger))
     # Nothing of it at scale 0 but the guide itself.
-    assert np.array_equal(run.sample(**asked, guidance=0.0, guide=20), younger.sample(**asked, guidance=1.0))
+    whole = run.sample(**asked, guidance=0.0, guide=20, guidance_interval=(0.0, 1.0))
+    assert np.array_equal(whole, younger.sample(**asked, guidance=1.0))
 
 
 def test_a_guide_that_is_none_is_refused(run, tmp_path):

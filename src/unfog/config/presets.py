@@ -33,6 +33,7 @@ def default() -> Config:
         training=Training(noise="batch"),
         optimizer=Optimizer(method=Muon(), schedule="cosine", betas=(0.9, 0.99), weight_decay=0.0),
         guidance=1.5,
+        guidance_interval=(0.2, 0.8),
     )
 
 
