@@ -281,7 +281,7 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys)
 
 
 def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys):
-    monkeypatch.setattr("unfog.runs.choices.choose_microbatch", lambda config, device: Fit(3, False, "memory is short"))
+    monkeypatch.setattr("unfog.runs.choices.choose_microbatch", lambda *given, **more: Fit(3, False, "memory is short"))
     timed = []
     monkeypatch.setattr("unfog.runs.choices.imitates_bf16", lambda: False)  # nothing is timed on a CPU that does
     monkeypatch.setattr(

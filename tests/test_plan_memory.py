@@ -24,7 +24,8 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.runs.build import build_network
 from unfog.runs.choices import Settling
-from unfog.runs.footprint import Traces, at_most, trace_step
+from unfog.runs.footprint import Traces, trace_step
+from unfog.runs.glance import at_most
 from unfog.runs.microbatch import MARGIN, choose_microbatch, largest
 from unfog.training.settings import Averages, Training
 
@@ -201,8 +202,7 @@ def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch
     takes = {n: Traces(config(8), "cpu").training(n, False) for n in (4, 8)}
 
     def settled(available, resuming, **training):
-        for module in ("choices", "microbatch"):
-            monkeypatch.setattr(f"unfog.runs.{module}.available_memory", lambda device: available)
+        monkeypatch.setattr("unfog.runs.microbatch.available_memory", lambda device: available)
         settling = Settling(config(8, **training), None, CPU, lambda: False)
         settling.microbatch(resuming)
         return settling.config.training.microbatch, [choice.name for choice in settling.choices]

@@ -190,12 +190,13 @@ def doctor(
     return examine_source(_asked(source, preset, settings), _path(out), quick)[1]
 
 
-def plan(source: Source, *, device: str = "", preset: str = "default", **settings: Any) -> Plan:
+def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
     """Predict memory, time and disk of training, as `unfog plan` does.
 
     Args:
         source: the images.
         device: another machine than this one, by its device: "h200", "a100", "4090", …
+        processes: train on so many, each with a device of its own; what one of them takes is told.
         preset: as for `train`.
         settings: as for `train`.
 
@@ -204,7 +205,7 @@ def plan(source: Source, *, device: str = "", preset: str = "default", **setting
     """
     from unfog.runs.plan import plan as predict
 
-    return predict(_asked(source, preset, settings), device)
+    return predict(_asked(source, preset, settings), device, processes)
 
 
 def find_lr(

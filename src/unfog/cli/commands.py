@@ -246,7 +246,7 @@ def plan(words: Sequence[str]) -> int:
     from unfog.reporting.progress import result
     from unfog.runs.plan import plan as predict
 
-    planned = predict(config, given.table.get("other", ""))
+    planned = predict(config, given.table.get("other", ""), given.table.get("processes", 1))
     result(json.dumps(planned.to_dict(), indent=2) if given.table.get("json") else "\n".join(planned.lines()))
     say_findings(planned.findings)
     return 2 if senseless(planned.findings) else 0

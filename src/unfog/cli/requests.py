@@ -121,11 +121,15 @@ class Plan(Training):
 
     unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
 
+    unfog plan photos/ --network dit-base --batch 256 --steps 100000 --training.shard --processes 8 --for h100
+
     Exit status 2 where it does not fit.
     """
 
     other: Annotated[str, tyro.conf.arg(name="for", metavar="DEVICE")] = ""
     """Another machine than this one, by its device: h200, h100, a100, 4090, 3090, v100, t4, ..."""
+    processes: int = 1
+    """Train on so many, as torchrun would start them, each with a device of its own; what one of them takes is told."""
     json: bool = False
     """Print JSON."""
 

@@ -13,7 +13,6 @@ import torch
 from unfog.config.request import check_device, seconds
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet
-from unfog.diagnosis.plan.memory import available_memory
 from unfog.diagnosis.settings.intervals import passes
 from unfog.diagnosis.settings.machine import averages_bytes
 from unfog.diagnosis.settings.rates import usual_learning_rate
@@ -21,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
 from unfog.reporting.progress import size
 from unfog.runs.build import build_network, shape_of
-from unfog.runs.microbatch import choose_microbatch, needed
+from unfog.runs.microbatch import choose_microbatch, needed, room_on
 from unfog.runs.probe import seconds_per_step
 from unfog.training.precision import imitates_bf16, native_precision, usual_format
 from unfog.training.settings import MemoryFormat, PrecisionName
@@ -61,7 +60,8 @@ def choose_device(name: str) -> torch.device:
 class Settling:
     """A configuration on its way to being complete. Each method settles one thing and notes the choice, if it was open.
 
-    Measuring runs real training steps on a throwaway network; `stop` ends it early.
+    Measuring runs real training steps on a throwaway network; `stop` ends it early. Of the `processes` that train
+    together each takes its share of a batch.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Settling:
     ):
         self.config = replace(config, training=replace(config.training, device=str(device)))
         self.choices: list[Choice] = []
-        self._images, self._device, self._stop, self._processes = images, device, stop, processes
+        self._images, self._device, self._stop, self.processes = images, device, stop, processes
         self._measured: dict[str, float] = {}  # precision -> seconds per step
 
     def everything(self) -> None:
@@ -109,14 +109,12 @@ class Settling:
         Raises:
             RequestError: not even one image fits.
         """
-        training, share = self.config.training, self._share(self.config)
-        if self._divided:  # predictions are of a whole network
-            return
+        training, share = self.config.training, self.share()
         if training.microbatch or resuming:
-            available = available_memory(self._device)
-            if needed(share, self._device, available) < available:
+            available = room_on(self._device)
+            if needed(share, self._device, available, self.processes) < available:
                 return
-        fit = choose_microbatch(share, self._device)
+        fit = choose_microbatch(share, self._device, processes=self.processes)
         if fit.microbatch != (share.training.microbatch or share.training.batch):
             self._note("microbatch", fit.microbatch, fit.reason)
             training = replace(training, microbatch=fit.microbatch)
@@ -188,11 +186,7 @@ class Settling:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
         training = self.config.training
         images = training.images or training.steps * training.batch
-        if not images and self._divided:
-            raise RequestError(
-                "training.budget measures the speed of a whole network on one device, which training.shard is there to "
-                "avoid; give --steps or --images"
-            )
+        self.check_length()
         if not images:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
@@ -209,6 +203,14 @@ class Settling:
             )
         training = replace(training, images=steps * training.batch, steps=0, budget="")
         self.config = replace(self.config, training=training)
+
+    def check_length(self) -> None:
+        """RequestError where the length would have to be measured, and cannot be."""
+        if self.divided and not (self.config.training.images or self.config.training.steps):
+            raise RequestError(
+                "training.budget measures the speed of a whole network on one device, which training.shard is there to "
+                "avoid; give --steps or --images"
+            )
 
     def _trained_of(self, possible: float) -> int:
         """How many images are trained in the time of so many, less what previews and evaluation take; at least half.
@@ -265,20 +267,21 @@ class Settling:
 
     def _seconds_per_step(self, precision: PrecisionName, limit: float = 3.0) -> float:
         if precision not in self._measured:
-            config = self._share(replace(self.config, training=replace(self.config.training, precision=precision)))
+            config = self.share()
+            config = replace(config, training=replace(config.training, precision=precision))
             self._measured[precision] = seconds_per_step(config, self._images, self._device, self._stop, limit)
         return self._measured[precision]
 
-    def _share(self, config: Config) -> Config:
-        """The settings of what one process does of each batch."""
-        training = config.training
-        batch = -(-training.batch // self._processes)
-        return replace(config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
+    def share(self) -> Config:
+        """The settings of what one process does of each batch, at the most."""
+        training = self.config.training
+        batch = -(-training.batch // self.processes)
+        return replace(self.config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
 
     @property
-    def _divided(self) -> bool:
+    def divided(self) -> bool:
         """Whether the network will be divided among processes."""
-        return self.config.training.shard and self._processes > 1
+        return self.config.training.shard and self.processes > 1
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))

@@ -1,9 +1,14 @@
-"""How much disk a run will take, told before it begins."""
+"""How much disk a run will take, told before it begins; and how large its decoded images are."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from unfog.config.tree import Config
+from unfog.data.images import Prepared
 from unfog.diagnosis.settings.machine import NO_AVERAGES, room_for
 from unfog.errors import RequestError
 from unfog.reporting.progress import size as size  # as this module's own, for those that also forecast
@@ -30,3 +35,18 @@ def forecast(
     beside = f" and {size(room.beside)} of averages" if room.beside else ""
     line = f"disk: {size(room.one)} a checkpoint, {size(room.most * room.one)} at most{beside}; {size(free)} free"
     return line if free > room.ample else f"{line}, so training may have to wait for room"
+
+
+def image_bytes(prepared: Prepared, config: Config) -> int:
+    """Bytes of the decoded set."""
+    return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
+
+
+def in_file(prepared: Prepared) -> bool:
+    """Whether the pixels are in a file, which takes no memory that is not given back."""
+    pixels: Any = prepared.train.pixels
+    while isinstance(pixels, np.ndarray):
+        if isinstance(pixels, np.memmap):
+            return True
+        pixels = pixels.base
+    return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,9 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from unfog.config.tree import Config
-from unfog.data.nonleaking import CONDITIONS
 from unfog.diagnosis.plan.memory import (
-    CUDNN_WORKSPACE,
     HOLES,
     HOLES_ACCUMULATING,
     HOLES_RECOMPUTING,
@@ -20,15 +19,17 @@ from unfog.diagnosis.plan.memory import (
     Peak,
     peak_of,
 )
+from unfog.diagnosis.plan.pretended import pretended
 from unfog.diagnosis.plan.trace import Recorder, Trace, record
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.runs.build import augmentation, blank_batch, build_network, loss_function, shape_of
 from unfog.training import optim
+from unfog.training.local import divided, local
 from unfog.training.methods import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import PrecisionName, Training
+from unfog.training.sharding import divide, mesh_of, sent_in_half
 from unfog.training.state import TrainState
 
 TRACED = (2, 4)
@@ -40,7 +41,8 @@ KEPT = 16
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted bytes on the device and in host memory, which on a CPU are the same.
+    """Predicted bytes on the device and in host memory, which on a CPU are the same; of the first of several processes,
+    which does what one does alone.
 
     A CUDA context is no part of it: it is there before memory is asked for, and what is available is without it.
     """
@@ -56,6 +58,8 @@ class Footprint:
     """Host memory that a checkpoint takes while it is written."""
     images: int
     """Host memory of the decoded images, where they are not in a file."""
+    weights: int
+    """Of the whole network."""
 
     @property
     def peak(self) -> int:
@@ -67,12 +71,17 @@ class Traces:
     """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of.
 
     Those that tell of the same computation are shared, as choosing a micro-batch and telling what it takes ask alike.
+
+    Args:
+        config: with the batch of one process.
+        processes: that train together.
     """
 
-    _made: ClassVar[dict[tuple[Config, str, int, int, bool], Trace]] = {}
+    _made: ClassVar[dict[tuple[Config, str, int, int, bool, int], Trace]] = {}
 
-    def __init__(self, config: Config, device: str):
-        self.config, self.device = traceable(config), device
+    def __init__(self, config: Config, device: str, processes: int = 1):
+        self.config, self.device, self.processes = traceable(config), device, processes
+        self._divided, self._known = config.training.shard and processes > 1, False
 
     def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
@@ -80,7 +89,7 @@ class Traces:
         doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
         measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
-        return Footprint(self.device, step, drawing, measuring, snapshot_of(step), images)
+        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
         """The highest point of training with so many images at once."""
@@ -98,20 +107,37 @@ class Traces:
     def training(self, microbatch: int, checkpointing: bool) -> int:
         """Bytes that training takes at the most, checkpoints included; drawing with as many at once takes less."""
         step = self.step(microbatch, checkpointing)
-        return on_top(step.total, snapshot_of(step), self.device)
+        return on_top(step.total, self._snapshot(step), self.device)
+
+    def _weights(self, step: Peak) -> int:
+        """Bytes of the whole network."""
+        if not self._divided:
+            return step.parts["parameters"]
+        with FakeTensorMode():
+            network = build_network(self.config)
+            return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
+
+    def _snapshot(self, step: Peak) -> int:
+        """Host memory of a checkpoint, for which the first process has the whole network, however it is divided."""
+        return round(snapshot_of(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
-        key = (alike(self.config), self.device, microbatch, passes, checkpointing)
+        key = (alike(self.config), self.device, microbatch, passes, checkpointing, self.processes)
         if key not in self._made:
             if len(self._made) >= KEPT:
                 self._made.clear()
-            self._made[key] = trace_step(self.config, self.device, microbatch, passes, checkpointing)
+            if self._divided and not self._known:
+                # At first torch finds out how each operation treats rows, with tensors of its own, and remembers it.
+                trace_step(self.config, *key[1:])
+                self._known = True
+            self._made[key] = trace_step(self.config, *key[1:])
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
         """Calls of the network without gradients for so many images, beside what the run holds all the time."""
         call = peak_of(trace_call(self.config, self.device, images), self.device)
-        return held_by(step) + call.total - call.parts["parameters"]
+        # Of a divided network a whole copy is there for it.
+        return held_by(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
 
 def traceable(config: Config) -> Config:
@@ -134,7 +160,8 @@ def traceable(config: Config) -> Config:
 
 def alike(config: Config) -> Config:
     """The configuration without what makes no difference to a step's trace."""
-    training = Training(precision=config.training.precision, clip=config.training.clip)
+    given = config.training
+    training = Training(precision=given.precision, clip=given.clip, shard=given.shard)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
     averages = replace(config.averages, every=min(config.averages.every, 0))  # whether there are any
@@ -160,9 +187,15 @@ def on_top(peak: int, snapshot: int, device: str) -> int:
     return peak + (snapshot if device == "cpu" else 0)
 
 
-def trace_step(config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False) -> Trace:
-    """What training steps of `passes` micro-batches allocate, from the building of the network on."""
-    training, cpu = config.training, torch.device("cpu")
+def trace_step(
+    config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False, processes: int = 1
+) -> Trace:
+    """What training steps of `passes` micro-batches allocate, from the building of the network on.
+
+    Args:
+        processes: that train together; the trace is of the first, which of a divided network has the most.
+    """
+    training, cpu, apart = config.training, torch.device("cpu"), config.training.shard and processes > 1
     # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
     augment, objective = augmentation(config), loss_function(config)
@@ -172,23 +205,30 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
             recorder.allocate(ONEDNN_HALF, "library")
         recorder.kind = "parameters"
         network = build_network(config)
+        if mesh is not None:
+            divide(network, mesh, sent_in_half(training.precision, device))
+            recorder.begin()  # as no device has it whole: see `Shards`
         network.checkpointing = checkpointing
         recorder.kind = "workspace"
         second = config.averages.profile(config.ema)
         state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
         for average in filter(None, (state.ema, state.second)):
-            recorder.name("average", [*average.parameters, *average.buffers])
+            recorder.name("average", map(local, [*average.parameters, *average.buffers]))
         make_moments(recorder, state)
+        if processes > 1 and not apart:  # DistributedDataParallel has gradients travel from memory of their own
+            recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
         for _ in range(passes):
             label = labels_for(config, microbatch)
             with recorder.keeping("activations"):
                 x0, condition = augment(blank_batch(config, microbatch))
                 with state.precision.autocast():
                     loss = objective(network, x0, label, condition)
+                if apart:  # what is around the blocks stays together until the backward pass is over
+                    recorder.name("gathered", (p for p in network.parameters() if p.ndim and not divided(p)))
                 total = loss.per_image.sum() / training.batch
                 del x0, condition
             state.precision.backward(total)
-            recorder.name("gradients", (p.grad for p in network.parameters()))
+            recorder.name("gradients", (local(p.grad) for p in network.parameters() if p.grad is not None))
             del loss, total, label
         state.precision.gradient_norm(state.optimizer)
         state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clipped, whatever it is
@@ -197,7 +237,9 @@ def trace_step(config: Config, device: str, microbatch: int, passes: int, checkp
         for average in filter(None, (state.ema, state.second)):
             average.update(1)
 
-    return record(work, device, DTYPES.get(training.precision))
+    with pretended(processes) if apart else nullcontext():
+        mesh = mesh_of("cpu", processes) if apart else None
+        return record(work, device, DTYPES.get(training.precision))
 
 
 def make_moments(recorder: Recorder, state: TrainState) -> None:
@@ -206,7 +248,7 @@ def make_moments(recorder: Recorder, state: TrainState) -> None:
         parameter.grad = torch.empty_like(parameter)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    recorder.name("moments", (optim.moments(state.optimizer, state.model).values()))
+    recorder.name("moments", map(local, optim.moments(state.optimizer, state.model).values()))
 
 
 def trace_call(config: Config, device: str, images: int) -> Trace:
@@ -233,76 +275,6 @@ def images_shape(config: Config, images: int) -> tuple[int, int, int, int]:
 def labels_for(config: Config, images: int) -> Tensor | None:
     """Labels of so many images, where there are classes."""
     return torch.zeros(images, dtype=torch.int64) if config.classes else None
-
-
-def at_most(config: Config) -> float:
-    """Bytes that training surely does not exceed, in host memory or on a device; infinite where nothing is known.
-
-    A glance at the settings of the network, for the usual case in which memory is no question at all: every layer of a
-    block keeps what it gets in fp32, twice.
-    """
-    network = config.network
-    if isinstance(network, UNet):
-        weights, activations = _of_unet(network, config)
-    elif isinstance(network, MPUNet):
-        weights, activations = _of_mpunet(network, config)
-    elif isinstance(network, DiT):
-        weights, activations = _of_dit(network, config)
-    else:
-        return float("inf")
-    batch = config.training.microbatch or config.training.batch
-    # Weights, gradients, two averages, two moments and what the optimiser takes for a moment, with holes between; and a
-    # checkpoint's snapshot, which is as large once more.
-    return 4 * (16 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
-
-
-def _rows(config: Config) -> int:
-    """Of the embeddings of class and augmentation."""
-    return len(config.classes) + 1 + CONDITIONS
-
-
-def _of_unet(network: UNet, config: Config) -> tuple[float, float]:
-    """Numbers that its weights are at most, and that an image leaves for the backward pass."""
-    first = last = network.channels[0]
-    rows = _rows(config) + 5 * first + 1  # the rest is of the noise level
-    weights, activations = 4.0 * first * rows, 0.0
-    for level, channels in enumerate(network.channels):
-        pixels = (shape_of(config)[1] / 2**level) ** 2
-        attends = network.attention[level] or (network.mid_attention and level == len(network.channels) - 1)
-        blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
-        wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
-        weights += blocks * (9 * wide * channels + 9 * channels**2 + 8 * first * channels + 5 * channels**2 * attends)
-        activations += blocks * pixels * (6 * wide + 12 * channels + 16 * channels * attends)
-        heads = channels / (network.head_channels or channels)
-        activations += blocks * attends * 4 * heads * pixels**2
-        last = channels
-    return weights, activations
-
-
-def _of_mpunet(network: MPUNet, config: Config) -> tuple[float, float]:
-    """The same; every block is taken to be as wide as all that it might join."""
-    width = max(network.channels)
-    weights, activations, last = float(width * (_rows(config) + network.channels[0])), 0.0, network.channels[0]
-    for level, channels in enumerate(network.channels):
-        pixels = (shape_of(config)[1] / 2**level) ** 2
-        attends = network.attention[level]
-        blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
-        wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
-        weights += blocks * wide * (9 * wide + width + 5 * channels * attends)
-        activations += blocks * pixels * (14 * wide + 30 * channels * attends)
-        heads = channels / (network.head_channels or channels)
-        activations += blocks * attends * 4 * heads * pixels**2
-        last = channels
-    return weights, activations
-
-
-def _of_dit(network: DiT, config: Config) -> tuple[float, float]:
-    """The same."""
-    width, tokens = network.width, (shape_of(config)[1] / network.patch) ** 2
-    values = network.patch**2 * 2 * max(1, shape_of(config)[0])  # of a patch, in and out
-    weights = width * (network.depth * 19.0 * (width + 8) + 12 * width + _rows(config) + 2 * values)
-    heads = width / network.head_channels
-    return weights, network.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)
 
 
 def with_precision(config: Config) -> Config:

@@ -12,7 +12,9 @@ from unfog.config.tree import Config
 from unfog.diagnosis.plan.memory import available_memory
 from unfog.errors import RequestError
 from unfog.runs.disk import size
-from unfog.runs.footprint import Traces, at_most, with_precision
+from unfog.runs.footprint import Traces, with_precision
+from unfog.runs.glance import at_most
+from unfog.training.meeting import sharing
 
 MARGIN = 0.85
 """Share of the available memory that a prediction may take; predictions are within about 10%."""
@@ -27,31 +29,34 @@ class Fit(NamedTuple):
     reason: str
 
 
-def choose_microbatch(config: Config, device: torch.device, available: int | None = None, name: str = "") -> Fit:
+def choose_microbatch(
+    config: Config, device: torch.device, available: int | None = None, name: str = "", processes: int = 1
+) -> Fit:
     """The largest micro-batch whose predicted peak fits what is available, with a margin.
 
     One that divides the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
     costs time, comes in only where not even one image fits without.
 
     Args:
-        config: with network and image size settled; its own micro-batch does not count. Precision auto counts as fp32,
-            which takes the most.
+        config: with network and image size settled, and the batch of one process; its own micro-batch does not count.
+            Precision auto counts as fp32, which takes the most.
         device: where it will train.
-        available: bytes; left open, what the device has now.
+        available: bytes; left open, what this process can take now.
         name: of the device, for people; left open, as torch calls it.
+        processes: that train together.
 
     Raises:
         RequestError: not even one image fits.
     """
-    room = available_memory(device) if available is None else available
+    room = room_on(device) if available is None else available
     config = replace(config, training=replace(config.training, microbatch=0))
     batch, checkpointing = config.training.batch, config.training.checkpointing
     if at_most(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
         return Fit(batch, checkpointing, f"needs less than {size(at_most(config))} of {size(room)} available")
-    traces = Traces(with_precision(config), device.type)
+    traces = Traces(with_precision(config), device.type, processes)
     if available is None:
         traces.training(batch, checkpointing)  # loads what tracing needs, which takes memory for good
-        room = available_memory(device)
+        room = room_on(device)
 
     def peak(count: int, checkpointing: bool) -> int:
         return traces.training(count, checkpointing)
@@ -67,17 +72,29 @@ def choose_microbatch(config: Config, device: torch.device, available: int | Non
     raise RequestError(
         f"one image of {config.data.size} pixels through this network needs about {size(peak(1, True))} to train, also "
         f"with gradient checkpointing, and {name or device} has {size(room)} available; give a smaller --size or "
-        "--network"
+        f"--network{more_devices(config, processes)}"
     )
 
 
-def needed(config: Config, device: torch.device, available: int) -> int:
+def room_on(device: torch.device) -> int:
+    """Bytes that this process can take on a device: an even part, where others of its machine compute there too."""
+    return available_memory(device) // sharing(device)
+
+
+def more_devices(config: Config, processes: int) -> str:
+    """What else helps a network that does not fit a device, to be appended to a remedy."""
+    if processes == 1:
+        return ", or divide it among several devices: docs/distributed.md"
+    return ", or start more processes" if config.training.shard else ", or divide it: --training.shard"
+
+
+def needed(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
     """Bytes of training with as many images at once as is set, or what it surely stays below, where that is there."""
     glance, training = at_most(config), config.training
     if glance < available:
         return int(glance)
     at_once = training.microbatch or training.batch
-    return Traces(with_precision(config), device.type).training(at_once, training.checkpointing)
+    return Traces(with_precision(config), device.type, processes).training(at_once, training.checkpointing)
 
 
 def largest(batch: int, fits: Callable[[int], bool]) -> int:

@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.reporting.findings import Finding, finite
 from unfog.runs.build import blank_batch, build_network
 from unfog.runs.choices import Choice, Settling, choose_device
-from unfog.runs.disk import forecast, size
+from unfog.runs.disk import forecast, image_bytes, in_file, size
 from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
 from unfog.runs.microbatch import MARGIN, choose_microbatch, count_of, needed
@@ -38,6 +38,7 @@ from unfog.runs.timing import (
 from unfog.runs.train import load_images
 from unfog.training.memory import at_once
 from unfog.training.precision import Precision
+from unfog.training.settings import at_least_one
 from unfog.training.state import TrainState
 
 
@@ -47,17 +48,20 @@ class Plan:
 
     config: Config
     """With all choices made."""
+    processes: int
+    """That train together, each on a device of its own, or all on this CPU; memory and times are those of the first."""
     choices: tuple[Choice, ...]
     images: int
     """To train on."""
     machine: str
     estimated: bool
-    """Whether the machine is another, so that times come from its data sheet."""
+    """Whether times come from arithmetic: of another machine by its data sheet, here of what cannot be timed."""
     parameters: int
+    """Of the whole network."""
     work: Work
     memory: Footprint
     available: int
-    """Bytes of memory on the device."""
+    """Bytes of memory on the device, for one process."""
     times: dict[str, Range]
     """Seconds by what takes them: step, training, previews, evaluations, total, and those of drawing pictures."""
     disk: tuple[str, ...]
@@ -68,13 +72,15 @@ class Plan:
         training = self.config.training
         pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
         title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
+        apart = self.processes > 1
+        several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
         rows = [
-            ("machine", f"{self.machine}, {training.precision}" + (", estimated" if self.estimated else "")),
+            ("machine", several * apart + f"{self.machine}, {training.precision}" + ", estimated" * self.estimated),
             *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
             ("arithmetic", f"{amount_of(self.work.forward)} an image, {amount_of(self.work.training)} to train on it"),
-            ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available"),
+            ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available" + " each" * apart),
             *self._memory_rows(),
-            ("time", f"{told_time(self.times['in all'])} in all"),
+            ("time", f"{told_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
             *(("disk", line) for line in self.disk),
         ]
@@ -100,13 +106,14 @@ class Plan:
         memory = self.memory
         return {
             "machine": self.machine,
+            "processes": self.processes,
             "estimated": self.estimated,
             "images": self.images,
             "parameters": self.parameters,
             "flops": {"forward": self.work.forward, "training": self.work.training},
             "training": {
                 name: getattr(self.config.training, name)
-                for name in ("batch", "microbatch", "checkpointing", "precision", "images")
+                for name in ("batch", "microbatch", "checkpointing", "shard", "precision", "images")
             },
             "choices": [{"name": c.name, "value": str(c.value), "reason": c.reason} for c in self.choices],
             "memory": {
@@ -128,37 +135,44 @@ class Plan:
         }
 
 
-def plan(config: Config, device_for: str = "") -> Plan:
+def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     """Predict what training takes. Decodes a few of the images, and trains nothing but a few steps to time them.
 
     Args:
         config: as asked for.
         device_for: "", or the name of a device in place of the one at hand: see `diagnosis.devices`.
+        processes: among which torchrun would share each batch.
 
     Raises:
         RequestError: the settings, the source or the device will not do.
     """
     check_request(config)
+    at_least_one("processes", processes)
     other = find_device(device_for) if device_for else None
     device = torch.device("cuda") if other else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop, few=True)
         decoded = prepared.seen.train if other or config.data.cache == "none" else at_hand(prepared.seen.train)
-        settling = Settling(config, decoded, device, stop)
+        settling = Settling(config, decoded, device, stop, processes)
+        settling.check_length()
         settling.network()
         settling.learning_rate()
         settling.weight_decay()
-        available = other.memory - CUDA_CONTEXT if other else available_memory(device)
+        together = processes if device.type == "cpu" else 1  # on one device
+        available = other.memory - CUDA_CONTEXT if other else available_memory(device) // together
         machine = other.name if other else str(device)
         fatal = settle_memory(settling, device, available, machine)
         work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
-        if not other and device.type == "cpu" and settling.config.training.batch * work.training > TOO_SLOW:
-            other = this_cpu(available)
-        settle_length(settling, work, other, bool(fatal))
-        now = settling.config
-        step, call = pace_of(settling, work, other, device, bool(fatal))
+        lengthy = settling.config.training.batch * work.training > TOO_SLOW
+        if not other and device.type == "cpu" and (together > 1 or lengthy):
+            other = this_cpu(available, together)
+        untimed = bool(fatal) or settling.divided
+        settle_length(settling, work, other, untimed)
+        now, share = settling.config, settling.share()
+        step, call = pace_of(settling, work, other, device, untimed)
     in_memory = image_bytes(prepared, now) if now.data.cache == "memory" or not in_file(prepared) else 0
-    memory = Traces(now, device.type).footprint(at_once(now.training), now.training.checkpointing, in_memory)
+    traces = Traces(share, device.type, processes)
+    memory = traces.footprint(at_once(share.training), now.training.checkpointing, in_memory)
     disk, findings = disk_of(now, prepared, in_memory)
     if not fatal:
         findings.append(memory_finding(memory, available))
@@ -167,11 +181,12 @@ def plan(config: Config, device_for: str = "") -> Plan:
         findings.append(slow)
     return Plan(
         now,
+        processes,
         tuple(settling.choices),
         len(prepared.train),
         machine,
         other is not None,
-        memory.step.parts["parameters"] // 4,
+        memory.weights // 4,
         work,
         memory,
         available,
@@ -181,11 +196,11 @@ def plan(config: Config, device_for: str = "") -> Plan:
     )
 
 
-def settle_length(settling: Settling, work: Work, other: Device | None, fatal: bool) -> None:
+def settle_length(settling: Settling, work: Work, other: Device | None, untimed: bool) -> None:
     """Precision, length and intervals: by data sheet for another machine, by measuring here where that is possible."""
     if other:
         settle_elsewhere(settling, work, other)
-    elif fatal:
+    elif untimed:
         settling.config = with_length(with_precision(settling.config), 0.0)
     else:
         settling.precision()
@@ -196,16 +211,16 @@ def settle_length(settling: Settling, work: Work, other: Device | None, fatal: b
 
 def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:
     """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
-    training = settling.config.training
-    asked = training.microbatch
-    if asked and (takes := needed(settling.config, device, available)) < available:
+    training, share, processes = settling.config.training, settling.share(), settling.processes
+    asked = share.training.microbatch
+    if asked and (takes := needed(share, device, available, processes)) < available:
         return []
     try:
-        fit = choose_microbatch(settling.config, device, available, machine)
+        fit = choose_microbatch(share, device, available, machine, processes)
     except RequestError as error:
         return [Finding("plan.memory", "fatal", str(error))]  # which says what to do
     if not asked:
-        if fit.microbatch < training.batch:
+        if fit.microbatch < share.training.batch:
             settling.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
             settling.config = replace_training(settling.config, microbatch=fit.microbatch)
         if fit.checkpointing and not training.checkpointing:
@@ -234,7 +249,7 @@ def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
         settling.config = replace_training(settling.config, precision=other.precision)
         reason = f"native to {other.name}" if other.precision != "fp32" else "not timed, as a step takes minutes"
         settling.choices.append(Choice("precision", other.precision, reason))
-    step = step_of(settling.config, work, other)
+    step = step_of(settling.share(), work, other)
     settling.config = with_length(settling.config, (step.low + step.high) / 2)
     settling.length()
 
@@ -272,21 +287,6 @@ def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[st
     waits = "may have to wait" in line
     lines.append(line.removeprefix("disk: "))
     return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
-
-
-def image_bytes(prepared: Prepared, config: Config) -> int:
-    """Bytes of the decoded set."""
-    return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
-
-
-def in_file(prepared: Prepared) -> bool:
-    """Whether the pixels are in a file, which takes no memory that is not given back."""
-    pixels: Any = prepared.train.pixels
-    while isinstance(pixels, np.ndarray):
-        if isinstance(pixels, np.memmap):
-            return True
-        pixels = pixels.base
-    return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels
 
 
 def replace_training(config: Config, **changes: Any) -> Config:

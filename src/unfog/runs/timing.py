@@ -29,25 +29,27 @@ LONG = 30 * 86400.0
 """Seconds."""
 
 
-def this_cpu(memory: int) -> Device:
-    """The CPU at hand by its rate of matrix products, for a plan of steps that would take minutes each to time."""
+def this_cpu(memory: int, processes: int = 1) -> Device:
+    """What each of so many processes has of the CPU at hand, by its rate of matrix products: for a plan of what cannot
+    be timed, or takes minutes a step."""
     a, spent = torch.ones(MATRIX, MATRIX), []
     for _ in range(5):
         started = time.perf_counter()
         _ = a @ a
         spent.append(time.perf_counter() - started)
-    rate = 2 * MATRIX**3 / min(spent)
+    rate = 2 * MATRIX**3 / min(spent) / processes
     return Device("cpu", memory, rate, rate, "fp32")
 
 
 def pace_of(
-    settling: Settling, work: Work, other: Device | None, device: torch.device, fatal: bool
+    settling: Settling, work: Work, other: Device | None, device: torch.device, untimed: bool
 ) -> tuple[Range, Range]:
-    """Seconds of a step, and of a call of the network for each image; not known where not one image fits."""
-    config, count = settling.config, at_once(settling.config.training)
+    """Seconds of a step, and of a call of the network for each image; not known where it would not run here."""
+    config = settling.share()
+    count = at_once(config.training)
     if other:
         return step_of(config, work, other), call_time(work, count, other).times(1 / count)
-    if fatal:
+    if untimed:
         return Range(float("nan"), float("nan")), Range(float("nan"), float("nan"))
     pace, once = settling.seconds_per_step(), seconds_per_call(config, device) / count
     return Range(pace, pace), Range(once, once)

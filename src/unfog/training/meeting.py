@@ -45,6 +45,12 @@ def device_of(name: str) -> str:
     return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
+def sharing(device: torch.device) -> int:
+    """How many of the processes that torchrun has started here compute on this device, at the most."""
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return -(-on_this_machine() // devices)
+
+
 def meeting(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
     """A name that these processes, and no others, have in common: torchrun keeps its store when it restarts them.
 

@@ -22,8 +22,9 @@ from unfog.training.ema import Ema
 from unfog.training.local import divided, local, whole
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from unfog.training.distributed import World
-    from unfog.training.precision import Precision
     from unfog.training.state import TrainState
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -45,7 +46,8 @@ class Shards:
         tensors, progress = (state.tensors(), state.progress()) if world.first else ({}, {})
         state.model.to("meta")
         self._empty = copy.deepcopy(state.model)
-        divide(state.model, state.precision, world.size)
+        device = state.precision.device.type
+        divide(state.model, mesh_of(device, world.size), sent_in_half(state.precision.name, device))
         state.model.to_empty(device=state.precision.device)
         state.optimizer = state.optimizer_of(state.model)
         state.ema = Ema(state.model, state.ema.profile)
@@ -53,7 +55,10 @@ class Shards:
         self.spread(state, tensors, progress)
 
     def reduce(self, model: nn.Module) -> None:
-        """Average the gradients of what is not divided, after the backward pass has done so with the others."""
+        """Average the gradients of what is not divided, after the backward pass has done so with the others.
+
+        Once more after another pass leaves what was averaged before as it is.
+        """
         for parameter in model.parameters():
             if not divided(parameter) and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -129,23 +134,33 @@ class Shards:
         state.restore(rows, sent["progress"])
 
 
-def divide(model: nn.Module, precision: Precision, size: int) -> None:
+def mesh_of(device: str, size: int) -> DeviceMesh:
+    """All processes, side by side."""
+    from torch.distributed.device_mesh import init_device_mesh  # a second of import, for those who divide only
+
+    return init_device_mesh(device, (size,))
+
+
+def sent_in_half(precision: str, device: str) -> bool:
+    """Whether blocks are brought together in bf16: what autocast would make of their weights is made before they are
+    sent, which halves the bytes."""
+    return precision == "bf16" and device == "cuda"
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
     """Divide a network by rows: each of its blocks, which are brought together one by one, and what is around them.
 
     Numbers, which have no rows, stay whole everywhere.
+
+    Args:
+        half: see `sent_in_half`.
     """
-    # A second of import, for those who divide only.
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    device = precision.device.type
-    # What autocast would make of a block's weights is made before they are sent, which halves the bytes. The inputs
-    # stay what they are: noise levels suffer from bfloat16.
-    half = precision.name == "bf16" and device == "cuda"
+    # The inputs stay what they are: noise levels suffer from bfloat16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    mesh, numbers = init_device_mesh(device, (size,)), {p for p in model.parameters() if p.ndim == 0}
-    kind = getattr(model, "block", ())
+    numbers, kind = {p for p in model.parameters() if p.ndim == 0}, getattr(model, "block", ())
     for block in [module for module in model.modules() if isinstance(module, kind)]:
         fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=numbers)
     fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=numbers)

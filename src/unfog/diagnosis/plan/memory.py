@@ -33,7 +33,7 @@ HOLES_RECOMPUTING = 1.05
 ONEDNN_HALF = 17 * MB
 """What oneDNN keeps for itself once it computed in bf16 on a CPU; measured on one machine, with one thread."""
 
-LASTING = ("parameters", "average", "moments", "library")
+LASTING = ("parameters", "average", "moments", "exchange", "library")
 """Allocated at the beginning, side by side, for good: no holes there."""
 
 UNTOLD = 4 * 2**30  # bytes taken to be there where the system does not say
@@ -45,9 +45,13 @@ the driver says is free is without it already; of a card that is not at hand it 
 CUDNN_WORKSPACE = 64 * MB
 """Of a convolution, and cuBLAS's 8 to 32 MB. With deterministic kernels cuDNN seldom asks for more. Not measured."""
 
-PARTS = ("parameters", "gradients", "moments", "average", "activations", "workspace", "library", "allocator")
-"""In which a peak is told; workspace is what comes and goes, library what kernels keep for themselves, and
-allocator what is lost between blocks."""
+PARTS = (
+    *("parameters", "gathered", "gradients", "exchange", "moments", "average", "activations", "workspace", "library"),
+    "allocator",
+)
+"""In which a peak is told; gathered are the blocks of a divided network that are whole at the moment, exchange what
+gradients travel from, workspace what comes and goes, library what kernels keep for themselves, and allocator what is
+lost between blocks."""
 
 
 @dataclass(frozen=True)

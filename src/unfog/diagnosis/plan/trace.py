@@ -45,11 +45,15 @@ class Trace:
         Raises:
             ValueError: the two do not tell of the same computation.
         """
-        if self.events != other.events or self.kinds != other.kinds:
+        if self.course() != other.course() or self.kinds != other.kinds:
             raise ValueError("the traces are of different computations")
         share = (batch - mine) / (its - mine)
         sizes = [max(0, round(a + share * (b - a))) for a, b in zip(self.sizes, other.sizes)]
         return Trace(sizes, self.kinds, self.events)
+
+    def course(self) -> list[int]:
+        """The events up to the last allocation: when the rest is let go depends on the collection of garbage."""
+        return self.events[: 1 + max((i for i, event in enumerate(self.events) if event >= 0), default=-1)]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,6 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # what is done with the rows of a divided tensor comes here as well
         output = func(*args, **(kwargs or {}))
         if self._cpu and func is ATEN.convolution.default:
             with self.passing(for_output(args, output)):
@@ -94,8 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._live:
-            number = self._live[address] = self.allocate(storage.nbytes(), self.kind)
-            weakref.finalize(storage, self._free, address, number)
+            self._live[address] = self.allocate(storage.nbytes(), self.kind)
+            weakref.finalize(storage, self._free, address)
 
     def allocate(self, size: int, kind: str) -> int:
         """Note a storage that no operation here makes, for good; returns its number."""
@@ -105,9 +111,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trace.events.append(len(trace.sizes) - 1)
         return len(trace.sizes) - 1
 
-    def _free(self, address: int, number: int) -> None:
-        del self._live[address]
-        self.trace.events.append(~number)
+    def begin(self) -> None:
+        """Forget all that is gone already."""
+        self.trace.events[:] = sorted(self._live.values())
+
+    def _free(self, address: int) -> None:
+        self.trace.events.append(~self._live.pop(address))
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Within, notice when a storage changes its size: so blocks of a divided network are gathered and let go."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if (number := self._live.get(storage._cdata)) is not None:
+                self.trace.events.append(~number)
+                self._live[storage._cdata] = self.allocate(size, "gathered")
+
+        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     @contextmanager
     def passing(self, sizes: Iterable[int]) -> Iterator[None]:
@@ -124,11 +150,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def keeping(self, kind: str) -> Iterator[None]:
-        """What is allocated inside and still there at the end is `kind`; all else is workspace."""
+        """What is allocated inside, still there at the end and not named yet is `kind`; all else is workspace."""
         first = len(self.trace.sizes)
         yield
         for number in self._live.values():
-            if number >= first:
+            if number >= first and self.trace.kinds[number] == self.kind:
                 self.trace.kinds[number] = kind
 
 
@@ -153,7 +179,7 @@ def record(work: Callable[[Recorder], None], device: str, half: torch.dtype | No
     recorder, attention = Recorder(device == "cpu"), layers.attention
     forget_tables()
     try:
-        with FakeTensorMode(), recorder:
+        with FakeTensorMode(), recorder, recorder.resizing():
             if device == "cpu":
                 work(recorder)
             else:

@@ -1,0 +1,207 @@
+"""Memory and micro-batches of several processes: what their traces consist of, and that real ones take it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launches import TORCHRUN, ended, output, started  # noqa: F401  a fixture
+from test_plan_memory import live
+from unfog.config.tree import Config
+from unfog.data.settings import Data
+from unfog.diagnosis.plan.devices import GB
+from unfog.errors import RequestError
+from unfog.models.settings import DiT
+from unfog.runs.build import build_network
+from unfog.runs.choices import Settling
+from unfog.runs.footprint import Traces, trace_step
+from unfog.runs.glance import at_most
+from unfog.runs.microbatch import MARGIN
+from unfog.runs.plan import plan
+from unfog.training.settings import Averages, Optimizer, Training
+
+pytestmark = pytest.mark.usefixtures("ended")
+
+CPU = torch.device("cpu")
+DEPTH = 3
+
+
+def config(batch=4, width=64, shard=True, **training) -> Config:
+    network = DiT(width=width, depth=DEPTH, head_channels=32, patch=4, modulation="block")
+    training = Training(batch=batch, shard=shard, **{"precision": "fp32", **training})
+    return Config(network=network, data=Data(size=16, channels=3), training=training)
+
+
+def most(trace, kind) -> int:
+    """The most bytes of a kind at once."""
+    now = highest = 0
+    for event in trace.events:
+        number = event if event >= 0 else ~event
+        if trace.kinds[number] == kind:
+            now += trace.sizes[number] if event >= 0 else -trace.sizes[number]
+            highest = max(highest, now)
+    return highest
+
+
+def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
+    network = build_network(config())
+    whole = sum(p.nbytes for p in network.parameters())
+    block = sum(p.nbytes for p in network.blocks[0].parameters())
+    around = whole - DEPTH * block
+    for device, precision, factor in (("cpu", "fp32", 1.0), ("cuda", "bf16", 0.5)):
+        given = config(precision=precision)
+        parts = Traces(given, device, 4).step(4, False).parts
+        assert parts["parameters"] == pytest.approx(whole / 4, rel=0.02)
+        assert parts["average"] == 2 * parts["parameters"]
+        assert parts["moments"] == pytest.approx(2 * parts["parameters"], rel=0.02)
+        assert not parts["exchange"]
+        trace = trace_step(given, device, 4, 2, False, 4)
+        assert most(trace, "gathered") == pytest.approx(around + factor * block, rel=0.02)
+        travelling = [size for size, kind in zip(trace.sizes, trace.kinds) if kind == "workspace"]
+        assert sum(abs(size - factor * block) < 0.01 * block for size in travelling) >= 2 * 2 * DEPTH
+    assert Traces(given, "cuda", 4).footprint(4, False).weights == whole
+
+
+def test_whole_networks_have_gradients_travel_from_memory_of_their_own():
+    alone, several = (Traces(config(shard=False), "cpu", n).step(4, False) for n in (1, 8))
+    assert several.parts["exchange"] == alone.parts["parameters"] == several.total - alone.total
+    assert Traces(config(), "cpu", 1).step(4, False).parts == alone.parts  # one process divides nothing
+
+
+def test_one_process_has_the_whole_for_checkpoints_and_pictures():
+    given = replace(config(), averages=Averages(every=-1))
+    whole, parts = (Traces(given, "cuda", n).footprint(4, False) for n in (1, 8))
+    assert parts.snapshot == pytest.approx(whole.snapshot, rel=0.01)
+    assert parts.drawing > whole.weights
+    assert parts.step.total < whole.step.total
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_the_glance_is_not_below_the_prediction_for_two_processes(shard):
+    for device in ("cpu", "cuda"):
+        assert at_most(config(shard=shard)) > Traces(config(shard=shard), device, 2).training(4, False)
+
+
+def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatch):
+    share = config(12)
+    takes = {n: Traces(share, "cpu", 2).training(n, False) for n in (4, 12)}
+
+    def settled(available, processes, **training):
+        monkeypatch.setattr("unfog.runs.microbatch.available_memory", lambda device: available)
+        settling = Settling(config(24, **training), None, CPU, lambda: False, processes)
+        settling.microbatch()
+        return settling.config.training.microbatch, [choice.reason for choice in settling.choices]
+
+    assert settled(10**12, 2) == (0, [])
+    room = int((takes[4] + takes[12]) / 2 / MARGIN)
+    count, (reason,) = settled(room, 2)
+    assert 4 <= count < 12
+    assert takes[4] <= Traces(share, "cpu", 2).training(count, False) < MARGIN * room
+    assert "all 12 would need" in reason  # of the share of one
+    assert settled(int(1.05 * takes[4]), 2, microbatch=4) == (4, [])
+    # Processes of one machine share its memory.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert settled(2 * room, 2)[0] == count
+
+
+def asked(**training) -> Config:
+    given = config(4096, **{"steps": 1000, **training})
+    return replace(given, source="fashion", optimizer=Optimizer(lr=1e-3))
+
+
+def test_a_plan_for_several_processes():
+    planned = plan(asked(), "t4", 8)
+    text = "\n".join(planned.lines())
+    for words in (
+        "8 processes, the network divided: NVIDIA T4",
+        "available each",
+        "gathered",
+        "what they send each other",
+    ):
+        assert words in text
+    plain = json.loads(json.dumps(planned.to_dict()))
+    assert (plain["processes"], plain["training"]["shard"]) == (8, True)
+    assert plain["memory"]["step"] == sum(plain["memory"]["parts"].values()) < 16 * GB
+    alone = plan(asked(), "t4")
+    assert alone.parameters == planned.parameters
+    assert alone.memory.step.total > planned.memory.step.total
+    assert alone.times["step"].high > 4 * planned.times["step"].high  # arithmetic, by an eighth of the images
+    whole = plan(asked(shard=False), "t4", 8)
+    assert whole.memory.step.parts["exchange"] == whole.memory.weights
+    assert "8 processes, each with all: " in whole.lines()[1]
+
+
+def test_what_no_plan_can_be_made_of_is_said():
+    with pytest.raises(RequestError, match="processes"):
+        plan(asked(), "t4", 0)
+    with pytest.raises(RequestError, match="give --steps or --images"):
+        plan(asked(steps=0, budget="5m"), "t4", 2)
+
+
+SCRIPT = """
+import gc, json, sys, torch
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+torch.set_num_threads(1)
+import numpy as np
+from test_plan_shards import CPU, config
+from unfog.data.augment import Augment
+from unfog.data.images import ImageSet
+from unfog.data.stream import ImageStream
+from unfog.diffusion.objective import Objective
+from unfog.runs.build import build_state
+from unfog.training.loop import Every, train
+from unfog.training.meeting import processes
+from unfog.training.protocols import Silent
+
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+
+class Three(Silent):
+    # No more steps, and no end of a run, at which the first process has the network whole.
+    def __init__(self, state):
+        self.state = state
+
+    def stop_requested(self):
+        return self.state.seen >= 24
+
+def run(config, world):
+    images = ImageSet(np.zeros((8, 3, 16, 16), np.uint8), None, tuple("abcdefgh"), ())
+    state = build_state(config, CPU, home=world.home(config.training.shard, CPU))
+    if config.training.shard:
+        world.divide(state)
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    train(config.training, config.optimizer, Every(0, 0, 0, 0), state, ImageStream(images, 0), Augment(),
+          Objective(config.diffusion), Three(state), world)
+    world.shards = None
+
+with processes() as world:
+    world.begin(CPU, 120.0)
+    run(config(8, 32, {shard}, images=800), world)
+    gc.collect()
+    before = status("VmRSS")
+    run(config(8, 512, {shard}, images=800), world)
+    Path({out!r} + str(world.rank)).write_text(str(status("VmHWM") - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does")
+@pytest.mark.parametrize("shard", [True, False])
+def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
+    """With memory of its own for each tensor, which leaves the allocator's holes aside."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    script, out = tmp_path / "script.py", tmp_path / "rank"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), shard=shard, out=str(out)))
+    output(started(*TORCHRUN, 2, script))
+    share = config(4, 512, shard)
+    Traces(share, "cpu", 2).step(4, False)
+    predicted = live(trace_step(share, "cpu", 4, 1, False, 2))
+    found = [int(Path(f"{out}{rank}").read_text()) for rank in range(2)]
+    assert predicted > 100e6
+    for taken in found:
+        assert 0.88 < predicted / taken < 1.12
