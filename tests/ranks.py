@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from unfog.data.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.objective import Objective
+from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import RunError
 from unfog.models.networks import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
@@ -34,6 +35,7 @@ DIT = DiT(width=40, depth=2, head_channels=8)
 OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not taken for a direction
 FEW = {"shard": True, "architecture": DIT}  # parts that have to be brought together
 MUON = replace(OPTIMIZER, method=Muon())
+KEPT = ("loss", "gradient_norm", "noise_scale", "gradient_signal", "gradient_noise")
 EVERY = Every(log=1, preview=0, evaluate=0, checkpoint=0)
 
 
@@ -57,7 +59,7 @@ class Diary(Silent):
         self.good = [p.detach().clone() for p in into.model.parameters()]
 
     def log(self, step, images, record):
-        self.rows.append({k: record[k] for k in ("loss", "gradient_norm", "noise_scale") if k in record})
+        self.rows.append({k: record[k] for k in KEPT if k in record})
 
     def stop_requested(self):
         return self.stop_at is not None and self.into.seen >= self.stop_at
@@ -117,10 +119,10 @@ def tensors(of):
     return [t for part in of.tensors().values() for t in part.values()]
 
 
-def difference(a, b):
+def difference(a, b, compared=KEPT):
     """Largest difference of weights and averages, and of what was logged, relative to its size."""
     apart = max(float((x.float() - y.float()).abs().max()) for x, y in zip(tensors(a[0]), tensors(b[0]), strict=True))
-    pairs = [(r[k], s[k]) for r, s in zip(a[1].rows, b[1].rows, strict=True) for k in r.keys() & s.keys()]
+    pairs = [(r[k], s[k]) for r, s in zip(a[1].rows, b[1].rows, strict=True) for k in {*compared} & r.keys() & s.keys()]
     logged = max(abs(x - y) / abs(x) for x, y in pairs)
     return {"weights": apart, "logged": logged, "rows": len(a[1].rows)}
 
@@ -150,7 +152,34 @@ def divided(world, again=False, **settings):
     if not world.first:
         return None
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(repeat[0]), strict=True))
-    return difference(trained(ALONE, **settings), several) | {"repeated": repeated}
+    # The noise scale is of other first passes.
+    return difference(trained(ALONE, **settings), several, KEPT[:2]) | {"repeated": repeated}
+
+
+class Sums(nn.Module):
+    """A network of which the gradient is known: all ones, whatever it holds and is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.number = nn.Parameter(torch.zeros(5, 2)), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return (self.rows.sum() + self.number).expand(len(x))
+
+
+def noise(world):
+    """What a divided network finds out of its noise scale, where the gradient of an image is its label plus one."""
+    into = TrainState(Sums(), OPTIMIZER, PowerEma(), Precision("fp32", CPU))
+    diary = Diary(into)
+    world.divide(into)
+
+    def loss(network, x0, label, condition):
+        per_image = (label + 1) * network(x0)
+        return Loss(per_image, torch.full_like(per_image, 0.5), torch.ones_like(per_image))
+
+    settings = Training(batch=10, images=20, microbatch=3, noise="batch")
+    train(settings, OPTIMIZER, EVERY, into, Images(), Augment(), loss, diary, world)
+    return diary.rows
 
 
 def compressed(world):
@@ -287,6 +316,7 @@ CASES = {
     "divided mp": lambda w: divided(w, architecture=MP, steps=2),
     "divided muon": lambda w: divided(w, architecture=DIT, optimizer=MUON, steps=3),
     "divided fp16": lambda w: divided(w, architecture=DIT, precision="fp16", steps=3),
+    "divided noise": noise,
     "divided stops": lambda w: stops(w, **FEW),
     "divided refuses": lambda w: refuses(w, **FEW),
     "divided goes back": goes_back,

@@ -30,7 +30,7 @@ from unfog.training.settings import Training
 pytestmark = pytest.mark.usefixtures("ended")
 
 CPU = torch.device("cpu")
-DECIDED = {"divided refuses", "divided diverges", "divided goes back", "divided stops"}
+DECIDED = {"divided refuses", "divided diverges", "divided goes back", "divided stops", "divided noise"}
 
 
 def check_equal(found):
@@ -50,6 +50,18 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert found["divided diverges"].startswith("training diverged 3 times")
     assert found["divided stops"]["seen"] == 32
     assert found["divided goes back"] == [1, 1, 2, True]
+    check_noise(found["divided noise"])
+
+
+def check_noise(rows):
+    """First passes are of three images at each of two processes; eleven weights, each with the gradient label + 1."""
+    for step, row in enumerate(rows):
+        gradients = [float((10 * step + i) % 40 % 3 + 1) for i in range(10)]
+        few = torch.tensor([gradients[i] for i in (0, 1, 2, 5, 6, 7)]).mean() ** 2 * 11
+        all_of_them = torch.tensor(gradients).mean() ** 2 * 11
+        assert row["gradient_signal"] == pytest.approx(float((10 * all_of_them - 6 * few) / 4), rel=1e-5)
+        assert row["gradient_noise"] == pytest.approx(float((few - all_of_them) / (1 / 6 - 1 / 10)), abs=1e-3)
+    assert len(rows) == 2
 
 
 @pytest.mark.slow

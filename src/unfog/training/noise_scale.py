@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfog.training.local import total_norm
 from unfog.training.precision import gradients_of
 
 
@@ -86,8 +87,8 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def squared_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Squared norm of the gradients as they are, a 0-d tensor on the device."""
-    return torch.nn.utils.get_total_norm(gradients_of(optimizer)).square()
+    """Squared norm of the gradients as they are, a 0-d tensor on the device; as of `total_norm`."""
+    return total_norm(gradients_of(optimizer)).square()
 
 
 def batch_advice(scale: float, batch: int) -> str:

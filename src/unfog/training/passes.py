@@ -53,7 +53,8 @@ def gradient(
 
     Returns:
         What went through the network here, the losses of each pass, and where there were several the squared norm of
-        the first one's gradient, a 0-d tensor, for the noise scale.
+        the first one's gradient, a 0-d tensor, for the noise scale: of the first pass here, or of all processes where
+        they divide the network.
     """
     drawn = drawn or drawn_at_once(settings, state)
     passes, own = passes_here(world, settings, state, drawn)
@@ -73,10 +74,13 @@ def gradient(
             with world.reducing(last):
                 state.precision.backward(mean if world.size == 1 else mean * (weight * world.size))
         losses.append(loss.detached())
-        if len(losses) == 1 < len(passes) and world.shards is None:
-            part_square = squared_norm(state.optimizer) / world.size**2
-    if world.shards is not None:
-        world.shards.reduce(state.model)
+        first = len(losses) == 1 < len(passes)
+        if world.shards is not None and (first or last):
+            world.shards.reduce(state.model)
+        if first:
+            # Where it has not been averaged yet, it is as many times as long as there are processes.
+            times = world.size if world.shards is None else 1
+            part_square = squared_norm(state.optimizer) / times**2
     return passes, losses, part_square
 
 

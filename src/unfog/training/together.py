@@ -27,9 +27,10 @@ class Voice(NamedTuple):
     norm: float
     """Of the gradient of the whole batch, which should be the same everywhere."""
     part_square: float
-    """Squared norm of the gradient of its first pass, where there were several."""
+    """Squared norm of the gradient of its first pass, where there were several; of a divided network, of all of
+    their first passes."""
     part: float
-    """Images of that pass; 0 where there was only one."""
+    """Images that it added to that gradient; 0 where there was only one pass."""
     stop: float
     save: float
     microbatch: float
@@ -58,7 +59,8 @@ class Together:
     ) -> tuple[list[Loss], Tensor, Tensor]:
         """From what each has of a step: the losses of the batch, the norm of its gradient, and all `Voice`s."""
         self.world.at("agreeing", state.seen // settings.batch)
-        part = 0 if part_square is None else passes[0].images
+        counts = part_square is not None and passes[0].first in self.world.share(state.seen, settings.batch)
+        part = passes[0].images if counts else 0
         told = [part, self.run.stop_requested(), self.run.save_requested(), state.microbatch]
         square = torch.zeros_like(norm) if part_square is None else part_square
         voice = torch.cat([torch.stack([norm, square]), to_device(torch.tensor(told, dtype=norm.dtype), norm.device)])
@@ -76,7 +78,7 @@ class Together:
         if fewest and fewest != state.microbatch:
             state.microbatch = fewest
             self.shrunk(state)
-        part = int(all_said[0].part)
+        part = int(sum(voice.part for voice in (all_said[:1] if self.world.shards is None else all_said)))
         return part, voices[0, 1] if part else None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
