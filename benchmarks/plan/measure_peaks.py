@@ -2,6 +2,7 @@
 
 Each configuration trains for a few steps in a process of its own. Measured is the growth of the resident memory, from
 just before the network is built to its highest point, as Linux counts it; predicted is what `unfog plan` would say.
+Of several processes, the one that takes the most counts.
 
     OMP_NUM_THREADS=1 python benchmarks/plan/measure_peaks.py [--repeats 3] [--only TEXT] [--table]
 """
@@ -29,13 +30,16 @@ class Case:
     microbatch: int = 0
     precision: str = "fp32"
     checkpointing: bool = False
+    processes: int = 1
+    shard: bool = False
     fitted: bool = False
     """Whether the constants of the prediction were chosen while looking at it; the others are the check."""
 
     def __str__(self) -> str:
         micro = f"/{self.microbatch}" if self.microbatch else ""
         extra = " checkpointing" if self.checkpointing else ""
-        return f"{self.network} {self.size} px, batch {self.batch}{micro}, {self.precision}{extra}"
+        several = f", {self.processes} processes{' divided' if self.shard else ''}" if self.processes > 1 else ""
+        return f"{self.network} {self.size} px, batch {self.batch}{micro}, {self.precision}{extra}{several}"
 
 
 CASES = [
@@ -66,6 +70,11 @@ CASES = [
     Case("tiny", 32, 64, checkpointing=True, fitted=True),
     Case("small", 64, 16, checkpointing=True),
     Case("base", 64, 8, checkpointing=True),
+    *(
+        Case(network, size, batch, microbatch, processes=2, shard=shard)
+        for network, size, batch, microbatch in (("small", 32, 16, 0), ("dit-tiny", 32, 32, 0), ("base", 32, 4, 1))
+        for shard in (False, True)
+    ),
 ]
 
 
@@ -77,7 +86,12 @@ def config_of(case: Case):
     from unfog.training.settings import Optimizer, Training
 
     training = Training(
-        batch=case.batch, microbatch=case.microbatch, precision=case.precision, device="cpu", images=case.batch * STEPS
+        batch=case.batch,
+        microbatch=case.microbatch,
+        precision=case.precision,
+        device="cpu",
+        shard=case.shard,
+        images=case.batch * 1000,
     )
     if case.checkpointing:
         training = replace(training, checkpointing=True)
@@ -108,27 +122,49 @@ def measure(case: Case) -> int:
     from unfog.models.settings import UNet
     from unfog.runs.build import build_state
     from unfog.training.loop import Every, train
+    from unfog.training.meeting import processes
     from unfog.training.protocols import Silent
 
     device = torch.device("cpu")
 
-    def run(config: Config) -> None:
+    class Few(Silent):
+        """So many steps, and no end of a run, at which the first process has a divided network whole."""
+
+        def __init__(self, state, images):
+            self.state, self.images = state, images
+
+        def stop_requested(self) -> bool:
+            return self.state.seen >= self.images
+
+    def run(config: Config, world) -> None:
         shape = (64, 3, config.data.size, config.data.size)
         pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         images = ImageSet(pixels, None, tuple(map(str, range(64))), ())
-        state = build_state(config, device)
+        state = build_state(config, device, home=world.home(case.shard, device))
+        if case.shard:
+            world.divide(state)
+            forget_peak()
         every = Every(log=0, preview=0, evaluate=0, checkpoint=0)
         augment, objective = Augment(), Objective(config.diffusion)
-        train(config.training, config.optimizer, every, state, ImageStream(images, 0), augment, objective, Silent())
+        few, stream = Few(state, STEPS * config.training.batch), ImageStream(images, 0)
+        train(config.training, config.optimizer, every, state, stream, augment, objective, few, world)
+        world.shards = None
 
     small = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
     warm = config_of(replace(case, batch=4, size=16, microbatch=0))
-    run(replace(warm, network=small))  # what is loaded and compiled at the first use, in every process
-    gc.collect()
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest point so far
-    run(config_of(case))
-    return status("VmHWM") - before
+    with processes() as world:
+        world.begin(device, 600.0)
+        run(replace(warm, network=small), world)  # what is loaded and compiled at the first use, in every process
+        gc.collect()
+        before = status("VmRSS")
+        forget_peak()
+        run(config_of(case), world)
+        return status("VmHWM") - before
+
+
+def forget_peak() -> None:
+    """Have Linux forget the highest point so far."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def table() -> None:
@@ -168,13 +204,17 @@ def main() -> None:
         if options.only not in str(case):
             continue
         started = time.perf_counter()
-        traces = Traces(config_of(case), "cpu")
-        predicted = traces.step(case.microbatch or case.batch, case.checkpointing).total
+        config, share = config_of(case), case.batch // case.processes
+        config = replace(config, training=replace(config.training, batch=share))
+        traces = Traces(config, "cpu", case.processes)
+        predicted = traces.step(case.microbatch or share, case.checkpointing).total
         took = time.perf_counter() - started
         found = []
         for _ in range(options.repeats):
-            command = [sys.executable, __file__, "--child", json.dumps(asdict(case))]
-            found.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.processes)]
+            command = [sys.executable, *(launch if case.processes > 1 else ()), __file__, "--child"]
+            done = subprocess.run([*command, json.dumps(asdict(case))], check=True, capture_output=True, text=True)
+            found.append(max(map(int, done.stdout.split())))
         mean = sum(found) / len(found)
         spread = (max(found) - min(found)) / mean
         mark = " (fitted)" if case.fitted else ""
