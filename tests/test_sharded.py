@@ -49,7 +49,12 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert (refused["refusals"], refused["updates"]) == ([["loss", [15]]], 3)
     assert found["divided diverges"].startswith("training diverged 3 times")
     assert found["divided stops"]["seen"] == 32
-    assert found["divided goes back"] == [1, 1, 2, True]
+    back = found["divided goes back"]
+    assert (back["backs"], back["same"]) == ([1, 1, 2], True)
+    assert back["torch"]  # whose reader finds the same in the files
+    # No process has more than its rows in host memory for a checkpoint, and together they have it all once.
+    assert sum(back["parts"]) == back["whole"]
+    assert max(back["parts"]) < 0.55 * back["whole"]
 
 
 @pytest.mark.slow
