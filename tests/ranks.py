@@ -1,7 +1,9 @@
 """What `test_distributed` has torchrun start: the loop on several processes, against the loop on one, as JSON."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -283,6 +285,19 @@ def goes_back(world):
     }
 
 
+def killed(world):
+    """The last process is killed when its part of the second checkpoint is on disk, and nobody knows of it yet."""
+    into = state(DIT)
+    diary = Diary(into)
+    world.divide(into)
+    diary.save_rows(into, False, diary.begin_save(into), world.post())
+    world.barrier()
+    if world.rank == world.size - 1:
+        snapshot.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    into.seen = 8
+    diary.save_rows(into, False, diary.place, world.post())
+
+
 def by_torch(folder, file):
     """What torch's own reader makes of the parts of a file."""
     with tempfile.TemporaryDirectory() as place:
@@ -326,6 +341,7 @@ CASES = {
     "divided stops": lambda w: stops(w, **FEW),
     "divided refuses": lambda w: refuses(w, **FEW),
     "divided goes back": goes_back,
+    "divided killed": killed,
     "divided diverges": lambda w: diverges(w, **FEW),
 }
 

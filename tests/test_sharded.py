@@ -1,13 +1,20 @@
 """A network divided among processes: what one process does, to rounding, and what may befall it."""
 
 import os
+import shutil
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from launches import (
     SETTINGS,
+    TORCHRUN,
     alone,
     cases,
     ended,  # noqa: F401  a fixture
@@ -15,15 +22,21 @@ from launches import (
     launched,
     output,
     rows,
+    started,
     wait_for_steps,
     weights,
     workers,
 )
 from unfog.config.tree import Config
 from unfog.errors import RequestError, RunError
+from unfog.models.networks import build_model
+from unfog.models.settings import DiT
 from unfog.runs.choices import Settling
+from unfog.training import checkpoint, joint, rotation
 from unfog.training.distributed import World
+from unfog.training.joint import Post
 from unfog.training.local import all_finite, total_norm
+from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
 from unfog.training.settings import Training
 
@@ -55,6 +68,43 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     # No process has more than its rows in host memory for a checkpoint, and together they have it all once.
     assert sum(back["parts"]) == back["whole"]
     assert max(back["parts"]) < 0.55 * back["whole"]
+    check_damage(tmp_path / "checkpoints")
+
+
+def check_damage(checkpoints):
+    """A part that is damaged, missing or one too many is named, and the checkpoint before is used."""
+    newest, before = checkpoints / "00000016", checkpoints / "00000000"
+    shutil.rmtree(checkpoints / "00000048")  # what diverged for good
+    parts = {f"{file}-0000{i}-of-00002.safetensors" for file in ("model", "ema", "ema2", "optimizer") for i in (1, 2)}
+    assert {path.name for path in newest.iterdir()} == parts | {"manifest.json", "state.json", "config.toml"}
+    plain = checkpoints / "plain.safetensors"
+    write_whole(newest / "model.safetensors", plain)
+    assert same_tensors(load_file(plain), checkpoint.read_tensors(newest / "model.safetensors"))
+    part = newest / "ema-00002-of-00002.safetensors"
+    content = part.read_bytes()
+
+    def refused(reason):
+        saved, broken = checkpoint.newest(checkpoints)
+        assert saved.folder == before
+        assert [one.folder for one in broken] == [newest]
+        assert reason in broken[0].reason
+
+    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("ema-00002-of-00002.safetensors is not what was saved")
+    part.unlink()
+    refused("ema-00002-of-00002.safetensors: No such file")
+    with pytest.raises(RunError, match="do not fit the network"):  # the last rows
+        checkpoint.load_weights(newest, "ema", build_model(DiT(width=40, depth=2, head_channels=8), 1, 3, 9, None))
+    part.write_bytes(content)
+    stray = newest / "ema.safetensors"
+    stray.write_bytes(content)
+    refused("ema.safetensors does not belong to it")
+    stray.unlink()
+    assert checkpoint.newest(checkpoints)[0].folder == newest
+
+
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and a[name].equal(b[name]) for name in a)
 
 
 @pytest.mark.slow
@@ -68,6 +118,7 @@ def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
 def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divided_or_not(tmp_path):
     flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
         "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--checkpoint.every": 1,
         "--evaluate.every": 4,
         "--averages.every": 4,
         "--optimizer.eps": "1e-4",
@@ -88,6 +139,67 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
         for name in {"loss", "gradient_norm", "held_out_loss"} & a.keys():  # each end is evaluated as well
             assert a[name] == pytest.approx(b[name], rel=1e-4)
     assert len(list((several / "averages").iterdir())) == len(list((one / "averages").iterdir())) > 0
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path):
+    words = [*TORCHRUN, 2, Path(__file__).with_name("ranks.py"), tmp_path / "found.json", "divided killed"]
+    output(started(*words), status=1)
+    checkpoints = tmp_path / "checkpoints"
+    assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
+    saved, broken = checkpoint.newest(checkpoints)
+    assert (saved.images, broken) == (0, [])
+    rotation.clear_away(checkpoints, broken)
+    assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_divided_run_is_killed_stopped_and_damaged_and_goes_on(tmp_path):
+    run = tmp_path / "run"
+    flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
+        "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--checkpoint.every": 1,
+    }
+    settings = [word for pair in flags.items() for word in pair]
+    process = launched(2, "train", run, "--steps", 5000, *settings, "--training.shard", restarts=1)
+    wait_for_steps(run, 4, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    wait_for_events(run, "resumed", process)
+    wait_for_steps(run, len(rows(run)) + 3, process)
+    (run / "STOP").touch()
+    assert "stopped at step" in output(process)
+    saved, broken = checkpoint.newest(run / "checkpoints")
+    assert saved.step >= rows(run)[-1]["step"] and not broken  # a line that is due is written after a resume
+    part = saved.folder / "optimizer-00002-of-00002.safetensors"
+    os.truncate(part, part.stat().st_size - 1)
+    said = alone("resume", run, "--steps", saved.step + 1)
+    assert f"checkpoint {saved.folder.name} is broken and is passed over: {part.name} has" in said
+    assert f"steps {saved.step - 1:,} to {saved.step + 1:,}" in said
+
+
+def wait_for_events(folder, kind, process):
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if f'"{kind}"' in (folder / "events.jsonl").read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(output(process))
+
+
+def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(joint, "TO_BE_SEEN", 0.1)
+    (tmp_path / "here").write_text("four")
+    post, on, off = Post(HashStore(), "parts/1"), threading.Event(), threading.Event()
+    on.set()
+    assert joint.awaited(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
+    post.tell(1, {"files": {"here": {"bytes": 4}}})
+    assert joint.awaited(1, tmp_path, post, off) == {"here": {"bytes": 4}}
+    post.tell(2, {"files": {"elsewhere": {"bytes": 4}}})
+    with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
+        joint.awaited(2, tmp_path, post, off)
+    post.tell(3, {"failed": "No space left on device"})
+    with pytest.raises(RunError, match=r"rank 3 .*No space left"):
+        joint.awaited(3, tmp_path, post, off)
 
 
 class Seen:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -137,15 +139,24 @@ class Stored:
 
     def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
         """A tensor in host memory; divided as `like` is if that is of its shape, where `like` is."""
-        with self._reading():
-            some = self._pieces[name][0].file
-            dtype = (some.get_slice(name)[:0] if self.shapes[name] else some.get_tensor(name)).dtype
+        dtype = self._dtype(name)
         if like is not None and divided(like) and list(like.shape) == self.shapes[name]:
             made = torch.empty_like(like, dtype=dtype)
         else:
             made = torch.empty(self.shapes[name], dtype=dtype)
         self.fill(name, made)
         return made
+
+    def _dtype(self, name: str) -> torch.dtype:
+        with self._reading():
+            some = self._pieces[name][0].file
+            found: Tensor = some.get_slice(name)[:0] if self.shapes[name] else some.get_tensor(name)
+            return found.dtype
+
+    def kind(self, name: str) -> tuple[str, int]:
+        """How safetensors calls the dtype of a tensor, and its bytes."""
+        made = self._pieces[name][0].file.get_slice(name).get_dtype()
+        return made, self._dtype(name).itemsize * math.prod(self.shapes[name])
 
     def fit(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these, which have to be what is stored, by name and shape. ValueError if they are not."""
@@ -156,3 +167,34 @@ class Stored:
             raise ValueError(f"{wrong[0]} is in one of them only, or of another shape{more}")
         for name, tensor in tensors.items():
             self.fill(name, tensor)
+
+
+def write_whole(path: Path, out: Path) -> None:
+    """Write a file that is in parts as an ordinary one, with no more than one of its tensors in memory.
+
+    safetensors itself writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
+    without dimensions.
+
+    Args:
+        path: of the file; see `files_of`.
+        out: where; it appears when it is whole.
+
+    Raises:
+        RunError: it cannot be read.
+        OSError: it cannot be written.
+    """
+    stored, begin = Stored(path), 0
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in stored.shapes.items():
+        dtype, size = stored.kind(name)
+        told[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin := begin + size]}
+    head = json.dumps(told).encode()
+    head += b" " * (-len(head) % 8)  # what follows is aligned
+    partial = out.with_name(f".partial-{out.name}")
+    with partial.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in stored.shapes:
+            file.write(stored.tensor(name).reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(out)
