@@ -1,5 +1,6 @@
 """A network divided among processes: what one process does, to rounding, and what may befall it."""
 
+import errno
 import os
 import shutil
 import signal
@@ -32,13 +33,14 @@ from unfog.errors import RequestError, RunError
 from unfog.models.networks import build_model
 from unfog.models.settings import DiT
 from unfog.runs.choices import Settling
-from unfog.training import checkpoint, joint, rotation
+from unfog.runs.follow import check_shared
+from unfog.training import checkpoint, joint, rotation, snapshot, writer
 from unfog.training.distributed import World
 from unfog.training.joint import Post
 from unfog.training.local import all_finite, total_norm
 from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
-from unfog.training.settings import Training
+from unfog.training.settings import Checkpoint, Training
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -203,9 +205,41 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.tell(2, {"files": {"elsewhere": {"bytes": 4}}})
     with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
         joint.awaited(2, tmp_path, post, off)
-    post.tell(3, {"failed": "No space left on device"})
-    with pytest.raises(RunError, match=r"rank 3 .*No space left"):
+    post.tell(3, {"failed": "Permission denied"})
+    with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
         joint.awaited(3, tmp_path, post, off)
+    check_shared(tmp_path, 3)
+    with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
+        check_shared(tmp_path / "elsewhere", 3)
+
+
+def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):
+    post, full, files = Post(HashStore(), "parts/1"), threading.Event(), ("model", "ema", "optimizer")
+    full.set()
+
+    def write_files(taken, folder):
+        if full.is_set() and taken.rank == 1:
+            raise OSError(errno.ENOSPC, "no space left")
+        return real(taken, folder)
+
+    real = snapshot.write_files
+    monkeypatch.setattr(snapshot, "write_files", write_files)
+    monkeypatch.setattr(writer, "RETRY", 0.05)
+    writers = [writer.Writer(tmp_path, Checkpoint()) for _ in range(2)]
+    for rank, one in enumerate(writers):
+        progress = {"seen": 8, "last": {}, "keys": {}}
+        part, rows = ({file: {"w": value} for file in files} for value in (torch.ones(2), 2 * rank))
+        one.submit(snapshot.Snapshot(1, part, progress, False, False, "", "", 0.0, rows, rank, 2), post)
+    deadline = time.monotonic() + 20
+    while not all(one.waiting for one in writers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [news.kind for news in writers[0].news()] == ["disk_full"]
+    assert not (tmp_path / "00000001").exists()
+    full.clear()
+    assert all(one.wait(20) for one in writers)
+    assert [news.kind for news in writers[0].news()] == ["disk_has_room", "checkpoint"]
+    assert checkpoint.read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
 
 
 class Seen:

@@ -81,11 +81,8 @@ def follow() -> None:
             return
         config = from_toml(told["config"], Config())
         with StopSignals(quiet=True) as stop:
-            if config.training.shard and not Path(told["checkpoints"]).is_dir():
-                raise RunError(
-                    f"rank {world.rank} ({socket.gethostname()}) does not see {told['checkpoints']}, where each "
-                    "process of a divided run writes its part of a checkpoint; give an --out on a disk that all share"
-                )
+            if config.training.shard:
+                check_shared(Path(told["checkpoints"]), world.rank)
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
@@ -93,6 +90,15 @@ def follow() -> None:
                     "same ones there"
                 )
             train_along(config, prepared, stop, world)
+
+
+def check_shared(checkpoints: Path, rank: int) -> None:
+    """RunError if this process does not see where it is to write its part of each checkpoint."""
+    if not checkpoints.is_dir():
+        raise RunError(
+            f"rank {rank} ({socket.gethostname()}) does not see {checkpoints}, where each process of a divided run "
+            "writes its part of a checkpoint; give an --out on a disk that all machines share"
+        )
 
 
 def train_along(config: Config, prepared: Prepared, stop: StopSignals, world: World) -> None:

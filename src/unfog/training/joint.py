@@ -6,6 +6,7 @@ flushed and read back, and the first one makes the whole a checkpoint when all h
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -34,7 +35,7 @@ class Post:
         self._store, self._name = store, name
 
     def tell(self, rank: int, said: dict[str, Any]) -> None:
-        """Say something, once."""
+        """Say something, in place of what was said before."""
         self._store.set(f"{self._name}/{rank}", json.dumps({"where": socket.gethostname(), **said}))
 
     def heard(self, rank: int) -> dict[str, Any] | None:
@@ -59,7 +60,7 @@ def write(taken: Snapshot, checkpoints: Path, post: Post, give_up: threading.Eve
         False if that was given up.
 
     Raises:
-        OSError: it could not be written here.
+        OSError: it could not be written here; another process waits for room.
         RunError: another process could not write its part, or what it wrote is not to be seen.
     """
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
@@ -91,12 +92,15 @@ def awaited(rank: int, partial: Path, post: Post, give_up: threading.Event) -> d
     """What another process has written, once it is to be seen here; None if that was given up.
 
     Raises:
+        OSError: it waits for room.
         RunError: it could not write, or another disk than this one.
     """
     while (said := post.heard(rank)) is None:
         if give_up.wait(LOOK):
             return None
     who = f"rank {rank} ({said['where']})"
+    if "full" in said:
+        raise OSError(errno.ENOSPC, f"{who}: {said['full']}")
     if "failed" in said:
         raise RunError(f"{who}: {said['failed']}")
     files: dict[str, Listed] = said["files"]

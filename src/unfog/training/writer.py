@@ -128,6 +128,8 @@ class Writer:
                 if not self.waiting:
                     self.waiting = True
                     self._tell("disk_full", taken, needed=taken.bytes, free=free_bytes(self.checkpoints))
+                    if post is not None and taken.rank > 0:  # the first process says so, and waits as well
+                        post.tell(taken.rank, {"full": "no space left"})
                 while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > RETRY_BLINDLY):
                     if self._give_up.wait(RETRY):
                         return None
