@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from conftest import NETWORK
+from unfog.training.checkpoint import read_tensors
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = (
@@ -71,7 +71,7 @@ def weights(folder):
     return {
         f"{file} {name}": tensor
         for file in ("model", "ema", "optimizer")
-        for name, tensor in load_file(newest / f"{file}.safetensors").items()
+        for name, tensor in read_tensors(newest / f"{file}.safetensors").items()
     }
 
 

@@ -1,12 +1,18 @@
 """What `test_distributed` has torchrun start: the loop on several processes, against the loop on one, as JSON."""
 
 import json
+import os
+import shutil
+import signal
 import sys
+import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from unfog.data.augment import Augment
@@ -15,8 +21,9 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import RunError
 from unfog.models.networks import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.training import checkpoint, snapshot
+from unfog.training import checkpoint, joint, snapshot
 from unfog.training.distributed import ALONE
+from unfog.training.local import whole
 from unfog.training.loop import Every, train
 from unfog.training.meeting import processes
 from unfog.training.methods import Muon
@@ -51,10 +58,13 @@ class Images:
 
 
 class Diary(Silent):
-    """Keeps the losses; goes back to what it kept at the beginning."""
+    """Keeps the losses; goes back to what it kept at the beginning; saves what is divided where it is told to."""
+
+    place = Path(sys.argv[1]).parent / "checkpoints"
 
     def __init__(self, into, stop_at=None):
         self.rows, self.refusals, self.shrinks, self.backs = [], [], 0, 0
+        self.saved, self.once, self.numbers = None, False, []
         self.into, self.stop_at = into, stop_at
         self.good = [p.detach().clone() for p in into.model.parameters()]
 
@@ -72,11 +82,26 @@ class Diary(Silent):
 
     def roll_back(self, state, reason):
         self.backs += 1
+        if self.saved:
+            checkpoint.roll_back(self.saved, state)
+            return str(self.saved)
         with torch.no_grad():
             for p, good in zip(state.model.parameters(), self.good):
                 p.copy_(good)
         guard = {**state.guard.to_dict(), "recent": []}
         state.go_back({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
+        return ""
+
+    def begin_save(self, state):
+        self.place.mkdir(exist_ok=True)
+        return str(self.place)
+
+    def save_rows(self, state, for_best, place, post):
+        if not (self.saved and self.once):
+            taken = snapshot.take(state, state.seen)
+            self.numbers += [t.numel() for part in taken.tensors.values() for t in part.values()]
+            joint.write(taken, Path(place), post, threading.Event())
+            self.saved = Path(place, f"{state.seen:08d}")
 
 
 def state(architecture, precision="fp32", optimizer=OPTIMIZER):
@@ -110,13 +135,16 @@ def trained(
     objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, interleaved, into.levels)
     loss = objective if around is None else around(objective, into, world)
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
+    if shard:
+        into.due = ["save"]
     train(chosen, optimizer, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
-    world.unite(into)
+    into.found = [whole(t).clone() for part in into.tensors().values() for t in part.values()]
+    world.shards = None
     return into, diary
 
 
 def tensors(of):
-    return [t for part in of.tensors().values() for t in part.values()]
+    return of.found
 
 
 def difference(a, b, compared=KEPT):
@@ -257,35 +285,58 @@ def diverges(world, **settings):
 
 def goes_back(world):
     """A divided network leaves a checkpoint, then loses its way, and goes back: to the bit."""
-    into, kept = state(DIT), Path(sys.argv[1]).parent / "checkpoints"
-    objective = Objective(Diffusion(), 3, 0.2)
-
-    class Keeper(Diary):
-        def save(self, state, for_best=False):
-            if into.seen == 16:
-                snapshot.write(snapshot.take(state, 2), kept)
-
-        def roll_back(self, state, reason):
-            checkpoint.roll_back(kept / "00000002", state)
-            self.backs += 1
+    into, objective = state(DIT), Objective(Diffusion(), 3, 0.2)
 
     def loss(network, x0, label, condition):
         found = objective(network, x0, label, condition)
         return found._replace(error=found.per_image.detach() * 1e3) if into.seen >= 16 else found
 
-    diary = Keeper(into)
+    diary = Diary(into)
+    diary.once = True
     world.divide(into)
     settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
     train(settings, OPTIMIZER, every, into, Images(), Augment(), loss, diary, world)
-    world.unite(into)
-    files = into.tensors().items() if world.first else ()
-    saved = {file: checkpoint.read_tensors(kept / "00000002" / f"{file}.safetensors") for file, _ in files}
+    world.shards = None
+    held = {file: {name: whole(t) for name, t in part.items()} for file, part in into.tensors().items()}
+    saved = {file: checkpoint.read_tensors(diary.saved / f"{file}.safetensors") for file in held}
     same = [
         tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])
-        for file, tensors in files
+        for file, tensors in held.items()
         for name in tensors
     ]
-    return [diary.backs, into.guard.roll_backs, into.updates, len(same) > 100 and all(same)]
+    parts = world.total(torch.eye(world.size)[world.rank] * sum(diary.numbers)).tolist()
+    return {
+        "backs": [diary.backs, into.guard.roll_backs, into.updates],
+        "same": len(same) > 100 and all(same),
+        "parts": parts,
+        "whole": sum(t.numel() for part in held.values() for t in part.values()),
+        "torch": all(t.equal(of[name]) for of in [by_torch(diary.saved, "ema")] for name, t in held["ema"].items()),
+    }
+
+
+def killed(world):
+    """The last process is killed when its part of the second checkpoint is on disk, and nobody knows of it yet."""
+    into = state(DIT)
+    diary = Diary(into)
+    world.divide(into)
+    diary.save_rows(into, False, diary.begin_save(into), world.post())
+    world.barrier()
+    if world.rank == world.size - 1:
+        snapshot.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    into.seen = 8
+    diary.save_rows(into, False, diary.place, world.post())
+
+
+def by_torch(folder, file):
+    """What torch's own reader makes of the parts of a file."""
+    with tempfile.TemporaryDirectory() as place:
+        for path in folder.glob(f"{file}-*"):
+            shutil.copy(path, place)
+        found = {
+            name: torch.empty_like(t) for name, t in checkpoint.read_tensors(folder / f"{file}.safetensors").items()
+        }
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(place))
+    return found
 
 
 def memory(world):
@@ -320,6 +371,7 @@ CASES = {
     "divided stops": lambda w: stops(w, **FEW),
     "divided refuses": lambda w: refuses(w, **FEW),
     "divided goes back": goes_back,
+    "divided killed": killed,
     "divided diverges": lambda w: diverges(w, **FEW),
 }
 

@@ -261,7 +261,8 @@ def test_channels_last_computes_the_same_in_another_order(settings, channels):
     formats.clear()
     model.channels_last = True
     for one, other in zip(plain, gradients()):
-        assert (one - other).norm() <= 1e-5 * one.norm()
+        # What is one number is a sum over all pixels, of which much cancels.
+        assert (one - other).norm() <= (1e-5 if one.ndim else 1e-4) * one.norm()
         assert other.is_contiguous()
     assert formats == {True}
 

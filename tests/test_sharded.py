@@ -1,13 +1,21 @@
 """A network divided among processes: what one process does, to rounding, and what may befall it."""
 
+import errno
 import os
+import shutil
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 from launches import (
     SETTINGS,
+    TORCHRUN,
     alone,
     cases,
     ended,  # noqa: F401  a fixture
@@ -15,21 +23,29 @@ from launches import (
     launched,
     output,
     rows,
+    started,
     wait_for_steps,
     weights,
     workers,
 )
 from unfog.config.tree import Config
 from unfog.errors import RequestError, RunError
+from unfog.models.networks import build_model
+from unfog.models.settings import DiT
 from unfog.runs.choices import Settling
+from unfog.runs.follow import check_shared
+from unfog.training import checkpoint, joint, rotation, snapshot, writer
 from unfog.training.distributed import World
+from unfog.training.joint import Post
 from unfog.training.local import all_finite, total_norm
+from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
-from unfog.training.settings import Training
+from unfog.training.settings import Checkpoint, Training
 
 pytestmark = pytest.mark.usefixtures("ended")
 
 CPU = torch.device("cpu")
+DIT = DiT(width=40, depth=2, head_channels=8)  # as the cases have it
 DECIDED = {"divided refuses", "divided diverges", "divided goes back", "divided stops", "divided noise"}
 
 
@@ -49,7 +65,13 @@ def test_two_processes_that_divide_a_network_do_what_one_does_and_decide_alike(t
     assert (refused["refusals"], refused["updates"]) == ([["loss", [15]]], 3)
     assert found["divided diverges"].startswith("training diverged 3 times")
     assert found["divided stops"]["seen"] == 32
-    assert found["divided goes back"] == [1, 1, 2, True]
+    back = found["divided goes back"]
+    assert (back["backs"], back["same"]) == ([1, 1, 2], True)
+    assert back["torch"]  # whose reader finds the same in the files
+    # No process has more than its rows in host memory for a checkpoint, and together they have it all once.
+    assert sum(back["parts"]) == back["whole"]
+    assert max(back["parts"]) < 0.55 * back["whole"]
+    check_damage(tmp_path / "checkpoints")
     check_noise(found["divided noise"])
 
 
@@ -64,6 +86,46 @@ def check_noise(rows):
     assert len(rows) == 2
 
 
+def check_damage(checkpoints):
+    """A part that is damaged, missing or one too many is named, and the checkpoint before is used."""
+    newest, before = checkpoints / "00000016", checkpoints / "00000000"
+    for folder in set(checkpoints.iterdir()) - {newest, before}:  # what other cases left at their ends
+        shutil.rmtree(folder)
+    parts = {f"{file}-0000{i}-of-00002.safetensors" for file in ("model", "ema", "ema2", "optimizer") for i in (1, 2)}
+    assert {path.name for path in newest.iterdir()} == parts | {"manifest.json", "state.json", "config.toml"}
+    plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, 3, 9, None)
+    for file in ("model", "optimizer"):  # whose step counts have no dimensions
+        write_whole(newest / f"{file}.safetensors", plain)
+        assert same_tensors(load_file(plain), checkpoint.read_tensors(newest / f"{file}.safetensors"))
+    checkpoint.load_weights(newest, "ema", network)
+    assert same_tensors(network.state_dict(), checkpoint.read_tensors(newest / "ema.safetensors"))
+    part = newest / "ema-00002-of-00002.safetensors"
+    content = part.read_bytes()
+
+    def refused(reason):
+        saved, broken = checkpoint.newest(checkpoints)
+        assert saved.folder == before
+        assert [one.folder for one in broken] == [newest]
+        assert reason in broken[0].reason
+
+    part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused("ema-00002-of-00002.safetensors is not what was saved")
+    part.unlink()
+    refused("ema-00002-of-00002.safetensors: No such file")
+    with pytest.raises(RunError, match="do not fit the network"):  # the last rows
+        checkpoint.load_weights(newest, "ema", network)
+    part.write_bytes(content)
+    stray = newest / "ema.safetensors"
+    stray.write_bytes(content)
+    refused("ema.safetensors does not belong to it")
+    stray.unlink()
+    assert checkpoint.newest(checkpoints)[0].folder == newest
+
+
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and a[name].equal(b[name]) for name in a)
+
+
 @pytest.mark.slow
 def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
     # More processes than images, and than rows of some weights; weights without rows; the scaler of fp16.
@@ -75,6 +137,7 @@ def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
 def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divided_or_not(tmp_path):
     flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
         "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--checkpoint.every": 1,
         "--evaluate.every": 4,
         "--averages.every": 4,
         "--optimizer.eps": "1e-4",
@@ -95,6 +158,100 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
         for name in {"loss", "gradient_norm", "held_out_loss"} & a.keys():  # each end is evaluated as well
             assert a[name] == pytest.approx(b[name], rel=1e-4)
     assert len(list((several / "averages").iterdir())) == len(list((one / "averages").iterdir())) > 0
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path):
+    words = [*TORCHRUN, 2, Path(__file__).with_name("ranks.py"), tmp_path / "found.json", "divided killed"]
+    output(started(*words), status=1)
+    checkpoints = tmp_path / "checkpoints"
+    assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
+    saved, broken = checkpoint.newest(checkpoints)
+    assert (saved.images, broken) == (0, [])
+    rotation.clear_away(checkpoints, broken)
+    assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_divided_run_is_killed_stopped_and_damaged_and_goes_on(tmp_path):
+    run = tmp_path / "run"
+    flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
+        "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
+        "--checkpoint.every": 1,
+    }
+    settings = [word for pair in flags.items() for word in pair]
+    process = launched(2, "train", run, "--steps", 5000, *settings, "--training.shard", restarts=1)
+    wait_for_steps(run, 4, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    wait_for_events(run, "resumed", process)
+    wait_for_steps(run, len(rows(run)) + 3, process)
+    (run / "STOP").touch()
+    assert "stopped at step" in output(process)
+    saved, broken = checkpoint.newest(run / "checkpoints")
+    assert not broken
+    assert saved.step >= rows(run)[-1]["step"]  # a line that is due is written after a resume
+    part = saved.folder / "optimizer-00002-of-00002.safetensors"
+    os.truncate(part, part.stat().st_size - 1)
+    said = alone("resume", run, "--steps", saved.step + 1)
+    assert f"checkpoint {saved.folder.name} is broken and is passed over: {part.name} has" in said
+    assert f"steps {saved.step - 1:,} to {saved.step + 1:,}" in said
+
+
+def wait_for_events(folder, kind, process):
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if f'"{kind}"' in (folder / "events.jsonl").read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(output(process))
+
+
+def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(joint, "TO_BE_SEEN", 0.1)
+    (tmp_path / "here").write_text("four")
+    post, on, off = Post(HashStore(), "parts/1"), threading.Event(), threading.Event()
+    on.set()
+    assert joint.awaited(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
+    post.tell(1, {"files": {"here": {"bytes": 4}}})
+    assert joint.awaited(1, tmp_path, post, off) == {"here": {"bytes": 4}}
+    post.tell(2, {"files": {"elsewhere": {"bytes": 4}}})
+    with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
+        joint.awaited(2, tmp_path, post, off)
+    post.tell(3, {"failed": "Permission denied"})
+    with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
+        joint.awaited(3, tmp_path, post, off)
+    check_shared(tmp_path, 3)
+    with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
+        check_shared(tmp_path / "elsewhere", 3)
+
+
+def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):
+    post, full, files = Post(HashStore(), "parts/1"), threading.Event(), ("model", "ema", "optimizer")
+    full.set()
+
+    def write_files(taken, folder):
+        if full.is_set() and taken.rank == 1:
+            raise OSError(errno.ENOSPC, "no space left")
+        return real(taken, folder)
+
+    real = snapshot.write_files
+    monkeypatch.setattr(snapshot, "write_files", write_files)
+    monkeypatch.setattr(writer, "RETRY", 0.05)
+    writers = [writer.Writer(tmp_path, Checkpoint()) for _ in range(2)]
+    for rank, one in enumerate(writers):
+        progress = {"seen": 8, "last": {}, "keys": {}}
+        part, rows = ({file: {"w": value} for file in files} for value in (torch.ones(2), 2 * rank))
+        one.submit(snapshot.Snapshot(1, part, progress, False, False, "", "", 0.0, rows, rank, 2), post)
+    deadline = time.monotonic() + 20
+    while not all(one.waiting for one in writers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [news.kind for news in writers[0].news()] == ["disk_full"]
+    assert not (tmp_path / "00000001").exists()
+    full.clear()
+    assert all(one.wait(20) for one in writers)
+    assert [news.kind for news in writers[0].news()] == ["disk_has_room", "checkpoint"]
+    assert checkpoint.read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
 
 
 class Seen:

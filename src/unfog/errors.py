@@ -17,5 +17,9 @@ class RunError(UnfogError):
     """A run that started could not go on."""
 
 
+class LostProcess(RunError):
+    """Another process of the run is gone, or does not answer."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A stop was requested, and what was at hand was left; raised in the main thread. The command line ends with 3."""

@@ -27,6 +27,7 @@ from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder, printable
 from unfog.runs.objectives import objective_of
 from unfog.training import checkpoint
+from unfog.training.parts import sha256_of
 
 CLASSES, AUGMENT, BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
@@ -167,7 +168,7 @@ def read_weights(config: Config) -> Weights:
     if learned != (found.theirs is None and found.config.diffusion.learned_variance):
         has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"
         raise RequestError(f"the network in {config.init.folder} has {has}; leave diffusion.learned_variance as it was")
-    sha256 = checkpoint.sha256(found.weights)
+    sha256 = sha256_of(found.weights)
     if config.init.sha256 not in ("", sha256):
         raise RequestError(
             f"{found.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "

@@ -17,6 +17,7 @@ from unfog.runs.pulse import Pulse, identity
 from unfog.runs.signals import StopSignals
 from unfog.training import averages, checkpoint, snapshot
 from unfog.training.averages import AverageWriter
+from unfog.training.joint import Post
 from unfog.training.state import TrainState
 from unfog.training.writer import Writer
 
@@ -33,7 +34,9 @@ class Saver:
         self.identity = identity(folder.path)
         self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
-        """The step that was saved last, and what was due after it."""
+        """The step that was saved last, and what was due after it; also where it was not finite."""
+        self.before: Path | None = None
+        """Where the folder was until it was moved."""
         self.held_up = 0.0
         """Seconds that training stood still for checkpoints."""
 
@@ -43,23 +46,48 @@ class Saver:
         Raises:
             Interrupted, RunError: as `wait`.
         """
-        started, step = time.perf_counter(), state.seen // self.config.training.batch
-        with self.stop.undivided():  # it exchanges weights and average for a moment
-            bad = state.non_finite()
-        if bad:
-            self.recorder.warn(step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole")
-            return
+        self.begin()
+        self.take(state, for_best)
+
+    def begin(self) -> str:
+        """Wait for what has to come first. Returns the folder of checkpoints.
+
+        Raises:
+            Interrupted, RunError: as `wait`; the folder was removed.
+        """
+        started = time.perf_counter()
         self.averages.wait()  # a checkpoint covers the snapshots before it, which a resume would not take again
         self.wait(leaving=self.stop())
         if self.moved():
-            self._follow(state, step)
+            self._follow()
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
+        self.held_up += time.perf_counter() - started
+        return str(self.folder.checkpoints)
+
+    def take(self, state: TrainState, for_best: bool = False, post: Post | None = None) -> None:
+        """Copy what this process has of the state, and have it written; with others, if there is a `post`.
+
+        Raises:
+            RunError: the folder was moved; this is saved where it is now.
+        """
+        started, step = time.perf_counter(), state.seen // self.config.training.batch
         with self.stop.undivided():
-            anchor = self._is_anchor(state, step)
-            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(self.config)))
             self.saved = (step, list(state.due))
+            if bad := state.non_finite():
+                self.recorder.warn(
+                    step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole"
+                )
+                return
+            anchor = self._is_anchor(state, step)
+            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(self.config)), post)
             self.pulse.taken()
         self.held_up += time.perf_counter() - started
+        if self.before is not None:
+            self.wait(leaving=True)
+            raise RunError(
+                f"{self.before} was moved to {self.folder.path} while it was trained; step {step:,} is saved there: "
+                f"unfog resume {self.folder.path}"
+            )
 
     def keep_averages(self, state: TrainState) -> None:
         """Copy both averages to host memory, and have them written from there."""
@@ -72,26 +100,23 @@ class Saver:
         """Whether the folder is no longer where it was."""
         return identity(self.folder.path) != self.identity
 
-    def _follow(self, state: TrainState, step: int) -> None:
+    def _follow(self) -> None:
         """Save where the folder is now, if the system can tell, and end: whoever moved it wants it there.
 
         Raises:
-            RunError: always.
+            RunError: it is nowhere.
         """
-        before = self.folder.path
+        self.before = self.folder.path
         try:
             place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         except OSError:
-            place = before
+            place = self.before
         if identity(place) != self.identity:
-            raise RunError(f"{before} was removed while it was trained, or moved; what is not in a checkpoint is lost")
+            raise RunError(
+                f"{self.before} was removed while it was trained, or moved; what is not in a checkpoint is lost"
+            )
         self.folder = RunFolder(place)
         self.writer = Writer(self.folder.checkpoints, self.config.checkpoint)
-        self.writer.submit(snapshot.take(state, step, config=to_toml(self.config)))
-        self.wait(leaving=True)
-        raise RunError(
-            f"{before} was moved to {place} while it was trained; step {step:,} is saved there: unfog resume {place}"
-        )
 
     def check(self) -> None:
         """Record what the writer has done; RunError at once if it has failed."""
@@ -116,8 +141,11 @@ class Saver:
         regular = every > 0 and step % every == 0
         return regular and guard.strange == 0 and guard.ordinary >= self.config.training.patience
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
+    def roll_back(self, state: TrainState, reason: str) -> str:
         """Return to the weights of the newest checkpoint that was taken at its regular time when all was well.
+
+        Returns:
+            Its folder.
 
         Raises:
             RunError: there is none.
@@ -141,6 +169,7 @@ class Saver:
             f"step {step:,}: {reason}; back to the weights of step {good.step:,} with half the learning rate "
             f"({lr:.3g}); the images since are skipped"
         )
+        return str(good.folder)
 
     def wait(self, leaving: bool = False) -> None:
         """Wait until no checkpoint is on its way, which a full disk may delay; when leaving, not for long.
@@ -168,14 +197,17 @@ class Saver:
                     )
         self.pass_on_news()
 
-    def leave(self, at_once: bool) -> None:
-        """After a failure: let the checkpoint on its way arrive; `at_once`, only if that is a matter of a moment."""
+    def leave(self, at_once: bool, shared: bool = False) -> None:
+        """After a failure: let the checkpoint on its way arrive; `at_once`, only if that is a matter of a moment; not
+        for long where others write a part of it."""
         with suppress(RunError):  # the failure is what is told
             if at_once:
                 self.writer.give_up()
                 self.writer.wait(A_MOMENT)
-            else:
+            elif not shared:
                 self.wait(leaving=True)
+            elif not self.writer.wait(0.8 * self.config.training.grace):  # one that writes with this may be gone
+                self.writer.give_up()
         self.pass_on_news()
 
     def pass_on_news(self) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
-from unfog.errors import Interrupted
+from unfog.errors import Interrupted, LostProcess
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
@@ -34,6 +35,7 @@ from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
 from unfog.training.distributed import ALONE, World
+from unfog.training.joint import Post
 from unfog.training.loop import Stopwatch, settle
 from unfog.training.memory import at_once
 from unfog.training.state import TrainState
@@ -60,6 +62,11 @@ class Session:
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
+        self.divided = config.training.shard and world.size > 1
+        # Nothing changes it before it is divided, so that the first checkpoint, of the beginning, needs no copy.
+        self.state.copied = self.divided
+        self.saved: Path | None = None
+        """The checkpoint that a divided state is read from."""
         self.objective = build_objective(config)
         looks = CodecLooks if config.autoencoder.factor else Looks
         self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
@@ -72,6 +79,11 @@ class Session:
     def step(self) -> int:
         """Steps taken or refused so far."""
         return self.state.seen // self.config.training.batch
+
+    @property
+    def done(self) -> bool:
+        """Whether it is at its end."""
+        return self.step >= self.steps and not self.state.due
 
     @property
     def steps(self) -> int:
@@ -112,7 +124,8 @@ class Session:
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 # Whoever asked twice to leave gets what is on its way saved if that is a matter of a moment.
-                self.saver.leave(at_once=isinstance(error, KeyboardInterrupt))
+                at_once = isinstance(error, KeyboardInterrupt) or (self.divided and isinstance(error, LostProcess))
+                self.saver.leave(at_once, shared=self.divided)
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 self.pulse.end(f"failed: {error}")
                 raise
@@ -151,14 +164,18 @@ class Session:
         )
 
     def _load(self, saved: checkpoint.Saved) -> None:
-        """Take over a checkpoint."""
-        checkpoint.load(saved.folder, self.state)
+        """Take over a checkpoint; where the network will be divided, each process takes its rows of it then."""
+        if self.divided:
+            self.state.load_progress(checkpoint.read_state(saved.folder))
+            self.saved = saved.folder
+        else:
+            checkpoint.load(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.machine()):
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
 
     def train(self) -> None:
         """Train to the end, or until a stop is requested."""
-        train_state(self.config, self.state, self.stream, self, self.world)
+        train_state(self.config, self.state, self.stream, self, self.world, self.saved)
 
     def _introduce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
@@ -202,7 +219,7 @@ class Session:
 
     def _conclude(self) -> bool:
         """Wait for the last checkpoint, or save where a stop was asked for; True at the end of the run."""
-        done = self.step >= self.steps and not self.state.due
+        done = self.done
         if done:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
                 with self.pulse.during("drawing"):
@@ -212,7 +229,7 @@ class Session:
                 strange = self.state.guard.strange
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
         self.stop.settle()
-        if not done and self.saver.saved != (self.step, self.state.due):
+        if self.leaving(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)
         self.recorder.event("finished" if done else "stopped", self.step)
@@ -278,9 +295,24 @@ class Session:
         state.lost_shards = self.missing.shards
         self.saver.save(state, for_best)
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
+    def begin_save(self, state: TrainState) -> str:
+        """Before `save_rows`: wait for what comes before a checkpoint."""
+        state.lost_shards = self.missing.shards
+        return self.saver.begin()
+
+    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+        """Save the rows that this process has, and what all have."""
+        self.saver.take(state, for_best, post)
+
+    def leaving(self, state: TrainState) -> bool:
+        """Whether a run that ends before its end is yet to be saved; nothing interrupts that."""
+        if not self.done:
+            self.stop.settle()
+        return not self.done and self.saver.saved != (self.step, state.due)
+
+    def roll_back(self, state: TrainState, reason: str) -> str:
         """Return to the last good weights."""
-        self.saver.roll_back(state, reason)
+        return self.saver.roll_back(state, reason)
 
 
 def seconds_since(started: float) -> float:

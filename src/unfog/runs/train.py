@@ -90,7 +90,7 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         note_launch(folder)
         folder.write_config(settling.config)
         folder.checkpoints.mkdir()
-        lead(world, settling.config)
+        lead(world, folder.checkpoints, settling.config)
         pulse.silent = False
         record_data(session)
         findings = [*glance(prepared, session.config), *examined(session, device)]
@@ -124,13 +124,13 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
         prepared, config = load_images(config, stop, lost=lost_shards(saved))
-        if saved and checkpoint.SECOND not in saved.files and config.averages.every == 0:
+        if saved and not saved.holds(checkpoint.SECOND) and config.averages.every == 0:
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
         settling = settled_again(config, prepared, device, saved, stop, world.size)
         if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
-            lead(world, None)
+            lead(world, folder.checkpoints, None)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             return folder, True
         if config.codec:
@@ -145,7 +145,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         clear_away(folder, saved, broken)
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        lead(world, settling.config, lost_shards(saved))
+        lead(world, folder.checkpoints, settling.config, lost_shards(saved))
         findings = examined(session, device)
         done = session.run(settling.choices, findings, saved, changes)
         return folder, ended(folder, done, settling.config)

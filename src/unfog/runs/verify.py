@@ -36,12 +36,13 @@ class Replay(Silent):
         """At the end, or when a person wants to stop."""
         return self.stop() or self.state.seen >= self.until
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
+    def roll_back(self, state: TrainState, reason: str) -> str:
         """As the run itself did, if its last good checkpoint is still there."""
         good = checkpoint.to_go_back_to(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(f"the run went back at image {state.seen:,} to a checkpoint that is gone: no comparison")
         checkpoint.roll_back(good.folder, state)
+        return str(good.folder)
 
     def advance(self, step: int) -> None:
         """Show progress."""
@@ -141,7 +142,7 @@ def compare(tensors: dict[str, dict[str, Tensor]], saved: checkpoint.Saved) -> l
     """Names of the tensors that are not those of a checkpoint, bit for bit; an earlier version saved one average."""
     different = []
     for file, mine in tensors.items():
-        if f"{file}.safetensors" not in saved.files:
+        if not saved.holds(f"{file}.safetensors"):
             continue
         theirs = checkpoint.read_tensors(saved.folder / f"{file}.safetensors")
         for name in sorted(mine.keys() | theirs.keys()):

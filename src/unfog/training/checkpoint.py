@@ -8,8 +8,11 @@
     checkpoints/00001000/state.json              position, guard, loss scaler, sums for the log
     checkpoints/00001000/config.toml             the settings that it was trained with
 
+A network that is divided among processes is saved by all of them, each its rows: in place of model.safetensors there
+are model-00001-of-00004.safetensors and so on, and of the others likewise. Whoever reads need not know: see `parts`.
+
 Names that begin with a dot are work in progress, or what was broken and set aside; they are never read. Nothing is a
-pickle, so nothing in a checkpoint can run code. `snapshot` writes them, `rotation` removes them.
+pickle, so nothing in a checkpoint can run code. `snapshot` and `joint` write them, `rotation` removes them.
 """
 
 from __future__ import annotations
@@ -20,14 +23,13 @@ import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unfog.errors import RequestError, RunError
+from unfog.training.parts import Stored, files_of, sha256, together
 from unfog.training.state import HELD_OUT_LOSS, TrainState, better
 
-FORMAT = 2
+FORMAT, IN_PARTS = 2, 3
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
 SECOND = "ema2.safetensors"
@@ -68,6 +70,10 @@ class Saved(NamedTuple):
     made_on: str
     """What computed it, in words; the same again repeats it to the bit."""
     files: dict[str, File]
+
+    def holds(self, name: str) -> bool:
+        """Whether it has this file, such as ema2.safetensors, whole or in parts."""
+        return name in together(self.files)
 
 
 class Broken(NamedTuple):
@@ -112,13 +118,13 @@ def read_manifest(folder: Path) -> Saved:
     if folder.is_symlink():
         raise ValueError("the folder is a link")
     manifest = read_json(folder / MANIFEST)
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
+    if manifest["format"] not in (FORMAT, IN_PARTS):
+        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} and {IN_PARTS}")
     if manifest.pop("sha256") != digest(manifest):
         raise ValueError("it is not what was saved (sha256 differs)")
     files = {name: File(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    if files.keys() - {SECOND} != FILES:
-        raise ValueError(f"it lists {sorted(files)}, not {sorted(FILES)}")
+    if (listed := together(files)) - {SECOND} != FILES:
+        raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
     loss = manifest["held_out_loss"]
     return Saved(
         folder,
@@ -167,6 +173,9 @@ def damage(saved: Saved) -> str | None:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
             return f"{name}: {error.strerror}"
+    others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
+    if others and len(together(saved.files)) < len(saved.files):  # one more would be taken for a part
+        return f"{min(others)} does not belong to it"
     return None
 
 
@@ -246,16 +255,17 @@ def roll_back(folder: Path, state: TrainState) -> None:
 
 
 def load_tensors(folder: Path, state: TrainState) -> None:
-    """Put the weights, their average and the optimiser's moments into `state`. RunError if they do not fit."""
-    load_weights(folder, "model", state.model)
-    with state.ema.swapped_into(state.model):
-        load_weights(folder, "ema", state.model)
+    """Put the weights, their average and the optimiser's moments into `state`: where it is divided, the rows that are
+    here, so that nobody holds the whole. RunError if they do not fit."""
+    fit(folder, "model", state.model.state_dict())
+    fit(folder, "ema", state.ema.state_dict(state.model))
     if state.second is not None:
-        kind = "ema2" if (folder / SECOND).exists() else "ema"  # as near as an older run comes
-        with state.second.swapped_into(state.model):
-            load_weights(folder, kind, state.model)
+        kind = "ema2" if files_of(folder / SECOND)[0].exists() else "ema"  # as near as an older run comes
+        fit(folder, kind, state.second.state_dict(state.model))
+    stored, parameters = Stored(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
+    moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
     try:
-        state.load_moments(read_tensors(folder / "optimizer.safetensors"), read_state(folder))
+        state.load_moments(moments, read_state(folder))
     except ValueError as error:
         raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
 
@@ -269,11 +279,9 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. RunError if it is damaged."""
-    try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from None
+    """The tensors of a file, or of its parts. RunError if it is damaged."""
+    stored = Stored(path)
+    return {name: stored.tensor(name) for name in stored.shapes}
 
 
 def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
@@ -282,17 +290,16 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
     Raises:
         RunError: they are those of another network.
     """
-    tensors = read_tensors(folder / f"{kind}.safetensors")
+    fit(folder, kind, network.state_dict())
+
+
+def fit(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+    """Put the weights of a checkpoint into these tensors of a network. RunError if they are those of another one."""
+    stored = Stored(folder / f"{kind}.safetensors")
     try:
-        network.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
+        stored.fit(tensors)
+    except ValueError as error:
         raise RunError(
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
-            f"that they were trained with are in {folder / CONFIG} ({' '.join(str(error).split())[:120]} ...)"
+            f"that they were trained with are in {folder / CONFIG} ({error})"
         ) from None
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from unfog.errors import Interrupted, RequestError, RunError, UnfogError
+from unfog.errors import Interrupted, LostProcess, RequestError, RunError, UnfogError
+from unfog.training.joint import Post
 from unfog.training.memory import is_out_of_memory
 from unfog.training.sharding import Shards
 from unfog.training.state import TrainState
@@ -44,6 +46,8 @@ class World:
         self._said = self._met = 0  # messages of the first process, and barriers, so far
         self._begun = False
         self._sent, self._read = 0, dict[int, int]()  # reports, and those of each other process
+        self._others: Store | None = None
+        self._posts = 0
         self.shards: Shards | None = None
 
     @property
@@ -93,15 +97,24 @@ class World:
         rank = self.rank if rank is None else rank
         return range(first + batch * rank // self.size, first + batch * (rank + 1) // self.size)
 
-    def divide(self, state: TrainState) -> None:
-        """Give each process some rows of the first one's state, which is whole in its host memory; see `Shards`."""
-        self.shards = Shards(self, state)
+    def divide(self, state: TrainState, saved: Path | None = None) -> None:
+        """Give each process some rows of the first one's state, or of a checkpoint; see `Shards`."""
+        self.shards = Shards(self, state, saved)
 
     def unite(self, state: TrainState) -> None:
-        """Undo `divide`, for the first process."""
+        """Leave the first process with the average, whole in its host memory; nothing is divided from here on."""
         if self.shards is not None:
-            self.shards.assemble(state)
+            self.shards.assemble(state, "ema")
             self.shards = None
+
+    def post(self) -> Post:
+        """By which the processes that write a checkpoint together tell the first one; all ask for it at the same
+        place, and speak of the same checkpoint."""
+        assert self._store is not None
+        if self._others is None:  # as a wait of the main thread would hold the connection that it shares
+            self._others = self._store.clone()  # type: ignore[attr-defined]
+        self._posts += 1
+        return Post(self._others, f"parts/{self._posts}")
 
     def home(self, shard: bool, device: torch.device) -> torch.device:
         """Where a state is kept that is to be trained on the device: in host memory if it will be divided, and without
@@ -119,9 +132,9 @@ class World:
             )
         return torch.device("cpu" if self.first else "meta")
 
-    def whole(self, state: TrainState, *files: str, back: bool = False) -> AbstractContextManager[None]:
+    def whole(self, state: TrainState, *files: str) -> AbstractContextManager[None]:
         """Within, the first process has the state whole, however it is divided; arguments as of `Shards.whole`."""
-        return nullcontext() if self.shards is None else self.shards.whole(state, *files, back=back)
+        return nullcontext() if self.shards is None else self.shards.whole(state, *files)
 
     def wrapped(self, model: nn.Module, compress: str = "none") -> nn.Module:
         """What to call in place of the network, so that each backward pass leaves the sum over all processes, over
@@ -280,7 +293,7 @@ class World:
                 time.sleep(pause)
                 pause = min(2 * pause, LOOK)
         except (dist.DistError, RuntimeError) as error:
-            raise RunError(f"the process that holds torchrun's store is gone ({error})") from None
+            raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
 
 
 ALONE = World()

@@ -20,6 +20,15 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor.detach()).to_local() if divided(tensor) else tensor
 
 
+def first_row(tensor: Tensor) -> int:
+    """Where the rows that this process holds begin; 0 of a tensor that is not divided."""
+    if not divided(tensor):
+        return 0
+    mesh = cast(Any, tensor).device_mesh
+    share = -(-len(tensor) // mesh.size())  # as FSDP2 divides: the last ones may have fewer, or none
+    return int(min(mesh.get_local_rank() * share, len(tensor)))
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All rows of it, brought together at every process; all processes call this."""
     return cast(Any, tensor.detach()).full_tensor() if divided(tensor) else tensor

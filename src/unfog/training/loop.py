@@ -21,7 +21,7 @@ from unfog.training.distributed import ALONE, World
 from unfog.training.memory import at_once, within_memory
 from unfog.training.passes import Pass, drawn_at_once, gradient, passes_of, seed_at, seeded
 from unfog.training.precision import to_device
-from unfog.training.protocols import Augmentation, LossFunction, Run, Stream
+from unfog.training.protocols import Augmentation, LossFunction, Rank, Run, Stream
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
 from unfog.training.together import Together
@@ -59,7 +59,7 @@ def train(
     stream: Stream,
     augment: Augmentation,
     loss_function: LossFunction,
-    run: Run,
+    own: Rank,
     world: World = ALONE,
 ) -> None:
     """Advance `state` until `settings.images` images are seen, or a stop is requested.
@@ -76,8 +76,8 @@ def train(
     stopwatch = Stopwatch()
     state.model.train()
     network = world.wrapped(state.model, settings.compress)
-    together = Together(run, world) if world.size > 1 else None
-    run = together or run
+    together = Together(own, world) if world.size > 1 else None
+    run: Run = together or own
 
     def forward(one: Pass, network: nn.Module) -> Loss:
         """Loss of the images of a pass, always the same for the same weights."""

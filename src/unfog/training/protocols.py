@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.training.culprit import Culprit
+from unfog.training.joint import Post
 from unfog.training.state import TrainState
 
 Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -46,8 +47,9 @@ class Run(Protocol):
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record that the step just taken was refused, and why, if that was looked into."""
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
-        """Return weights, average and optimiser to where all was well; `TrainState.go_back` the rest."""
+    def roll_back(self, state: TrainState, reason: str) -> str:
+        """Return weights, average and optimiser to where all was well; `TrainState.go_back` the rest. Returns the
+        checkpoint's folder, from which other processes read their rows of a divided state."""
 
     def shrunk(self, state: TrainState) -> None:
         """Record that memory did not suffice, and with what the loop goes on: `state.microbatch`, checkpointing."""
@@ -77,6 +79,19 @@ class Run(Protocol):
         """A stretch in which Interrupted must not be raised, as what it changes belongs together."""
 
 
+class Rank(Run, Protocol):
+    """A run as one of the processes has it that train it together; what all of them do of a divided state."""
+
+    def begin_save(self, state: TrainState) -> str:
+        """Before `save_rows`, at the first process: what a checkpoint has to wait for. Returns where they are."""
+
+    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+        """Save the rows that this process has of a divided state, with all others, in the folder of checkpoints."""
+
+    def leaving(self, state: TrainState) -> bool:
+        """Whether a divided state has to be saved before each process goes its way; from then on nothing interrupts."""
+
+
 class Silent:
     """A run that keeps and tells nothing; what it goes back to, there is not."""
 
@@ -86,8 +101,9 @@ class Silent:
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Nothing is recorded."""
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
+    def roll_back(self, state: TrainState, reason: str) -> str:
         """There is nothing to go back to."""
+        return ""
 
     def shrunk(self, state: TrainState) -> None:
         """Nothing is recorded."""
@@ -107,6 +123,17 @@ class Silent:
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Nothing is saved."""
+
+    def begin_save(self, state: TrainState) -> str:
+        """Nothing is saved."""
+        return ""
+
+    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+        """Nothing is saved."""
+
+    def leaving(self, state: TrainState) -> bool:
+        """Nothing is saved."""
+        return False
 
     def save_requested(self) -> bool:
         """Nobody asks."""

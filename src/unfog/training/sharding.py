@@ -1,9 +1,9 @@
 """A training state divided among processes, for networks that do not fit one device: torch's FSDP2.
 
 Each process holds some rows of every weight, gradient, average and moment. A block's weights are brought together for
-its forward and its backward pass, and let go after each. What the first process does alone it does with a whole copy
-in its host memory, which is gathered tensor by tensor, so that no device ever holds the whole network for it, and
-checkpoints are the same files as of any other run.
+its forward and its backward pass, and let go after each. Checkpoints are written and read by all, each its rows (see
+`joint`). What the first process draws and measures alone it does with a whole copy of the average in its host memory,
+gathered tensor by tensor, so that no device ever holds more than one of them whole for it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unfog.training import optim
+from unfog.training import checkpoint
 from unfog.training.ema import Ema
 from unfog.training.local import divided, local, whole
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By file (model, ema, optimizer), then by name, as `TrainState.tensors` gives them."""
+Shapes = Mapping[str, Mapping[str, tuple[list[int], str]]]
+"""Of such tensors, and their dtypes."""
 
 
 class Shards:
@@ -39,11 +42,18 @@ class Shards:
     Args:
         world: that has begun.
         state: whole in the first one's host memory; what the others have in it does not count. Divided from here on.
+        saved: a checkpoint whose tensors it gets, for the first process to say: each reads its rows.
+
+    Raises:
+        RunError: a process does not see the checkpoint.
     """
 
-    def __init__(self, world: World, state: TrainState):
+    def __init__(self, world: World, state: TrainState, saved: Path | None = None):
         self.world = world
-        tensors, progress = (state.tensors(), state.progress()) if world.first else ({}, {})
+        tensors = state.tensors() if world.first and saved is None else {}
+        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
+        told: dict[str, Any] = {"saved": saved and str(saved), "shapes": shapes, "progress": state.progress()}
+        told = world.broadcast(told)
         state.model.to("meta")
         self._empty = copy.deepcopy(state.model)
         device = state.precision.device.type
@@ -52,7 +62,13 @@ class Shards:
         state.optimizer = state.optimizer_of(state.model)
         state.ema = Ema(state.model, state.ema.profile)
         state.second = state.second and Ema(state.model, state.second.profile)
-        self.spread(state, tensors, progress)
+        state.copied = False
+        world.at("sharing weights")
+        if told["saved"] is None:
+            state.restore(self._dealt(state, tensors, told["shapes"]), told["progress"])
+        else:
+            checkpoint.load_tensors(Path(told["saved"]), state)
+            state.load_progress(told["progress"])
 
     def reduce(self, model: nn.Module) -> None:
         """Average the gradients of what is not divided, after the backward pass has done so with the others.
@@ -65,29 +81,22 @@ class Shards:
                 parameter.grad /= self.world.size
 
     @contextmanager
-    def whole(self, state: TrainState, *files: str, back: bool = False) -> Iterator[None]:
+    def whole(self, state: TrainState, *files: str) -> Iterator[None]:
         """Within, the state is whole in the first process's host memory, and nobody's to train.
 
         Args:
-            files: the tensors that are wanted, "model" or "ema" among them; all if none are named. A network whose own
-                are not gets the average.
-            back: take over what the first process changes in it.
+            files: the tensors that are wanted, "model" or averages; what is not asked for is not looked at. A network
+                whose own are not gets the average.
         """
-        kept = state.model, state.optimizer, state.ema, state.second
+        kept = state.model, state.ema, state.second
         self.assemble(state, *files)
-        changed: tuple[Tensors, dict[str, Any]] = ({}, {})
         try:
             yield
-            if back and self.world.first:
-                changed = state.tensors(), state.progress()
         finally:
-            state.model, state.optimizer, state.ema, state.second = kept
-            state.copied = False
-        if back:
-            self.spread(state, *changed)
+            state.model, state.ema, state.second = kept
 
     def assemble(self, state: TrainState, *files: str) -> None:
-        """Make the state whole in the first process's host memory, for good; arguments as of `whole`."""
+        """Make network and averages whole in the first process's host memory, for good; arguments as of `whole`."""
         found = self._gathered(state, files)
         if not self.world.first:
             return
@@ -95,33 +104,26 @@ class Shards:
         average = found.get("ema") or found["model"]
         model = copy.deepcopy(self._empty).train(state.model.training)
         model.load_state_dict(found.get("model", average), assign=True)
-        if "optimizer" in found:
-            numbers = optim.numbers(state.optimizer, state.model)
-            state.optimizer = state.optimizer_of(model)
-            optim.restore(state.optimizer, model, found["optimizer"], numbers, copies=False)
         state.ema = state.ema.holding(model, average)
         state.second = state.second and state.second.holding(model, found.get("ema2", average))
-        state.model, state.copied = model, True
+        state.model = model
 
     def _gathered(self, state: TrainState, files: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
         """Copies in host memory, for the first process; nothing for the others, who hold one tensor at a time."""
         self.world.at("gathering weights")
         found: dict[str, dict[str, Tensor]] = {}
         for file, tensors in state.tensors().items():
-            for name, tensor in tensors.items() if not files or file in files else ():
+            for name, tensor in tensors.items() if file in files else ():
                 together = whole(tensor)
                 if self.world.first:
                     found.setdefault(file, {})[name] = together.to("cpu", copy=together is tensor).contiguous()
         return found
 
-    def spread(self, state: TrainState, tensors: Tensors, progress: dict[str, Any]) -> None:
-        """Give each process its rows of what the first one has whole, and all the rest of it."""
-        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
-        sent = self.world.broadcast({"shapes": shapes, "progress": progress})
-        self.world.at("sharing weights")
+    def _dealt(self, state: TrainState, tensors: Tensors, shapes: Shapes) -> dict[str, dict[str, Tensor]]:
+        """Of what the first process has whole, the rows of each; all of what is not divided."""
         parameters = dict(state.model.named_parameters())
-        rows: dict[str, dict[str, Tensor]] = {file: {} for file in ("optimizer", *sent["shapes"])}
-        for file, of in sent["shapes"].items():
+        rows: dict[str, dict[str, Tensor]] = {file: {} for file in ("optimizer", *shapes)}
+        for file, of in shapes.items():
             for full, (shape, dtype) in of.items():
                 like = parameters.get(full.partition("/")[2] if file == "optimizer" else full)
                 tensor = tensors[file][full].cpu().contiguous() if self.world.first else None
@@ -131,7 +133,7 @@ class Shards:
                     alike = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     rows[file][full] = alike if tensor is None else tensor
                     dist.broadcast(rows[file][full], 0)
-        state.restore(rows, sent["progress"])
+        return rows
 
 
 def mesh_of(device: str, size: int) -> DeviceMesh:

@@ -6,16 +6,23 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unfog.training import checkpoint, rotation
+from unfog.training.local import divided, first_row, local
+from unfog.training.parts import header, part_of, sha256
 from unfog.training.state import HELD_OUT_LOSS, TrainState, metric_of
+
+Listed = dict[str, Any]
+"""Bytes and sha256 of a file, for JSON."""
 
 
 class Snapshot(NamedTuple):
@@ -36,6 +43,11 @@ class Snapshot(NamedTuple):
     """`Precision.machine`."""
     seconds: float
     """What the copy took; training stood still meanwhile."""
+    first_rows: dict[str, dict[str, int]] | None = None
+    """Where a state is divided, by file and name: in the whole tensor the first of the rows that are here."""
+    rank: int = 0
+    size: int = 1
+    """Processes that have a part of it."""
 
     @property
     def bytes(self) -> int:
@@ -44,14 +56,23 @@ class Snapshot(NamedTuple):
 
 
 def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = "") -> Snapshot:
-    """Copy a state to host memory. What is in it should be finite: see `TrainState.non_finite`."""
+    """Copy a state to host memory; of one that is divided, the rows that are here, and what is whole everywhere at the
+    first process alone. What is in it should be finite: see `TrainState.non_finite`."""
     started = time.perf_counter()
-    tensors = {
-        file: {name: t.detach().to("cpu", copy=not state.copied).contiguous() for name, t in tensors.items()}
-        for file, tensors in state.tensors().items()
+    held = state.tensors()
+    shared = any(divided(tensor) for tensors in held.values() for tensor in tensors.values())
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    for tensors in held.values():
+        for name in [n for n, t in tensors.items() if (not len(local(t)) if divided(t) else rank > 0)]:
+            del tensors[name]
+    rows = {file: {n: first_row(t) for n, t in tensors.items() if divided(t)} for file, tensors in held.items()}
+    copies = {
+        file: {n: local(t).detach().to("cpu", copy=not state.copied).contiguous() for n, t in tensors.items()}
+        for file, tensors in held.items()
     }
-    seconds = time.perf_counter() - started
-    return Snapshot(step, tensors, state.progress(), anchor, for_best, config, state.precision.machine(), seconds)
+    seconds, machine = time.perf_counter() - started, state.precision.machine()
+    facts = (anchor, for_best, config, machine, seconds, rows if shared else None, rank, size)
+    return Snapshot(step, copies, state.progress(), *facts)
 
 
 def write(snapshot: Snapshot, checkpoints: Path) -> Path:
@@ -65,35 +86,59 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
         partial.mkdir(parents=True)
         write_files(snapshot, partial)
         verify(snapshot, partial)
-        (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest_of(snapshot, partial), indent=2) + "\n")
-        sync(partial / checkpoint.MANIFEST)
-        sync(partial)
-        rotation.replace(partial, folder)
-        sync(checkpoints)
+        publish(snapshot, partial, folder, listed(partial.iterdir()))
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) or "os error" not in str(error).lower():
-            raise
-        # safetensors wraps what the system said in an exception of its own.
-        raise OSError(system_error(str(error)), str(error)) from error
+        if (said := unwrapped(error)) is not error:
+            raise said from error
+        raise
     return folder
 
 
-def write_files(snapshot: Snapshot, folder: Path) -> None:
-    """Write all but the manifest."""
-    (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
-    (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
+def publish(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, Listed]) -> None:
+    """Make a checkpoint of files that are on disk: with a manifest, and by its name. OSError if that cannot be."""
+    (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest_of(snapshot, files), indent=2) + "\n")
+    sync(partial / checkpoint.MANIFEST)
+    sync(partial)
+    rotation.replace(partial, folder)
+    sync(folder.parent)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """What the system said, where safetensors has put that into an exception of its own."""
+    wrapped = not isinstance(error, OSError) and "os error" in str(error).lower()
+    return OSError(system_error(str(error)), str(error)) if wrapped else error
+
+
+def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
+    """Write all but the manifest; of a snapshot that is a part, what it has. Returns the files."""
+    written = []
+    if snapshot.rank == 0:
+        (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
+        (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
+        written += [folder / checkpoint.STATE, folder / checkpoint.CONFIG]
     for file, tensors in snapshot.tensors.items():
-        save_file(tensors, folder / f"{file}.safetensors")
-    for path in folder.iterdir():
-        path.chmod((folder / checkpoint.STATE).stat().st_mode)  # safetensors lets the owner alone read its files
+        path = folder / part_of(file, snapshot.rank, snapshot.size)
+        if snapshot.first_rows is None:
+            save_file(tensors, path)
+        else:
+            save_file(tensors, path, header(tensors, snapshot.first_rows[file]))
+        written.append(path)
+    for path in written:
+        path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
         sync(path)
+    return written
 
 
-def manifest_of(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+def listed(files: Iterable[Path]) -> dict[str, Listed]:
+    """What a manifest says of files."""
+    return {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in sorted(files)}
+
+
+def manifest_of(snapshot: Snapshot, files: Mapping[str, Listed]) -> dict[str, Any]:
     """What the manifest of these files says."""
     manifest: dict[str, Any] = {
-        "format": checkpoint.FORMAT,
+        "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.IN_PARTS,
         "step": snapshot.step,
         "images": snapshot.progress["seen"],
         "anchor": snapshot.anchor,
@@ -103,10 +148,7 @@ def manifest_of(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
         "value": snapshot.progress["last"].get(metric_of(snapshot.progress["keys"])),
         "measure": snapshot.progress["keys"].get("measure", ""),
         "made_on": snapshot.made_on,
-        "files": {
-            path.name: {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
-            for path in sorted(folder.iterdir())
-        },
+        "files": dict(sorted(files.items())),
     }
     return manifest | {"sha256": checkpoint.digest(manifest)}
 
@@ -114,10 +156,12 @@ def manifest_of(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
 def verify(snapshot: Snapshot, folder: Path) -> None:
     """Read the files back and compare them with what was to be written. OSError if they differ."""
     for file, tensors in snapshot.tensors.items():
-        path = folder / f"{file}.safetensors"
+        path = folder / part_of(file, snapshot.rank, snapshot.size)
         found = load_file(path)
         if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
             raise OSError(f"{path.name} does not read back as it was written")
+    if snapshot.rank > 0:
+        return
     if (folder / checkpoint.STATE).read_text() != json.dumps(snapshot.progress):
         raise OSError(f"{checkpoint.STATE} does not read back as it was written")
     if (folder / checkpoint.CONFIG).read_bytes() != snapshot.config.encode():

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from unfog.diffusion.objective import Loss
+from unfog.training import checkpoint
 from unfog.training.culprit import Culprit
 from unfog.training.distributed import World
 from unfog.training.passes import Pass
 from unfog.training.precision import to_device
-from unfog.training.protocols import Run
+from unfog.training.protocols import Rank, Run
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
 
@@ -44,7 +46,7 @@ class Together:
     others would wait for ever. Only what the first process does alone can be left in the middle.
     """
 
-    def __init__(self, run: Run, world: World):
+    def __init__(self, run: Rank, world: World):
         self.run, self.world = run, world
         self.stopping = self.saving = False
 
@@ -100,11 +102,13 @@ class Together:
         if self.world.first:
             self.run.advance(step)
 
-    def roll_back(self, state: TrainState, reason: str) -> None:
-        """The first process goes back, and the others get its state."""
-        with self.world.whole(state, back=True):
-            self._alone("roll-back", lambda: self.run.roll_back(state, reason))
+    def roll_back(self, state: TrainState, reason: str) -> str:
+        """The first process goes back, and the others get its state; where that is divided, from the same place."""
+        place = self._alone("roll-back", lambda: self.run.roll_back(state, reason))
+        if self.world.shards is not None and not self.world.first:
+            checkpoint.roll_back(Path(place), state)
         self.world.alike(state)
+        return place
 
     def preview(self, state: TrainState) -> None:
         """The first process draws."""
@@ -122,9 +126,20 @@ class Together:
             return self._alone("evaluation", lambda: self.run.evaluate(state))
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
-        """The first process saves."""
-        with self.world.whole(state):
+        """The first process saves; what is divided, all do."""
+        if self.world.shards is None:
             self._alone("checkpoint", lambda: self.run.save(state, for_best))
+        else:
+            place = self._alone("checkpoint", lambda: self.run.begin_save(state))
+            self.run.save_rows(state, for_best, place, self.world.post())
+
+    def leave(self, state: TrainState) -> None:
+        """At the end of what is trained together: save what no checkpoint holds of a divided state, and have the first
+        process go on with the average alone."""
+        if self.world.shards is not None:
+            if self.world.by_first("checkpoint", lambda: self.run.leaving(state)):
+                self.save(state)
+            self.world.unite(state)
 
     def save_requested(self) -> bool:
         """Whether the first process was asked for a checkpoint."""

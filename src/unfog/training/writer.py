@@ -7,11 +7,13 @@ import shutil
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unfog.errors import RunError
-from unfog.training import rotation, snapshot
+from unfog.training import checkpoint, joint, rotation, snapshot
+from unfog.training.joint import Post
 from unfog.training.settings import Checkpoint
 from unfog.training.snapshot import Snapshot
 
@@ -45,11 +47,11 @@ class Writer:
         self.waiting = False
         """Whether the disk is full."""
 
-    def submit(self, taken: Snapshot) -> None:
-        """Begin to write; the one before must have been waited for."""
+    def submit(self, taken: Snapshot, post: Post | None = None) -> None:
+        """Begin to write; the one before must have been waited for. With others, if it is a part, by their `post`."""
         assert not self.busy
         self._give_up.clear()
-        self._thread = threading.Thread(target=self._work, args=(taken,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(taken, post), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -72,21 +74,25 @@ class Writer:
         return True
 
     def give_up(self) -> None:
-        """Stop waiting for room: the checkpoint on its way is dropped, unless it gets through by itself."""
+        """Stop waiting for room and for others: the checkpoint on its way is dropped, unless it gets through by
+        itself."""
         self._give_up.set()
 
     def news(self) -> list[News]:
         """What has happened since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
-    def _work(self, taken: Snapshot) -> None:
+    def _work(self, taken: Snapshot, post: Post | None) -> None:
         try:
             started = time.perf_counter()
-            waited = self._write(taken)
-            if waited is None:
+            waited = self._write(taken, post)
+            if waited is None or taken.rank > 0:
                 return
-            seconds = round(time.perf_counter() - started - waited, 3)
-            costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": taken.bytes}
+            seconds, size = round(time.perf_counter() - started - waited, 3), taken.bytes
+            if post is not None:
+                whole = checkpoint.read_manifest(self.checkpoints / f"{taken.step:08d}")
+                size = sum(file.bytes for file in whole.files.values())
+            costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
             try:
                 rotation.rotate(self.checkpoints, self.keep)
@@ -94,15 +100,21 @@ class Writer:
                 self._tell("not_removed", taken, reason=str(error))
         except Exception as error:  # raised again by `wait`, in the thread that can act on it
             self._error = error
+            if post is not None and taken.rank > 0:
+                with suppress(RuntimeError):  # the store is gone, and the first process with it
+                    post.tell(taken.rank, {"failed": str(error)})
 
-    def _write(self, taken: Snapshot) -> float | None:
+    def _write(self, taken: Snapshot, post: Post | None) -> float | None:
         """Write as soon as there is room. Returns the seconds waited for it; None if that was given up."""
         failures, first = 0, time.perf_counter()
         tried = first
         try:
             while True:
                 try:
-                    snapshot.write(taken, self.checkpoints)
+                    if post is None:
+                        snapshot.write(taken, self.checkpoints)
+                    elif not joint.write(taken, self.checkpoints, post, self._give_up):
+                        return None
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         failures += 1
@@ -116,6 +128,8 @@ class Writer:
                 if not self.waiting:
                     self.waiting = True
                     self._tell("disk_full", taken, needed=taken.bytes, free=free_bytes(self.checkpoints))
+                    if post is not None and taken.rank > 0:  # the first process says so, and waits as well
+                        post.tell(taken.rank, {"full": "no space left"})
                 while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > RETRY_BLINDLY):
                     if self._give_up.wait(RETRY):
                         return None
