@@ -58,12 +58,14 @@ def measure_all(
     Features are shared between processes; the rest is the first one's work, and the others return without it.
     """
     drawing, found, searches = chosen.drawing, list[Measured](), list[dict[str, Any]]()
+    part = drawing.guidance != 1 and drawing.interval != (0.0, 1.0)
     how = {
         "weights": run.weights,
         "sampler": drawing.sampler.kind,
         "steps": drawing.sampler.steps,
         "seed": drawing.seed,
         "guidance": drawing.guidance,
+        **({"within": f"{drawing.interval[0]:g} to {drawing.interval[1]:g} of noise"} if part else {}),
         "precision": drawing.precision,
         "labels": "as in the data" if drawing.labels else "none",
         "reference": chosen.what,
