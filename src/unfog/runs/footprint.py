@@ -118,7 +118,8 @@ class Traces:
             return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
     def _snapshot(self, step: Peak) -> int:
-        """Host memory of a checkpoint, for which the first process has the whole network, however it is divided."""
+        """Host memory of a checkpoint; of a divided network the first one, which one process writes whole, and is told
+        to have moments already: later ones take a part of it at each."""
         return round(snapshot_of(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
