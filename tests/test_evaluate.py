@@ -182,7 +182,8 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
 def test_values_are_those_of_pictures_drawn_by_hand(run):
     found = run.evaluate("kid,coverage", n=30, features="pixels", batch=16, seed=5, reference="held-out")
     names = labels_like(_prepared(run).train.labels, 30)
-    asked = Drawing(30, run.config.sampler, names, seed=5, guidance=run.config.usual_guidance, batch=16)
+    guided = {"guidance": run.config.usual_guidance, "interval": run.config.guidance_interval}
+    asked = Drawing(30, run.config.sampler, names, seed=5, batch=16, **guided)
     pictures = draw(run.network, run.config, asked)
     features = open_features("pixels")
     held_out = _prepared(run).held_out
