@@ -39,7 +39,7 @@ OWN = {
 TORCH = {"forward": (294, 198, 1_692_384), "backward": (513, 299, 2_012_020)}
 OPTIMIZERS = {"adamw": (4, 0, 0), "muon": (954, 343, 1_963_832)}
 # Of each call of the network in a drawing, beyond its own operations.
-SAMPLING = {("dpmpp", 1.0): 49, ("dpmpp", 2.0): 62, ("unipc", 1.0): 70, ("unipc", 2.0): 83}
+SAMPLING = {("dpmpp", 1.0): 49, ("dpmpp", 2.0): 61, ("unipc", 1.0): 70, ("unipc", 2.0): 82}
 
 
 def remedy(what, counted, expected):
@@ -160,4 +160,6 @@ def test_a_call_of_the_network_in_a_drawing(kind, guidance, monkeypatch):
     counted = (more.operations["loop"] - few.operations["loop"]) / 2
     expected = SAMPLING[kind, guidance]
     assert counted == expected, remedy(f"operations of {kind} with guidance {guidance}", counted, expected)
-    assert more.waits == few.waits, "a step of a sampler must not wait for the device"
+    # Guidance within an interval reads each level once, and saves a call of the network outside of it.
+    reads = 0 if guidance == 1 else 2
+    assert len(more.waits) - len(few.waits) == reads, "a step of a sampler must not wait for the device"
