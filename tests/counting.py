@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
+WAITS = tuple(f"aten::{n}" for n in ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero"))
 READS = ("tolist", "numpy", "cpu", "__array__")
 """Methods of a tensor that wait for the device, and that on a CPU are no operation."""
 

@@ -47,7 +47,7 @@ class Within:
         """E[x0 | x_t, label], [B, C, H, W], guided for those pictures [B] whose level is within the interval."""
         noise = (-logsnr / 2).sigmoid()
         inside = (self.interval[0] <= noise) & (noise <= self.interval[1])
-        count = int(inside.sum())  # waits for the device, which costs less than the call that is saved by it
+        count = inside.sum().item()  # waits for the device, which costs less than the call that is saved by it
         if count == 0:
             return self.plain(x_t, logsnr, label)
         guided = self.guided(x_t, logsnr, label)
