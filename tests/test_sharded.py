@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import _dynamo as dynamo
+from torch import nn
 from torch.distributed import HashStore
 
 from launches import (
@@ -31,7 +33,7 @@ from launches import (
 from unfog.config.tree import Config
 from unfog.errors import RequestError, RunError
 from unfog.models.networks import build_model
-from unfog.models.settings import DiT
+from unfog.models.settings import DiT, UNet
 from unfog.runs.choices import Settling
 from unfog.runs.follow import check_shared
 from unfog.training import checkpoint, joint, rotation, snapshot, writer
@@ -41,6 +43,7 @@ from unfog.training.local import all_finite, total_norm
 from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
 from unfog.training.settings import Checkpoint, Training
+from unfog.training.sharding import blocks_of, compile_blocks
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -160,6 +163,50 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
     assert len(list((several / "averages").iterdir())) == len(list((one / "averages").iterdir())) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_on_two_processes_divided_or_not(tmp_path):
+    network = "dit:width=16,depth=2,head_channels=8,patch=4"
+    settings = [*SETTINGS[2:], "--network", network, "--optimizer.eps", "1e-4", "--steps", 3]
+    alone("train", tmp_path / "eager", *settings)
+    for name, flags in (("whole", []), ("divided", ["--training.shard"])):
+        output(launched(2, "train", tmp_path / name, *settings, "--compile", *flags))
+        assert largest_difference(weights(tmp_path / "eager"), weights(tmp_path / name)) < 1e-6
+
+
+def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_once(monkeypatch):
+    graphs, shapes = [], set()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(block, **settings):
+        block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, fullgraph=True, **settings)
+
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    monkeypatch.setattr(dynamo.config, "recompile_limit", 8)
+    unet = UNet(channels=(8, 16, 24), blocks=2, norm_groups=4, head_channels=8)
+    for settings, least, most in ((unet, 9, 99), (DiT(width=16, depth=10, head_channels=8), 1, 1)):
+        network = build_model(settings, 3, 2)
+        for block in blocks_of(network):
+            weights = tuple(parameter.shape for parameter in block.parameters())
+            block.register_forward_pre_hook(lambda _, inputs, of=weights: shapes.add((of, inputs[0].shape)))
+        x, level, label = torch.randn(2, 3, 16, 16), torch.zeros(2), torch.tensor([0, 1])
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, 0, 0.1)  # the last layer begins as zero
+        plain = network(x, level, label)
+        for block in blocks_of(network):
+            block._forward_pre_hooks.clear()
+        compile_blocks(network)
+        for _ in range(2):
+            assert torch.equal(network(x, level, label), plain)
+        assert len(graphs) == len(shapes)
+        assert least <= len(graphs) <= most  # torch would stop at eight
+        graphs.clear()
+        shapes.clear()
+
+
 def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path):
     words = [*TORCHRUN, 2, Path(__file__).with_name("ranks.py"), tmp_path / "found.json", "divided killed"]
     output(started(*words), status=1)
@@ -276,8 +323,8 @@ def test_all_take_part_in_as_many_passes(batch, microbatch, size):
 
 def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
     world = World(1, 2)
-    assert world.home(False, torch.device("cuda")) == torch.device("cuda")
-    assert World(0, 2).home(True, CPU) == World().home(True, CPU) == CPU
+    assert world.home(False, torch.device("cuda")) is World().home(True, CPU) is None
+    assert World(0, 2).home(True, CPU) == CPU
     assert world.home(True, CPU) == torch.device("meta")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     with pytest.raises(RequestError, match="each needs a GPU of its own"):

@@ -88,16 +88,12 @@ def pictures_of(
 ) -> tuple[Pixels, int]:
     """The cell's pictures, uint8 [n, H, W, C], and the network's calls for each."""
     guide = None if cell.guide is None else open_guide(run, cell.guide)
+    kept = out / ("pictures" if precision == "fp32" else precision) / re.sub(r"[^\w.=@-]+", "_", cell.name)
+    kept.mkdir(parents=True, exist_ok=True)
     parts, calls = [], 0
     for first in range(0, n, AT_ONCE):
-        file = (
-            out
-            / ("pictures" if precision == "fp32" else precision)
-            / re.sub(r"[^\w.=@-]+", "_", cell.name)
-            / f"{first:06d}.npz"
-        )
+        file = kept / f"{first:06d}.npz"
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
             seen: list[int] = []
             # Each part has a seed of its own, as the noise of a picture goes by its number in the drawing.
             drawing = Drawing(

@@ -24,6 +24,7 @@ from unfog.training.codec import CodecLoss
 from unfog.training.loop import Every
 from unfog.training.precision import Precision
 from unfog.training.protocols import Augmentation, LossFunction
+from unfog.training.sharding import compile_blocks
 from unfog.training.state import TrainState
 
 
@@ -104,7 +105,7 @@ def build_state(
     """Network, optimiser, EMA and scaler at the start of a run, for the device; with these weights if given.
 
     Args:
-        home: where weights and averages are; left open, on the device.
+        home: where weights and averages are until they are divided among processes; None if they will not be.
     """
     if device.type == "cuda":
         # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
@@ -118,8 +119,10 @@ def build_state(
         network.load_state_dict(weights)
     network = network.to(home or device)
     network.checkpointing = config.training.checkpointing
-    if config.training.compile:
+    if config.training.compile and home is None:
         network.compile()  # in place, so that the names of the weights stay what they are
+    elif config.training.compile:
+        compile_blocks(network)
     precision, second = Precision(config.training.precision, device), config.averages.profile(config.ema)
     followed = config.diffusion.follows_losses and not config.autoencoder.factor
     levels = Levels(device) if followed else None

@@ -281,7 +281,7 @@ class Settling:
     @property
     def divided(self) -> bool:
         """Whether the network will be divided among processes."""
-        return self.config.training.shard and self.processes > 1
+        return self.config.training.divided(self.processes)
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))

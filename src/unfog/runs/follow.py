@@ -143,7 +143,7 @@ def train_state(
     # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
     with run.undivided() if world.size > 1 else nullcontext():
         try:
-            if config.training.shard and world.size > 1:
+            if config.training.divided(world.size):
                 world.divide(state, saved)
             world.alike(state)
             if world.size > 1 and (own := world.share(0, config.training.batch)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -81,7 +82,7 @@ class Traces:
 
     def __init__(self, config: Config, device: str, processes: int = 1):
         self.config, self.device, self.processes = traceable(config), device, processes
-        self._divided, self._known = config.training.shard and processes > 1, False
+        self._divided, self._known = config.training.divided(processes), False
 
     def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
@@ -89,7 +90,7 @@ class Traces:
         doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
         measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
-        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
+        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights)
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
         """The highest point of training with so many images at once."""
@@ -109,10 +110,9 @@ class Traces:
         step = self.step(microbatch, checkpointing)
         return on_top(step.total, self._snapshot(step), self.device)
 
-    def _weights(self, step: Peak) -> int:
+    @cached_property
+    def _weights(self) -> int:
         """Bytes of the whole network."""
-        if not self._divided:
-            return step.parts["parameters"]
         with FakeTensorMode():
             network = build_network(self.config)
             return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
@@ -120,7 +120,7 @@ class Traces:
     def _snapshot(self, step: Peak) -> int:
         """Host memory of a checkpoint; of a divided network the first one, which one process writes whole, and is told
         to have moments already: later ones take a part of it at each."""
-        return round(snapshot_of(step) * self._weights(step) / step.parts["parameters"])
+        return round(snapshot_of(step) * self._weights / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
         key = (alike(self.config), self.device, microbatch, passes, checkpointing, self.processes)
@@ -196,7 +196,7 @@ def trace_step(
     Args:
         processes: that train together; the trace is of the first, which of a divided network has the most.
     """
-    training, cpu, apart = config.training, torch.device("cpu"), config.training.shard and processes > 1
+    training, cpu, apart = config.training, torch.device("cpu"), config.training.divided(processes)
     # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
     augment, objective = augmentation(config), loss_function(config)

@@ -101,7 +101,7 @@ class Saver:
         return identity(self.folder.path) != self.identity
 
     def _follow(self) -> None:
-        """Save where the folder is now, if the system can tell, and end: whoever moved it wants it there.
+        """Find where the folder is now, if the system can tell: whoever moved it wants what is saved there.
 
         Raises:
             RunError: it is nowhere.

@@ -62,7 +62,7 @@ class Session:
         self.stream = ImageStream(prepared.seen.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
-        self.divided = config.training.shard and world.size > 1
+        self.divided = config.training.divided(world.size)
         # Nothing changes it before it is divided, so that the first checkpoint, of the beginning, needs no copy.
         self.state.copied = self.divided
         self.saved: Path | None = None

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from unfog.training.posthoc import SAID, kept_in
 from unfog.training.settings import MOST_AVERAGES, Averages
-from unfog.training.snapshot import sync
+from unfog.training.snapshot import sync, system_errors
 from unfog.training.state import TrainState
 
 
@@ -75,13 +74,12 @@ def write(taken: Taken, folder: Path) -> None:
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
     said = {SAID: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
-        save_file(taken.tensors, partial, said)
+        with system_errors():
+            save_file(taken.tensors, partial, said)
         partial.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
         sync(partial)
         partial.replace(path)
         sync(folder)
-    except SafetensorError as error:  # which wraps what the system said
-        raise OSError(str(error)) from error
     finally:
         partial.unlink(missing_ok=True)
 

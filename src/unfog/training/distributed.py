@@ -116,15 +116,15 @@ class World:
         self._posts += 1
         return Post(self._others, f"parts/{self._posts}")
 
-    def home(self, shard: bool, device: torch.device) -> torch.device:
-        """Where a state is kept that is to be trained on the device: in host memory if it will be divided, and without
-        values where it is not the first process's.
+    def home(self, shard: bool, device: torch.device) -> torch.device | None:
+        """Where a state is kept until it is divided: in host memory, and without values where it is not the first
+        process's. None if it will not be.
 
         Raises:
             RequestError: processes that share a GPU cannot divide anything.
         """
         if not shard or self.size == 1:
-            return device
+            return None
         if device.type != "cpu" and not (device.type == "cuda" and self.own_gpus):
             raise RequestError(
                 f"training.shard: {self.size} processes share {device.type}, and each needs a GPU of its own; start "

@@ -64,27 +64,23 @@ def write(taken: Snapshot, checkpoints: Path, post: Post, give_up: threading.Eve
         RunError: another process could not write its part, or what it wrote is not to be seen.
     """
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
-    try:
-        partial.mkdir(exist_ok=True)
+    partial.mkdir(exist_ok=True)
+    with snapshot.system_errors():
         files = snapshot.listed(snapshot.write_files(taken, partial))
         snapshot.verify(taken, partial)
-        if taken.rank > 0:
-            snapshot.sync(partial)
-            post.tell(taken.rank, {"files": files})
-            return True
-        for rank in range(1, taken.size):
-            theirs = awaited(rank, partial, post, give_up)
-            if theirs is None:
-                return False
-            files |= theirs
-        for path in partial.iterdir():
-            if path.name not in files:  # of an attempt before
-                path.unlink()
-        snapshot.publish(taken, partial, folder, files)
-    except Exception as error:
-        if (said := snapshot.unwrapped(error)) is not error:
-            raise said from error
-        raise
+    if taken.rank > 0:
+        snapshot.sync(partial)
+        post.tell(taken.rank, {"files": files})
+        return True
+    for rank in range(1, taken.size):
+        theirs = awaited(rank, partial, post, give_up)
+        if theirs is None:
+            return False
+        files |= theirs
+    for path in partial.iterdir():
+        if path.name not in files:  # of an attempt before
+            path.unlink()
+    snapshot.publish(taken, partial, folder, files)
     return True
 
 

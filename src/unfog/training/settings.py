@@ -80,6 +80,10 @@ class Training:
                 f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"
             )
 
+    def divided(self, processes: int) -> bool:
+        """Whether so many processes divide the network."""
+        return self.shard and processes > 1
+
 
 @dataclass(frozen=True)
 class Optimizer:

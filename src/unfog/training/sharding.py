@@ -162,10 +162,31 @@ def divide(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
     # The inputs stay what they are: noise levels suffer from bfloat16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    numbers, kind = {p for p in model.parameters() if p.ndim == 0}, getattr(model, "block", ())
-    for block in [module for module in model.modules() if isinstance(module, kind)]:
+    numbers = {p for p in model.parameters() if p.ndim == 0}
+    for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=numbers)
     fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=numbers)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts that a network is divided by."""
+    kind = getattr(model, "block", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Have torch.compile make code of each block of a network that is going to be divided.
+
+    Not of the whole: bringing a block's weights together is no part of a graph, so that would break at each block, and
+    blocks that are alike would not share what is compiled.
+    """
+    from torch import _dynamo as dynamo  # seconds of import, for those who compile only
+
+    blocks = blocks_of(model)
+    # They share a function, whose versions torch counts and gives up at eight; each block may have so many.
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 8 * len(blocks))
+    for block in blocks:
+        block.compile(dynamic=False)  # blocks differ in shape, which is not to make code for any shape
 
 
 def dealt(tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -82,15 +83,14 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
     """
     folder, partial = checkpoints / f"{snapshot.step:08d}", checkpoints / f".partial-{snapshot.step:08d}"
     try:
+        with system_errors():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_files(snapshot, partial)
+            verify(snapshot, partial)
+            publish(snapshot, partial, folder, listed(partial.iterdir()))
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write_files(snapshot, partial)
-        verify(snapshot, partial)
-        publish(snapshot, partial, folder, listed(partial.iterdir()))
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if (said := unwrapped(error)) is not error:
-            raise said from error
         raise
     return folder
 
@@ -104,10 +104,13 @@ def publish(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str,
     sync(folder.parent)
 
 
-def unwrapped(error: BaseException) -> BaseException:
-    """What the system said, where safetensors has put that into an exception of its own."""
-    wrapped = not isinstance(error, OSError) and "os error" in str(error).lower()
-    return OSError(system_error(str(error)), str(error)) if wrapped else error
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise OSError where safetensors has put what the system said into an exception of its own."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(system_error(str(error)), str(error)) from error
 
 
 def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
