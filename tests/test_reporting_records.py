@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unfog.reporting import records
 from unfog.reporting.records import Events, JsonLines, Metrics, read_events, read_metrics, write_atomic
 
 WRITER = """
@@ -92,13 +93,30 @@ def test_every_cut_of_the_last_line_is_tolerated_and_repaired(tmp_path):
         assert [row["step"] for row in strict(path)] == [1, 2, *([3] if complete else []), 4]
 
 
-def test_damage_within_the_file_is_left_out(tmp_path):
+@pytest.mark.parametrize("damage", [b"\x00\x00\x00\xff\n[1]\n", b"\x00\x00\x00\xff\n[1]", b'\n[1]\n\n{"step": 2, "ki'])
+def test_damage_is_left_out_and_at_the_end_removed(damage, tmp_path):
     path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"step": 1, "kind": "started"}\n\x00\x00\x00\xff\n[1]\n{"step": 2, "kind": "finished"}\n')
-    assert [event["step"] for event in read_events(path)] == [1, 2]
+    path.write_bytes(b'{"step": 1, "kind": "started"}\n' + damage)
+    assert [event["step"] for event in read_events(path)] == [1]
     events = Events(path)
     assert events.damaged == 2
+    events.write("finished", 2, {})
     assert [event["step"] for event in strict(path)] == [1, 2]
+    path.write_bytes(damage + b'\n{"step": 3, "kind": "started"}')
+    assert Events(path).damaged == 0
+    assert [event["step"] for event in read_events(path)] == [3]
+    path.write_bytes(damage)
+    assert (Events(path).damaged, path.read_bytes()) == (2, b"")
+
+
+def test_opening_a_long_record_reads_what_is_dropped_and_no_more(tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    path.write_bytes(b"".join(b'{"step": %d, "loss": 1}\n' % step for step in range(1, 100_001)))
+    monkeypatch.setattr(records, "_parse", lambda line, parse=records._parse: parsed.append(line) or parse(line))
+    metrics = Metrics(path, start=99_990)
+    assert metrics.last["step"] == 99_990
+    assert len(parsed) == 11
+    assert path.read_bytes().endswith(b'{"step": 99990, "loss": 1}\n')
 
 
 def test_kill_9_at_any_moment_loses_nothing_that_was_logged(tmp_path):

@@ -1,8 +1,8 @@
 """The record of a run: metrics.jsonl and events.jsonl, one JSON object a line, appended and never held back.
 
 A process may be killed anywhere, also in the middle of a line. So a line that does not parse is left out when
-reading and removed when the file is opened again, and whatever the disk refuses stays in memory and is
-written, in order, as soon as the disk takes it.
+reading and, at the end, removed when the file is opened again, and whatever the disk refuses stays in memory and
+is written, in order, as soon as the disk takes it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 class JsonLines:
     """An append-only file of JSON objects, flushed per line.
 
-    Opening it repairs what a kill left: lines that do not parse go (`damaged` counts them), as do whole lines
-    that `keep` turns down. The rewrite is atomic; lines that stay keep their bytes. `last`: the last of them.
+    Opening it repairs what a kill left: from the end back to the last line that stays, `last`, lines that do not
+    parse go (`damaged` counts them), as do whole lines that `keep` turns down. What comes before is not looked at, so
+    opening a long record takes no longer than a short one.
     """
 
     def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
@@ -143,22 +145,30 @@ def _parse(line: bytes) -> Row | None:
 
 
 def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
-    """Rewrite the file with the lines that parse and that `keep` accepts.
+    """Cut the file after the last line that parses and that `keep` accepts.
 
-    Returns the number of lines that did not parse, and the last line that stays.
+    Returns the number of lines after it that did not parse, and that line.
     """
-    content = path.read_bytes() if path.exists() else b""
-    lines, damaged, last = [], 0, None
-    for line in filter(None, content.split(b"\n")):
-        row = _parse(line)
-        if row is None:
-            damaged += 1
-        elif keep(row):
-            lines.append(line + b"\n")
-            last = row
-    repaired = b"".join(lines)
-    if repaired != content:
-        write_atomic(path, repaired)
+    if not path.exists() or not path.stat().st_size:
+        return 0, None
+    damaged, last = 0, None
+    with path.open("r+b") as file:
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            size = end = len(content)
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                line = content[start:end]
+                row = _parse(line)
+                if row is not None and keep(row):
+                    last = row
+                    break
+                damaged += row is None and line != b"\n"
+                end = start
+        if end < size:
+            file.truncate(end)
+        elif not line.endswith(b"\n"):
+            file.seek(end)
+            file.write(b"\n")
     return damaged, last
 
 
