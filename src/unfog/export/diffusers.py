@@ -96,13 +96,13 @@ def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Te
     settings = network.settings
     if not isinstance(settings, UNet):
         raise RequestError(
-            f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; export with --format "
-            "safetensors"
+            f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; the weights in "
+            "RUN/checkpoints are safetensors as they are"
         )
     if settings.time_scale != 1:
         raise RequestError(
             f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
-            "export with --format safetensors"
+            "the weights in RUN/checkpoints are safetensors as they are"
         )
     down = ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention]
     up = ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)]
