@@ -1,7 +1,7 @@
 """What few sampling steps cost in quality: a run's pictures by sampler, steps and grid, against many steps.
 
-    python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [--precision fp32]
-        [CELL …]
+    python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [--reference 2500]
+        [--precision fp32] [CELL …]
 
 A CELL is a sampler with its settings, as `dpmpp:steps=10,grid=karras`, and may end in `@1.5` for guidance, or in
 `@1.5[0.2-0.8]` for guidance at these shares of noise, or in `@2<200` for guidance by the checkpoint of step 200.
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--features", default="clothes")
+    parser.add_argument("--reference", type=int, default=0, help="training images, evenly spread; 0: all")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="that pictures are drawn in")
     parser.add_argument("cells", nargs="*")
     given = parser.parse_intermixed_args()
@@ -159,8 +160,11 @@ def main() -> None:
     def features(images: Pixels) -> Tensor:
         return torch.cat([embed(part) for part in torch.from_numpy(np.ascontiguousarray(images)).split(AT_ONCE)])
 
-    real = features(pixels)
-    few = features(pixels[np.linspace(0, len(pixels) - 1, given.n).astype(int)])
+    def spread(count: int) -> Pixels:
+        return pixels[np.linspace(0, len(pixels) - 1, count).astype(int)]
+
+    real = features(spread(given.reference or len(pixels)))
+    few = features(spread(given.n))
     print("| cell | calls | FD | KID x 1000 | away | seconds |\n|---|---|---|---|---|---|")
     row("training images", 0, real, few, None, 0.0)
     for text in given.cells or CELLS:
