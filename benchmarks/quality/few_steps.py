@@ -1,10 +1,11 @@
 """What few sampling steps cost in quality: a run's pictures by sampler, steps and grid, against many steps.
 
     python benchmarks/quality/few_steps.py RUN OUT [-n 1000] [--features inception|FILE.pt|clothes] [--reference 2500]
-        [--precision fp32] [CELL …]
+        [CELL …]
 
 A CELL is a sampler with its settings, as `dpmpp:steps=10,grid=karras`, and may end in `@1.5` for guidance, or in
-`@1.5[0.2-0.8]` for guidance at these shares of noise, or in `@2<200` for guidance by the checkpoint of step 200.
+`@1.5[0.2-0.8]` for guidance at these shares of noise, or in `@2<200` for guidance by the checkpoint of step 200; and in
+`/bf16` to be drawn in that.
 Without one, a list of them is measured. Pictures have the labels of the training set in its proportions, and the same
 noise in every cell. FD and KID are against the training images, with the standard error over the choice of pictures;
 `clothes` are the features of quality_fashion.py, for runs on fashion. `calls` is how often the network is asked for a
@@ -67,28 +68,28 @@ class Cell:
     guidance: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     guide: int | None = None
+    precision: SamplingPrecision = "fp32"
 
 
 def cell_of(text: str, base: Sampler) -> Cell:
     """The cell that a text stands for."""
-    match = re.fullmatch(r"([\w-]+)(?::([^@]*))?(?:@([\d.]+)(?:\[([\d.]+)-([\d.]+)\])?(?:<(\d+))?)?", text)
+    match = re.fullmatch(r"([\w-]+)(?::([^@/]*))?(?:@([\d.]+)(?:\[([\d.]+)-([\d.]+)\])?(?:<(\d+))?)?(/bf16)?", text)
     if match is None:
         sys.exit(f"{text!r} is no cell; write it as dpmpp:steps=10 or dpmpp:steps=10@1.5[0.2-0.8]")
-    kind, settings, guidance, low, high, step = match.groups()
+    kind, settings, guidance, low, high, step, half = match.groups()
     changes: dict[str, object] = {"kind": kind, "grid": "schedule"}
     for assignment in filter(None, (settings or "").split(",")):
         key, value = assignment.split("=")
         changes[key] = from_words(type(getattr(base, key)) if key != "grid" else str, [value])
     interval = (float(low), float(high)) if low else (0.0, 1.0)
-    return Cell(text, update(base, changes, "sampler"), float(guidance or 1), interval, int(step) if step else None)
+    sampler, guide = update(base, changes, "sampler"), int(step) if step else None
+    return Cell(text, sampler, float(guidance or 1), interval, guide, "bf16" if half else "fp32")
 
 
-def pictures_of(
-    run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path, precision: SamplingPrecision
-) -> tuple[Pixels, int]:
+def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path) -> tuple[Pixels, int]:
     """The cell's pictures, uint8 [n, H, W, C], and the network's calls for each."""
     guide = None if cell.guide is None else open_guide(run, cell.guide)
-    kept = out / ("pictures" if precision == "fp32" else precision) / re.sub(r"[^\w.=@-]+", "_", cell.name)
+    kept = out / "pictures" / re.sub(r"[^\w.=@-]+", "_", cell.name)
     kept.mkdir(parents=True, exist_ok=True)
     parts, calls = [], 0
     for first in range(0, n, AT_ONCE):
@@ -104,7 +105,7 @@ def pictures_of(
                 guidance=cell.guidance,
                 interval=cell.interval,
                 batch=AT_ONCE,
-                precision=precision,
+                precision=cell.precision,
             )
             pixels = draw(run.network, run.config, drawing, guide=guide, calls=seen.append)
             np.savez(file, pixels=pixels, calls=max(seen))
@@ -147,7 +148,6 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--features", default="clothes")
     parser.add_argument("--reference", type=int, default=0, help="training images, evenly spread; 0: all")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"), help="that pictures are drawn in")
     parser.add_argument("cells", nargs="*")
     given = parser.parse_intermixed_args()
     run = unfog.load(given.run)
@@ -169,7 +169,7 @@ def main() -> None:
     row("training images", 0, real, few, None, 0.0)
     for text in given.cells or CELLS:
         cell, started = cell_of(text, run.config.sampler), time.perf_counter()
-        drawn, calls = pictures_of(run, cell, labels, given.n, given.out, given.precision)
+        drawn, calls = pictures_of(run, cell, labels, given.n, given.out)
         away = None if cell.sampler.kind in RANDOM else distance(run, cell, labels, drawn)
         save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", picture_grid(drawn[:AT_ONCE], ()))
         row(text, calls, real, features(drawn.transpose(0, 3, 1, 2)), away, time.perf_counter() - started)
