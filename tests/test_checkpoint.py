@@ -172,7 +172,14 @@ def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
 
 
-@pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "x (OS Error 28)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I/O error: No space left on device (os error 28)",
+        "x (OS Error 28)",
+        "IoError(Os { code: 28, kind: StorageFull })",
+    ],
+)
 def test_what_the_system_said_is_found_in_what_safetensors_says(text):
     assert snapshot.system_error(text) == errno.ENOSPC
     assert snapshot.system_error("nothing of the kind") == 0

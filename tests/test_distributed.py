@@ -167,8 +167,13 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         note_launch(folder)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
-    assert earlier_attempt("photos", mine.path) is None
+    assert earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert earlier_attempt("photos", other.path) is None
+    assert earlier_attempt("photos", mine.path) is None  # an earlier launch by the same name, forgotten from here on
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert earlier_attempt("photos", mine.path) is None
+    note_launch(mine)
     assert earlier_attempt("photos", mine.path) == mine
     assert earlier_attempt("photos", other.path) is None
     assert earlier_attempt("photos", tmp_path / "none") is None

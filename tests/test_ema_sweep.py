@@ -85,6 +85,14 @@ def test_a_chosen_width_is_what_is_loaded_and_sampled(run, tmp_path, capsys):
     assert torch.equal(weights(unfog.load(run)), weights(usual))  # the checkpoint's own, which no file has rounded
 
 
+def test_checkpoints_are_compared_by_averages_of_the_chosen_width(run):
+    (run / SWEEP_FILE).write_text(json.dumps({"width": 0.05}))
+    losses = [Run(run, step=step).evaluate("held_out")["held_out"].value for step in (48, 24)]
+    found = unfog.load(run).evaluate("held_out", against=24)
+    assert found["held_out"].value == pytest.approx(losses[0], rel=1e-9)
+    assert found["held_out_difference"].value == pytest.approx(losses[0] - losses[1], rel=1e-6)
+
+
 def test_any_step_up_to_the_last(run):
     at = Run(run, ema=0.08, step=31)
     assert torch.equal(weights(at), weights(Run(run, ema=0.08, step=30)))

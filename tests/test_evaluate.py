@@ -253,6 +253,13 @@ def test_without_the_file_of_inception_pictures_are_compared_by_texture(run, cap
         run.evaluate("fid", n=20)
 
 
+def test_the_distance_at_infinite_n_is_measured_where_it_is_asked_for(run):
+    found = run.evaluate("fid_infinity,kid", n=20, features="pixels")
+    assert found["fd_infinity"].value is None
+    assert "less than twice the 192 features" in found["fd_infinity"].note
+    assert "fd_infinity" not in {one.metric for one in run.evaluate(n=20, features="pixels").measured}
+
+
 def test_two_checkpoints_are_compared_on_the_same_noise(run):
     found = run.evaluate("held_out", against=6)
     assert not (run.path / "evaluations" / "drawn").exists()

@@ -82,6 +82,15 @@ def test_levels_go_down_to_eight_pixels_and_see_their_own_scale():
     assert bright[8] > 5 * bright[64]
 
 
+@pytest.mark.parametrize("side", range(7, 140))
+def test_any_size_has_levels_of_the_sides_that_are_told(side):
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (2, 1, side, side + 3), dtype=torch.uint8, generator=generator)
+    for level in sliced._sides(side):
+        assert min(sliced._level(pictures.float(), level).shape[2:]) == level
+    assert set(sliced_wasserstein(pictures, pictures).values()) == {0.0}
+
+
 def test_the_last_level_is_what_is_left_and_the_others_what_is_lost():
     """The pyramid of Burt & Adelson: spreading each level over the one before and adding gives the picture again."""
     x = torch.randint(0, 256, (2, 3, 64, 64), generator=torch.Generator().manual_seed(0)).float()

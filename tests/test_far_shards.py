@@ -30,6 +30,11 @@ from unfog.data.settings import Data, bytes_of
 from unfog.data.sources import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import read_events
+from unfog.reporting.settings import Log
+from unfog.runs.folder import RunFolder
+from unfog.runs.shards import Missing, told_elsewhere
 from unfog.storage import cache_folder
 
 pytest.importorskip("aiohttp")
@@ -334,6 +339,25 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
     assert numbers(later, N // 2, N // 2, batch=7) == found[N // 2 :]
     assert not [name for name, *_ in web.fetched if name == "s-003.tar"]
     assert later.images.fingerprint == stream.images.fingerprint
+
+
+def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Server, tmp_path: Path) -> None:
+    prepared, there = prepare(open_source(web.url, care=CARE), ASKED), opened(web)
+    here = ImageStream(prepared.train, 0)
+    web.faults["s-003.tar"] = "gone"
+    found = numbers(there, 0, N)
+    elsewhere = [list(one) for one in told_elsewhere(there.images)]
+    assert elsewhere == [["s-003.tar", "is not there", "shard"]]
+    missing = Missing(RunFolder(tmp_path), prepared)
+    with Recorder(tmp_path, Log(), total=10) as recorder:
+        missing.tell(recorder, 3, elsewhere)
+        missing.tell(recorder, 4, elsewhere)
+    (event,) = [row for row in read_events(tmp_path / "events.jsonl") if row["kind"] == "quarantined"]
+    assert (event["step"], event["shard"], event["images"]) == (3, "s-003.tar", EACH)
+    assert missing.shards == {"s-003.tar": "is not there"}
+    assert numbers(here, 0, N) == found
+    with pytest.raises(RunError, match=r"more than data\.lost_shards allows"):
+        shards_of(here).take_over({f"s-00{i}.tar": "is not there" for i in range(4)})
 
 
 @pytest.mark.parametrize("fault", ["gone:3", "busy:6", "stalled:2", "cut:6", "garbage:1"])

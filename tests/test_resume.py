@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,21 @@ def test_asked_again_for_the_length_it_has(whole, tmp_path):
     for more in ([], ["--steps", 36], ["--lr", 0.1]):
         assert "is at its end" in finish(command("resume", folder, *more))
     assert (folder / "config.toml").read_text() == config
+    assert "equal to the bit" in finish(command("resume", folder, "--verify"))
+
+
+def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = unfog.load(folder).config
+    said = finish(command("resume", folder, "--sampler.order", 3, "--guidance", 2, "--lr", 0.1))
+    assert "changed: sampler.order: 2 -> 3" in said
+    assert "is at its end" in said
+    after = unfog.load(folder).config
+    assert after == replace(before, sampler=replace(before.sampler, order=3), guidance=2.0)
+    events = [row for row in read_events(folder / "events.jsonl") if row["kind"] == "changed"]
+    assert [row["setting"].split(":")[0] for row in events] == ["sampler.order", "guidance"]
+    assert "changed" not in finish(command("resume", folder))
     assert "equal to the bit" in finish(command("resume", folder, "--verify"))
 
 

@@ -31,19 +31,24 @@ from launches import (
     workers,
 )
 from unfog.config.tree import Config
+from unfog.diagnosis.plan.pretended import pretended
 from unfog.errors import RequestError, RunError
 from unfog.models.networks import build_model
-from unfog.models.settings import DiT, UNet
+from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.runs.choices import Settling
-from unfog.runs.follow import check_shared
+from unfog.runs.follow import check_seen
 from unfog.training import checkpoint, joint, rotation, snapshot, writer
 from unfog.training.distributed import World
 from unfog.training.joint import Post
-from unfog.training.local import all_finite, total_norm
+from unfog.training.local import all_finite, divided, total_norm
+from unfog.training.methods import AdamW, Custom, Muon
 from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
-from unfog.training.settings import Checkpoint, Training
-from unfog.training.sharding import blocks_of, compile_blocks
+from unfog.training.precision import Precision
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma, Training
+from unfog.training.sharding import blocks_of, compile_blocks, divide, mesh_of
+from unfog.training.state import TrainState
+from unfog.training.vigil import Vigil
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -267,9 +272,9 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.tell(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
         joint.awaited(3, tmp_path, post, off)
-    check_shared(tmp_path, 3)
+    check_seen(tmp_path, "the checkpoints", World(3, 4))
     with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
-        check_shared(tmp_path / "elsewhere", 3)
+        check_seen(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
 
 
 def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):
@@ -335,6 +340,35 @@ def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
     config = Config(source="fashion", training=Training(shard=True, budget="5m"))
     with pytest.raises(RequestError, match="give --steps or --images"):
         Settling(config, None, CPU, lambda: False, processes=2).length()
+
+
+def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch):
+    store, began = HashStore(), []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, rank, **k: began.append(rank))
+    threads = []
+    for rank in (1, 0):
+        world = World(rank, 2, store, Vigil(rank, 2, store, 60))
+        threads.append(threading.Thread(target=world.begin, args=(CPU, 60)))
+        assert not began
+        threads[-1].start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(10)
+    assert sorted(began) == [0, 1]
+
+
+@pytest.mark.parametrize("method", [AdamW(), Muon(), Custom(path="torch.optim.Adam")])
+def test_the_loss_scaler_takes_a_divided_network_whose_first_weight_has_no_rows(method):
+    with pretended(2):
+        network = build_model(MPUNet(channels=(8, 16), attention=(False, True)), 1)
+        divide(network, mesh_of("cpu", 2), False)
+        assert not divided(next(network.parameters()))
+        state = TrainState(network, Optimizer(method=method), PowerEma(0.1), Precision("fp16", CPU))
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(state.optimizer)
 
 
 def test_what_is_not_divided_is_measured_without_other_processes():

@@ -19,7 +19,7 @@ class Init:
     weights: Literal["ema", "raw"] = "ema"
     """Of a run: the average of the weights, or the last ones as they are."""
     checkpoint: str = "newest"
-    """Of a run: newest, best (by held-out loss), or a step."""
+    """Of a run: newest, best (by its evaluate.best), or a step."""
     sha256: Suppress[str] = ""
     """Of the file of weights, as found."""
 

@@ -52,7 +52,7 @@ class Data:
     """Of shards far away whose images are decoded as they come, so much is kept on disk (500mb, 50gb; 0 = nothing)."""
 
     lost_shards: float = 0.05
-    """Share of shards far away that a run may go on without, other images in their place; 0 = none."""
+    """Of shards whose images are decoded as they come, the share that may fail, others in their place; 0 = none."""
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, with RequestError."""

@@ -111,7 +111,7 @@ def _relative_change(path: Path, logsnr: Tensor, x: Tensor, change: Tensor, tole
     alpha, sigma = path(logsnr)
     x = x / _like((alpha**2 + sigma**2).sqrt(), x)
     relative = change / (tolerance * x.abs().clamp(min=FLOOR))
-    return relative.flatten(1).double().square().mean(1).sqrt().cpu()
+    return relative.flatten(1).cpu().double().square().mean(1).sqrt()  # MPS has no float64
 
 
 def _longest(path: Path, logsnr: Tensor, last: Tensor, change: Tensor, longest: Tensor, shortest: float) -> Tensor:

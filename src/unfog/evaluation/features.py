@@ -68,10 +68,12 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
         RequestError: no such name or file; not TorchScript; options that are none; a file that may not be run.
     """
     device = torch.device(device)
+    # MPS pools to sizes that divide the picture's alone.
+    pooling = torch.device("cpu") if device.type == "mps" else device
     if name_or_path == "pixels":
-        return Features("pixels", f"area {SIDE}", f"pixels-{SIDE}-1", device, _small_pixels)
+        return Features("pixels", f"area {SIDE}", f"pixels-{SIDE}-1", pooling, _small_pixels)
     if name_or_path == "texture":
-        return Features("texture", "none", "texture-1", device, texture)
+        return Features("texture", "none", "texture-1", pooling, texture)
     if name_or_path == "inception":
         return _of(load_inception(device), device)
     if ".pt" not in name_or_path:

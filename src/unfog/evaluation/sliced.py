@@ -79,8 +79,8 @@ def measure_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
 def _sides(side: int) -> list[int]:
     """Sides of the levels, the pictures' own first."""
     sides = [side]
-    while sides[-1] // 2 >= SMALLEST:
-        sides.append(sides[-1] // 2)
+    while (half := -(-sides[-1] // 2)) >= SMALLEST:  # of an odd side one more than the other half is kept
+        sides.append(half)
     return sides
 
 
@@ -104,7 +104,7 @@ def _level(x: Tensor, side: int) -> Tensor:
     """What the level of that side shows: what is lost on the way to half of it; of the last, all that is left."""
     while min(x.shape[2:]) > side:
         x = _smooth(x)[:, :, ::2, ::2]
-    if side // 2 < SMALLEST:
+    if -(-side // 2) < SMALLEST:
         return x
     spread = torch.zeros_like(x)
     spread[:, :, ::2, ::2] = _smooth(x)[:, :, ::2, ::2]

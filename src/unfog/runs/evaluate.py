@@ -20,7 +20,7 @@ from unfog.evaluation.sliced import PIXEL_METRICS
 from unfog.reporting.figures import Pixels
 from unfog.reporting.progress import Progress, counted, duration, say, size
 from unfog.runs.drawn import DrawnPictures, digest_of
-from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, Asked, Chosen, Evaluation
+from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
 from unfog.runs.measures import forget_drawn, measure_all
 from unfog.runs.measuring import seconds_of
@@ -113,7 +113,9 @@ def measurable(run: Run, asked: Asked, prepared: Prepared, features: Features | 
         RequestError: one that is asked for cannot be measured.
     """
     metrics = asked.metrics or tuple(
-        name for name in METRICS if features is not None or name in (*PIXEL_METRICS, *LOSSES)
+        name
+        for name in METRICS
+        if name not in WHERE_ASKED and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
     if run.config.codec and "bits" in metrics:
         # A bound on latents says nothing of pixels: the codec's share is missing, and it has no density of them.
@@ -137,7 +139,7 @@ def features_for(asked: Asked, device: torch.device) -> Features | None:
     wanted = [name for name in asked.metrics or METRICS if name not in (*PIXEL_METRICS, *LOSSES)]
     if not wanted:
         return None
-    if asked.features or "fid" in asked.metrics or inception_path().is_file():
+    if asked.features or {"fid", "fid_infinity"} & {*asked.metrics} or inception_path().is_file():
         return open_features(asked.features or "inception", device)
     say(
         f"compared by texture, as {inception_path()} is not there, which the literature's figures are of; put it there "

@@ -24,7 +24,9 @@ from unfog.training.settings import Evaluate, SamplingPrecision, names_in
 FORMAT = 1
 LOSSES = ("held_out", "bits")
 """Metrics of the held-out images, for which nothing is drawn."""
-METRICS = (*Evaluate.DRAWN, *LOSSES)
+WHERE_ASKED = ("fid_infinity",)
+"""Metrics that are measured where they are named alone, as they take thousands of pictures."""
+METRICS = (*Evaluate.DRAWN, *WHERE_ASKED, *LOSSES)
 HELD_OUT = "held-out"
 
 
@@ -33,7 +35,7 @@ class Asked:
     """What to measure, and how the pictures for it are drawn. What is left open is chosen, and printed."""
 
     metrics: tuple[str, ...] = ()
-    """Of METRICS; () is all that can be measured."""
+    """Of METRICS; () is all that can be measured, but for WHERE_ASKED."""
     n: int = 0
     """Pictures to draw; 0 is 1,000 on a CPU, and 10,000 elsewhere."""
     features: str = ""

@@ -18,6 +18,7 @@ from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.runs.build import augmentation, build_state, every_of, loss_function
 from unfog.runs.choices import choose_device
+from unfog.runs.shards import told_elsewhere
 from unfog.runs.signals import StopSignals
 from unfog.training import snapshot
 from unfog.training.distributed import World, lost
@@ -35,12 +36,12 @@ class Follower(Silent):
 
     def __init__(self, stop: StopSignals, prepared: Prepared, world: World, config: Config):
         self.stop, self.prepared, self.world, self.config = stop, prepared, world, config
-        self.told: set[tuple[str, str]] = set()
+        self.told: set[tuple[str, ...]] = set()
         self.writer: Writer | None = None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Tell the first process which images of this one's share could not be decoded."""
-        found = {(one.name, one.reason) for one in getattr(self.prepared.train.pixels, "quarantined", [])}
+        """Tell the first process which images of this one's share could not be decoded, and which shards not read."""
+        found = told_elsewhere(self.prepared.train)
         self.world.report([list(one) for one in sorted(found - self.told)])
         self.told |= found
 
@@ -82,7 +83,10 @@ def follow() -> None:
         config = from_toml(told["config"], Config())
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
-                check_shared(Path(told["checkpoints"]), world.rank)
+                checkpoints = Path(told["checkpoints"])
+                check_seen(checkpoints, "where each process of a divided run writes its part of a checkpoint", world)
+            if config.codec:
+                check_seen(Path(config.codec), "the run's codec", world)
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
@@ -92,12 +96,12 @@ def follow() -> None:
             train_along(config, prepared, stop, world)
 
 
-def check_shared(checkpoints: Path, rank: int) -> None:
-    """RunError if this process does not see where it is to write its part of each checkpoint."""
-    if not checkpoints.is_dir():
+def check_seen(folder: Path, what: str, world: World) -> None:
+    """RunError if this process does not see a part of the run folder that it needs."""
+    if not folder.is_dir():
         raise RunError(
-            f"rank {rank} ({socket.gethostname()}) does not see {checkpoints}, where each process of a divided run "
-            "writes its part of a checkpoint; give an --out on a disk that all machines share"
+            f"rank {world.rank} ({socket.gethostname()}) does not see {folder}, {what}; give an --out on a disk that "
+            "all machines share"
         )
 
 
@@ -139,10 +143,10 @@ def train_state(
     Raises:
         RunError: as the loop, or another process is gone.
     """
-    world.begin(state.precision.device, config.training.timeout)
     # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
     with run.undivided() if world.size > 1 else nullcontext():
         try:
+            world.begin(state.precision.device, config.training.timeout)
             if config.training.divided(world.size):
                 world.divide(state, saved)
             world.alike(state)

@@ -23,7 +23,7 @@ from unfog.reporting.figures import save_png
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress
 from unfog.runs import copies, held_out_metrics
-from unfog.runs.build import build_network, held_out_set
+from unfog.runs.build import held_out_set
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import LOSSES, Chosen, Evaluation
 from unfog.runs.sampling import picture_grid
@@ -192,10 +192,7 @@ def of_held_out(run: Run, chosen: Chosen, prepared: Prepared) -> list[Measured]:
             losses = held_out_metrics.losses_of(run.network, config, held_out, batch, count)
             found.append(held_out_metrics.held_out_loss(losses))
             if chosen.against is not None:
-                other = build_network(config)
-                saved = checkpoint.find(run.folder.checkpoints, chosen.against)
-                checkpoint.load_weights(saved.folder, "ema" if run.weights == "ema" else "model", other)
-                other = other.to(run.device).eval()
+                other = run.network_at(checkpoint.find(run.folder.checkpoints, chosen.against), chosen.against)
                 others = held_out_metrics.losses_of(other, config, held_out, batch, count)
                 found.append(held_out_metrics.against(losses, others, chosen.against))
     if "bits" in chosen.metrics:

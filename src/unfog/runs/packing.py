@@ -12,6 +12,7 @@ from unfog.data.packs.journal import Progressed, clear, header_of
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.writing import write_pack
 from unfog.data.prepare import calm_pillow, survey_of
+from unfog.data.settings import Data
 from unfog.data.sources import open_source
 from unfog.data.survey import Survey
 from unfog.errors import RequestError
@@ -19,6 +20,9 @@ from unfog.reporting.progress import Progress, duration, say, warn
 from unfog.runs.disk import size
 from unfog.runs.folder import printable
 from unfog.runs.signals import StopSignals
+
+OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "lost_shards")
+"""Settings of the data that a pack does not depend on."""
 
 
 def pack(config: Config, out: Path) -> Path:
@@ -31,6 +35,12 @@ def pack(config: Config, out: Path) -> Path:
         RunError: the disk is full, or refuses.
         Interrupted: a signal came.
     """
+    usual = Data()
+    for name in OF_TRAINING:
+        if getattr(config.data, name) != getattr(usual, name):
+            raise RequestError(
+                f"data.{name} is of training, and a pack holds the images as they are; give it to unfog train"
+            )
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
             source = open_source(config.source, _counting(progress, stop))

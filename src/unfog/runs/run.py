@@ -74,18 +74,28 @@ class Run:
         ema = of_type(float | None, ema, "ema")
         if ema is not None and weights == "raw":
             raise RequestError(f"ema = {ema:g} is of the average, and weights = 'raw' wants none; give one of them")
-        network = build_network(self.config)
+        self.ema = ema
         self.checkpoint = checkpoint.find(self.folder.checkpoints, "best" if best else step if ema is None else None)
         # At once, because a run that goes on may remove this checkpoint later.
-        if ema is not None:
-            put_average(network, self.folder, ema, self.checkpoint.step if best else step)
-        elif weights == "ema":
-            put_usual_average(network, self.folder, self.config, self.checkpoint)
-        else:
-            checkpoint.load_weights(self.checkpoint.folder, "model", network)
-        self.network: nn.Module = network.to(self.device).eval()
+        self.network: nn.Module = self.network_at(self.checkpoint, self.checkpoint.step if best else step)
         self.calls = 0
         """How often the last `sample` asked for E[x0 | x_t] for a picture; that is two passes with guidance."""
+
+    def network_at(self, saved: checkpoint.Saved, step: int | None) -> nn.Module:
+        """The network of a checkpoint, with the kind of weights that this was opened with.
+
+        Args:
+            saved: the checkpoint.
+            step: of an average of a given width, which needs no checkpoint; None is the last.
+        """
+        network = build_network(self.config)
+        if self.ema is not None:
+            put_average(network, self.folder, self.ema, step)
+        elif self.weights == "ema":
+            put_usual_average(network, self.folder, self.config, saved)
+        else:
+            checkpoint.load_weights(saved.folder, "model", network)
+        return network.to(self.device).eval()
 
     @property
     def path(self) -> Path:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from unfog.config.tree import Config
 from unfog.data.formats.far_shards import Care
-from unfog.data.images import Prepared
+from unfog.data.images import ImageSet, Prepared
 from unfog.data.lazy import far_shards_of
 from unfog.data.ledger import Quarantined, shown
 from unfog.data.settings import bytes_of
@@ -16,6 +16,9 @@ from unfog.reporting.records import write_atomic
 from unfog.runs.data_record import DATA_FILE, data_json
 from unfog.runs.folder import RunFolder
 from unfog.training import checkpoint
+
+SHARD = "shard"
+"""What marks a shard among the images that processes tell each other of."""
 
 
 def care_of(config: Config, lost: Mapping[str, str] | None) -> Care:
@@ -27,6 +30,13 @@ def care_of(config: Config, lost: Mapping[str, str] | None) -> Care:
 def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
     """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
     return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
+
+
+def told_elsewhere(images: ImageSet) -> set[tuple[str, ...]]:
+    """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
+    shards = far_shards_of(images)
+    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "quarantined", [])}
+    return found | ({(*item, SHARD) for item in shards.given_up.items()} if shards is not None else set())
 
 
 class Missing:
@@ -43,10 +53,14 @@ class Missing:
         return {} if self._shards is None else self._shards.given_up
 
     def tell(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
-        """Warn of what was not told of yet, and record it; also of images (name, reason) that other processes met."""
+        """Warn of what was not told of yet, and record it; also of what other processes met: see `told_elsewhere`.
+
+        Raises:
+            RunError: all processes together have given up more shards than may be.
+        """
         sets = (self._prepared.train, self._prepared.held_out)
         here = [getattr(part.pixels, "quarantined", []) for part in sets]  # of those that are decoded as they come
-        for found in (*here, [Quarantined(name, reason) for name, reason in elsewhere]):
+        for found in (*here, [Quarantined(*one) for one in elsewhere if SHARD not in one[2:]]):
             for one in self._new(found):
                 said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
                 recorder.warn(step, said)
@@ -56,6 +70,7 @@ class Missing:
         if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
             for one in self._new([Quarantined("", trouble)]):
                 recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
+        self._shards.take_over({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
         lost = self._new([Quarantined(*item) for item in self._shards.given_up.items()])
         for one in lost:
             images = self._shards.images_in(one.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, say, warn
-from unfog.reporting.records import number, read_metrics
+from unfog.reporting.records import Events, number, read_metrics
 from unfog.runs.changes import check_changes
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.codec import keep_codec
@@ -131,6 +132,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         settling = settled_again(config, prepared, device, saved, stop, world.size)
         if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
             lead(world, folder.checkpoints, None)
+            keep_drawing(folder, stored, config, saved.step)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             return folder, True
         if config.codec:
@@ -149,6 +151,18 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         findings = examined(session, device)
         done = session.run(settling.choices, findings, saved, changes)
         return folder, ended(folder, done, settling.config)
+
+
+def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
+    """Store what a run that is at its end draws by from now on, and record it; nothing else can change there."""
+    drawn = {name: getattr(asked, name) for name in ("sampler", "guidance", "guidance_interval")}
+    changed = replace(stored, **drawn)
+    if lines := check_changes(stored, changed):
+        folder.write_config(changed)
+        with closing(Events(folder.events)) as events:
+            for line in lines:
+                say(f"  changed: {line}")
+                events.write("changed", step, {"setting": line})
 
 
 def check_still_there(source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +17,8 @@ EVENT = "tuned"
 
 def note(folder: RunFolder, step: int, sampler: Sampler) -> None:
     """Write down what was found with the weights of this step, and is the run's from now on."""
-    events = Events(folder.events)
-    try:
+    with closing(Events(folder.events)) as events:
         events.write(EVENT, step, {"sampler": asdict(sampler)})
-    finally:
-        events.close()
 
 
 def without_tuned(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:

@@ -64,6 +64,7 @@ class World:
         """
         if self._store is None or self._vigil is None or self._begun:
             return
+        self.barrier()  # as what the first process did before may have taken longer than a process group waits
         self.at("meeting")
         backend = "gloo"
         if device.type == "cuda":

@@ -31,10 +31,15 @@ def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float
     """
     method = settings.method
     if isinstance(method, Custom):
-        return custom(method, list(model.parameters()), settings.lr)
+        return custom(method, in_order(model), settings.lr)
     if isinstance(method, Muon):
         return MuonAdamW(*parted(model), settings, method, fast)
-    return adamw(list(model.parameters()), settings)
+    return adamw(in_order(model), settings)
+
+
+def in_order(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a network, those that are divided first: torch's loss scaler asks the first for all."""
+    return sorted(model.parameters(), key=lambda p: not divided(p))
 
 
 def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
@@ -60,7 +65,7 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     named = getattr(model, "ends", ())
     ends = [part for part in found if part[0].partition(".")[0] in named] or [*found[:1], *found[-1:]]
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
-    of = list(model.parameters())
+    of = in_order(model)
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
 
 

@@ -182,7 +182,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     from torch import _dynamo as dynamo  # seconds of import, for those who compile only
 
-    blocks = blocks_of(model)
+    blocks = blocks_of(model) or [model]  # a codec is divided as one
     # They share a function, whose versions torch counts and gives up at eight; each block may have so many.
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 8 * len(blocks))
     for block in blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -172,9 +173,9 @@ def verify(snapshot: Snapshot, folder: Path) -> None:
 
 
 def system_error(text: str) -> int:
-    """The errno in "No space left on device (os error 28)"; 0 if there is none."""
-    digits = text.lower().partition("os error ")[2].partition(")")[0]
-    return int(digits) if digits.isdigit() else 0
+    """The errno in "No space left on device (os error 28)", or in "Os { code: 28, …" of before; 0 if there is none."""
+    found = re.search(r"(?:os error|code:) (\d+)", text, re.IGNORECASE)
+    return int(found[1]) if found else 0
 
 
 def sync(path: Path) -> None:

@@ -96,6 +96,18 @@ class FarShards:
         """Name -> reason of the shards that are given up, in the order in which that happened."""
         return {self._names[path]: reason for path, reason in list(self._lost.items())}
 
+    def take_over(self, given_up: Mapping[str, str]) -> None:
+        """Give up what another process has, name -> reason.
+
+        Raises:
+            RunError: that would be one too many.
+        """
+        paths = {name: path for path, name in self._names.items()}
+        with self._lock:
+            for name, reason in given_up.items():
+                if paths[name] not in self._lost:
+                    self._lose(paths[name], reason)
+
     def images_in(self, name: str) -> int:
         """How many images are in the shard of that name."""
         return len(self._members(next(path for path, known in self._names.items() if known == name)))
