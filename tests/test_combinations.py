@@ -17,11 +17,12 @@ from unfog.data.latents import Normalise
 from unfog.diagnosis.settings.overfit import overfit_one_batch
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.guidance import Autoguided
 from unfog.diffusion.likelihood import bits_per_dim
-from unfog.diffusion.noise import Cosine
+from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
-from unfog.diffusion.target import X0
+from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.codec_settings import Autoencoder
@@ -36,6 +37,7 @@ from unfog.runs.folder import RunFolder
 from unfog.runs.guide import check_guide
 from unfog.runs.held_out_metrics import LEVELS, bits
 from unfog.runs.in_small import evaluated_in_small
+from unfog.runs.run import Run
 from unfog.runs.sampling import to_pixels
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
@@ -282,6 +284,24 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
     assert abs(by_hand(False) / by_hand(True) - 1) > 1e-3
 
 
+def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photos, codec, tmp_path):
+    run = trained(tmp_path / "run", photos, codec, "dit", "pixels", "learned", steps=2)
+    how = {"n": 2, "sampler": "ddpm", "steps": 4, "label": range(2)}
+    plain = run.sample(guidance=1, **how)
+    image = np.zeros(plain.shape[1:], np.uint8)
+    assert np.array_equal(run.sample(guidance=1, image=image, strength=1.0, **how), plain)
+    with torch.no_grad():
+        last = list(run.network.parameters())[-1]
+        last += torch.linspace(-1, 1, len(last)).reshape(-1, *[1] * (last.ndim - 1))  # which tells the halves apart
+    other = Run(run.path, step=0)
+    denoiser, weaker = Denoiser(run.network, run.config.diffusion, True), Denoiser(other.network, run.config.diffusion)
+    led = run.sample(guidance=2, guide=other, **how)
+    x, level = torch.randn(2, plain.shape[3], *plain.shape[1:3]), torch.zeros(2)
+    asked, own = Autoguided(denoiser, weaker, 2)(x, level, None), denoiser(x, level)
+    assert torch.equal(asked[:, x.shape[1] :], own[:, x.shape[1] :])
+    assert led.shape == plain.shape
+
+
 def test_a_guide_sees_the_same_latents(on_latents):
     config = on_latents.config
     check_guide(config, config)
@@ -291,6 +311,12 @@ def test_a_guide_sees_the_same_latents(on_latents):
         with pytest.raises(RequestError, match="does not see what this run sees"):
             check_guide(config, guide)
     plain = replace(config, codec="")
+    zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
+    asked = replace(plain, diffusion=zero)
+    eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
+    with pytest.raises(RequestError, match="the guide cannot be asked at the noise levels of this run"):
+        check_guide(asked, eps)
+    check_guide(asked, asked)
     check_guide(plain, replace(loud, codec=""))  # pixels are pixels whatever deviation they are taken to have
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import Facts, decode, header
-from unfog.data.formats.files import Unusable
+from unfog.data.formats.files import Unusable, open_image
 
 WHITE = (255, 255, 255)
 
@@ -147,13 +147,30 @@ def test_sixteen_bit_colour_is_counted(tmp_path: Path) -> None:
     assert np.abs(pixels.transpose(1, 2, 0).reshape(2, 6) - values / 257).max() < 1
 
 
+def test_twelve_bits_are_scaled_by_their_range(tmp_path: Path) -> None:
+    values = (np.arange(256) * 16 + 15).reshape(16, 16)  # to 4,095, two of them in three bytes
+    data = int("".join(f"{v:012b}" for v in values.ravel()), 2).to_bytes(384, "big")
+    entries = [(256, 16), (257, 16), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 16), (279, len(data))]
+    tags = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    offset = struct.pack("<I", 8 + len(data))
+    path = tmp_path / "scan.tif"
+    path.write_bytes(b"II*\0" + offset + data + struct.pack("<H", len(entries)) + tags + bytes(4))
+    pixels, facts = decode(lambda: open_image(path), 16, 1, WHITE)
+    assert facts.actions == ["sixteen_bit"]
+    assert np.abs(pixels[0].astype(int) - np.arange(256).reshape(16, 16)).max() <= 1
+
+
 def test_floating_point_is_used_where_its_range_is_known() -> None:
     x = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16)
     for scale in (1, 255):
         pixels, facts = decoded(saved(Image.fromarray(x * np.float32(scale)), "TIFF"), 16, channels=1)
         assert np.array_equal(pixels[0], np.arange(256).reshape(16, 16))
         assert facts.actions == ["float"]
-    for wrong, reason in ((x - 1, "from -1"), (x * 1000, "from 0 to 1000"), (x * np.float32("nan"), "with NaN")):
+    for wrong, reason in (
+        (x - 1, "that is neither"),
+        (x * 1000, "that is neither"),
+        (x * np.float32("nan"), "with NaN"),
+    ):
         with pytest.raises(Unusable, match=f"floating point {reason}"):
             decode(saved(Image.fromarray(wrong), "TIFF"), 16, 1, WHITE)
     with pytest.raises(Unusable, match="beyond 16 bits"):

@@ -66,6 +66,16 @@ def test_links_to_folders_and_files_are_followed(animals: Path, tmp_path: Path) 
     assert open_source(picked).names == [*(f"mine/{i}.png" for i in range(5)), "one.png"]
 
 
+def test_folders_that_link_to_each_other_are_looked_at_once(tmp_path: Path) -> None:
+    names = [f"folder{i}" for i in range(9)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "own.png")
+        for other in names:
+            (tmp_path / name / f"to-{other}").symlink_to(tmp_path / other)
+    assert open_source(tmp_path).names == [f"{name}/own.png" for name in names]
+
+
 def test_labels_are_the_top_folders_below_what_all_share(animals: Path) -> None:
     for folder in (animals, animals.parent):
         classes, labels = labels_of(open_source(folder), "auto")

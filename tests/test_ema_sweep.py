@@ -15,7 +15,7 @@ from unfog.cli.commands import sample
 from unfog.errors import RequestError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.averaged import SWEEP_FILE, chosen
-from unfog.runs.ema_sweep import PAGE_FILE
+from unfog.runs.ema_sweep import PAGE_FILE, Row, Swept
 from unfog.runs.run import Run
 from unfog.training.posthoc import kept_in
 
@@ -91,6 +91,16 @@ def test_checkpoints_are_compared_by_averages_of_the_chosen_width(run):
     found = unfog.load(run).evaluate("held_out", against=24)
     assert found["held_out"].value == pytest.approx(losses[0], rel=1e-9)
     assert found["held_out_difference"].value == pytest.approx(losses[0] - losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("best", "usual", "said"), [
+    (0.5, 1.0, "has 1 (100% more)"), (0.5, 0.52, "has 0.52 (4.0% more)"), (-0.001, 0.002, "has 0.002 (step 9"),
+])  # fmt: skip
+def test_how_much_more_the_usual_length_has(best, usual, said):
+    swept = Swept(
+        "kid", 10, 9, "", 0.1, (Row(0.05, best, None, 0.0), Row(0.1, usual, None, 0.0), Row(0.2, 9, None, 0.0))
+    )
+    assert said in swept.finding().evidence
 
 
 def test_any_step_up_to_the_last(run):

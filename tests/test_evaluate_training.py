@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import unfog
 from conftest import NETWORK, without_clock
 from unfog.config.tree import Config
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.changes import keys_of
-from unfog.runs.measuring import FEWEST, TIMES, Costs, due, fit
+from unfog.runs.measuring import FEWEST, TIMES, Costs, due, fit, timed
 from unfog.runs.run import Run
 from unfog.training import checkpoint
 from unfog.training.settings import Evaluate, Training
@@ -147,6 +148,12 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
         assert chosen.samples >= FEWEST
     else:
         assert once(FEWEST, chosen.reference) + chosen.reference * features > allowed * (1 - 1e-9)
+
+
+def test_the_adaptive_sampler_is_timed_as_it_draws():
+    assert timed(Sampler("adaptive", steps=20)) == 20
+    assert timed(Sampler("dpmpp", steps=20)) == 2
+    assert timed(Sampler("dpmpp", steps=1)) == 1
 
 
 def test_what_is_affordable_is_used():

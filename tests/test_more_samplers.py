@@ -11,6 +11,7 @@ from diffusers import DPMSolverMultistepScheduler, EulerDiscreteScheduler, UniPC
 from torch import Tensor
 
 from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network, normal, trailing, twin
+from unfog.config.request import check_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, Linear, LogNormal, Path, Schedule
@@ -363,3 +364,11 @@ def test_a_walk_in_stretches_ends_where_the_whole_one_does(kind: str) -> None:
         x = sampler(*parts[:3], normal(8, 1, 4, 4), start=x, stretch=stretch)
     assert (whole - (MEAN + STD * normal(8, 1, 4, 4)())).abs().max() < 0.02
     torch.testing.assert_close(x, whole, rtol=0, atol=1e-3 if kind != "ddim" else 1e-12)
+
+
+def test_the_adaptive_sampler_needs_no_grid_of_the_schedule():
+    schedule = Cosine(steps=4)
+    check_sampler(Sampler("adaptive", steps=20), schedule)
+    assert len(Sampler("adaptive", steps=20).levels(VP(), schedule)) == 21
+    with pytest.raises(RequestError, match="at most 4"):
+        check_sampler(Sampler("dpmpp", steps=20), schedule)

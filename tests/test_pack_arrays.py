@@ -114,6 +114,10 @@ def npy(shape: str, kind: str = "|u1", data: bytes = b"") -> bytes:
     ],
 )
 def test_damaged_and_forged_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    np.savez(tmp_path / "c.npz", x=np.zeros((2, 4, 4), np.uint8))
+    (tmp_path / "c.npz").rename(tmp_path / "c.npy")
+    with pytest.raises(RequestError, match=r"c\.npy cannot be read.*by another name"):
+        open_source(tmp_path / "c.npy")
     (tmp_path / "a.npy").write_bytes(content)
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", content)

@@ -516,3 +516,13 @@ def test_without_a_cache_to_write_to_small_ones_stay_in_memory(
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
     assert "cannot be written" in prepared.place
+
+
+def test_images_in_colour_among_grey_ones_stay_in_colour(tmp_path: Path) -> None:
+    for i in range(140):  # every third is looked at
+        Image.new("RGB", (10, 10), (i, i, i) if i % 3 != 1 else (i, 0, 99)).save(tmp_path / f"{i:03}.png")
+    for asked, channels in ((Data(cache="none"), 3), (Data(cache="none", channels=1), 1)):
+        prepared = prepare(open_source(tmp_path), asked)
+        assert prepared.settings.channels == prepared.train.pixels.shape[1] == channels
+    first = prepare(open_source(tmp_path), Data(cache="none", held_out=0)).train.pixels[1:2]
+    assert first[0, :, 0, 0].tolist() == [1, 0, 99]

@@ -20,6 +20,8 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
+from unfog.config.toml import to_toml
+from unfog.config.tree import Config
 from unfog.runs.slurm import Job
 
 pytestmark = pytest.mark.usefixtures("ended")
@@ -113,6 +115,15 @@ def test_what_is_refused_writes_nothing(here, capsys, words, said):
     assert asked(*words) == 2
     assert said in capsys.readouterr().err
     assert not list(here.iterdir())
+
+
+def test_a_run_that_is_here_has_a_name(here, monkeypatch, capsys):
+    (here / "photos-2").mkdir()
+    (here / "photos-2/config.toml").write_text(to_toml(Config(source="fashion")))
+    monkeypatch.chdir(here / "photos-2")
+    with pytest.raises(SystemExit, match="0"):
+        main(["slurm", "--", "resume", "."])
+    assert "#SBATCH --job-name=photos-2\n" in (here / "photos-2/photos-2.sbatch").read_text()
 
 
 def test_no_file_is_written_over(here, capsys):

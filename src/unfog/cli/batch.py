@@ -22,7 +22,7 @@ def slurm(words: Sequence[str]) -> int:
     given = given_to("slurm", words[:at], Slurm())
     job = update(Slurm(), given.table, "")
     run, source, command = to_repeat(words[at + 1 :])
-    file = job.file or Path(f"{run.name}.sbatch")
+    file = job.file or Path(f"{run.resolve().name}.sbatch")
     script = job.script(words, run, command, source)
     try:
         with file.open("x") as batch:

@@ -102,10 +102,10 @@ def check_device(name: str) -> None:
 
 def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
     """RequestError if a schedule of T levels is asked for more than T of them."""
-    if sampler.grid == "schedule" and 0 < schedule.steps < sampler.steps:
+    if sampler.grid == "schedule" and sampler.kind != "adaptive" and 0 < schedule.steps < sampler.steps:
         raise RequestError(
             f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
-            f"schedule; use at most {schedule.steps}, or sampler.grid = karras"
+            f"schedule; use at most {schedule.steps}, or train or resume the run with --sampler.grid karras"
         )
 
 

@@ -119,14 +119,14 @@ def _decode(
     (width, height), mode = image.size, image.mode
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
-    actions = _format_actions(image)
+    actions, depth, before = _format_actions(image), _depth(image), _orientation(image)
     short = min(width, height)
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         image.draft(None, (int(_REDUCING_GAP * size * width / short), int(_REDUCING_GAP * size * height / short)))
     _load(image)
     orientation = _orientation(image)
     scale = 1 << round(math.log2(width / image.width))
-    flat, changes = _flatten(image, background)
+    flat, changes = _flatten(image, background, depth)
     square = _square(flat, size, width, height, scale)
     actions += changes
     if "icc_profile" in square.info:
@@ -140,6 +140,7 @@ def _decode(
     if orientation != 1:
         # After the resize: the result is the same, and it is far cheaper.
         square = square.transpose(_UPRIGHT[orientation])
+    if before != 1:  # a TIFF has been turned by Pillow
         actions.append("rotated")
     if orientation >= 5:
         width, height = height, width
@@ -166,6 +167,11 @@ def _format_actions(image: Image.Image) -> list[str]:
     return actions
 
 
+def _depth(image: Image.Image) -> int:
+    """Bits of a grey pixel that Pillow reads as one of 16."""
+    return 12 if ";12" in str(getattr(image, "tile", "")) else 16
+
+
 def _load(image: Image.Image) -> None:
     """Decode the pixels, all of them."""
     try:
@@ -185,14 +191,14 @@ def _orientation(image: Image.Image) -> int:
     return value if value in _UPRIGHT else 1
 
 
-def _flatten(image: Image.Image, background: tuple[int, int, int]) -> tuple[Image.Image, list[str]]:
+def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -> tuple[Image.Image, list[str]]:
     """An "L" or "RGB" image of what a viewer would see, and the actions that took.
 
     `info["icc_profile"]` of it says what its numbers still mean; "CMYK" stays, too, if that is to be asked.
     """
     actions = []
     if image.mode.startswith("I") or image.mode == "F":
-        return _eight_bit(image)
+        return _eight_bit(image, depth)
     if image.mode == "CMYK":
         return image if "icc_profile" in image.info else image.convert("RGB"), ["cmyk"]
     if image.mode in ("P", "PA"):
@@ -212,7 +218,7 @@ def _flatten(image: Image.Image, background: tuple[int, int, int]) -> tuple[Imag
     return image.convert("L" if image.mode in ("1", "L") else "RGB"), actions
 
 
-def _eight_bit(image: Image.Image) -> tuple[Image.Image, list[str]]:
+def _eight_bit(image: Image.Image, depth: int) -> tuple[Image.Image, list[str]]:
     """Grey of 16 or 32 bits, or floating point, to 8 bits by the full range of its type: never by the values
     found, which would change the brightness of each image differently."""
     values = np.asarray(image)
@@ -221,12 +227,13 @@ def _eight_bit(image: Image.Image) -> tuple[Image.Image, list[str]]:
         if not (math.isfinite(low) and math.isfinite(high)):
             raise Unusable("floating point with NaN or infinity in it")
         if not (low >= 0 and high <= 255):
-            raise Unusable(f"floating point from {low:g} to {high:g}, neither in 0..1 nor in 0..255")
+            raise Unusable("floating point that is neither in 0..1 nor in 0..255")
         scaled = values * (255 if high <= 1 else 1)
         return Image.fromarray(np.rint(scaled).astype(np.uint8)), ["float"]
     if not (low >= 0 and high <= 65535):
-        raise Unusable(f"32-bit values from {low:g} to {high:g}, beyond 16 bits")
-    scaled = (values.astype(np.uint32) * 255 + 32767) // 65535
+        raise Unusable("32-bit values beyond 16 bits")
+    most = 2**depth - 1
+    scaled = (values.astype(np.uint32) * 255 + most // 2) // most
     grey = Image.fromarray(scaled.astype(np.uint8))
     grey.info = image.info
     return grey, ["sixteen_bit"]

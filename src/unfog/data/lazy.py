@@ -20,7 +20,7 @@ from unfog.data.images import ImageSet, Prepared
 from unfog.data.ledger import Ledger, Quarantined, shown
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.sources import Source
-from unfog.data.survey import MAX_HELD_OUT, Survey, held_out_split
+from unfog.data.survey import COLOURS_SAMPLED, MAX_HELD_OUT, Survey, held_out_split
 from unfog.errors import RunError
 
 UNREAD = "unread:"
@@ -229,8 +229,11 @@ def far_shards_of(images: ImageSet) -> FarShards | None:
 def on_the_fly(survey: Survey) -> Prepared:
     """The images of a source as sets that decode what is taken from them.
 
-    Held out are the same as always; of over EVENLY_FROM images, evenly spaced ones.
+    Held out are the same as always; of over EVENLY_FROM images, evenly spaced ones. Grey are only those that were asked
+    for as such or all looked at, as an image in colour among the others could not be told of in time.
     """
+    if not survey.proved and len(survey.source.names) > COLOURS_SAMPLED:
+        survey = survey.in_colour()
     source, settled, n = survey.source, survey.settled, len(survey.source.names)
     held = _held_out(source, settled.held_out)
     kind = repr((survey.stamp, settled.size, settled.channels, settled.background, survey.classes))

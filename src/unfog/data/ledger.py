@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from unfog.errors import RequestError
 
+REASONS = 10
+"""Reasons that a line names."""
 ACTIONS = {
     "resized": "resized to {size}x{size}",
     "upscaled": "upscaled to {size}x{size}",
@@ -165,11 +167,14 @@ class Ledger:
         return "; ".join(parts)
 
     def _quarantined(self, named: int = 3) -> str:
-        groups = []
-        for reason, count in Counter(one.reason for one in self.quarantined).most_common():
-            names = [shown(one.name) for one in self.quarantined if one.reason == reason]
-            groups.append(f"{count:,} {reason}: {', '.join(names[:named])}{', ...' * (count > named)}")
-        return "; ".join(groups)
+        names: dict[str, list[str]] = {}
+        for one in self.quarantined:
+            names.setdefault(one.reason, []).append(one.name)
+        groups = [
+            f"{len(of):,} {reason}: {', '.join(map(shown, of[:named]))}{', ...' * (len(of) > named)}"
+            for reason, of in sorted(names.items(), key=lambda item: -len(item[1]))
+        ]
+        return "; ".join([*groups[:REASONS], *["..."] * (len(groups) > REASONS)])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -25,9 +25,14 @@ class Autoguided:
     """1 is the plain denoiser; above 1 what both disagree on is exaggerated."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
-        """Guided E[x0 | x_t, label], [B, C, H, W]; two calls, as these are two networks."""
-        weaker = self.weaker(x_t, logsnr, label)
-        return weaker + self.scale * (self.denoiser(x_t, logsnr, label) - weaker)
+        """Guided E[x0 | x_t, label], [B, C, H, W]; two calls, as these are two networks.
+
+        A learned variance, which is behind it in channels, is the denoiser's own.
+        """
+        weaker, answer = self.weaker(x_t, logsnr, label), self.denoiser(x_t, logsnr, label)
+        channels = x_t.shape[1]
+        led = weaker + self.scale * (answer[:, :channels] - weaker)
+        return torch.cat([led, answer[:, channels:]], 1) if answer.shape[1] > channels else led
 
 
 @dataclass(frozen=True)

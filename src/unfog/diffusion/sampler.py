@@ -94,6 +94,8 @@ class Sampler:
         """
         import torch
 
+        if self.kind == "adaptive" and self.grid == "schedule" and 0 < schedule.steps < self.steps:
+            return noise_levels(schedule, self.steps, "logsnr")  # of a grid it uses the ends
         if self.grid != "tuned":
             return noise_levels(schedule, self.steps, self.grid)
         if len(self.tuned) != self.steps:

@@ -79,7 +79,7 @@ def describe(path: str) -> Described:
         if kind not in WEIGHTS:
             raise RequestError(f"codec = {folder} is a {kind!r:.60}, not one of {', '.join(WEIGHTS)}")
         factor, channels, image_channels = _sizes(kind, config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RequestError(f"codec = {folder}: {CONFIG} cannot be used: {type(error).__name__} {error}") from None
     if image_channels not in (1, 3) or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
         sizes = f"image channels {image_channels}, factor {factor}, latent channels {channels}"
@@ -109,4 +109,4 @@ def _sizes(kind: str, config: dict[str, Any]) -> tuple[int, int, int]:
     if inside != outside:
         raise ValueError(f"in_channels = {inside} and out_channels = {outside} differ")
     name, usual = ("block_out_channels", 1) if kind == "AutoencoderKL" else ("encoder_block_out_channels", 4)
-    return 2 ** (len(config.get(name, [0] * usual)) - 1), int(config.get("latent_channels", 4)), inside
+    return 2 ** min(len(config.get(name, [0] * usual)) - 1, 64), int(config.get("latent_channels", 4)), inside

@@ -93,8 +93,10 @@ class Swept:
         best, usual_row = self.best, next((row for row in self.rows if row.width == self.before), None)
         said = f"of {len(self.rows)} lengths, width {best.width:g} has the lowest {self.metric}, {best.value:.5g}"
         if usual_row is not None and best.width != self.before:
-            gain = 1 - best.value / usual_row.value if usual_row.value > 0 else 0.0
-            said += f", where the {self.before:g} of --ema has {usual_row.value:.5g} ({100 * gain:.2g}% more)"
+            said += f", where the {self.before:g} of --ema has {usual_row.value:.5g}"
+            if best.value > 0:
+                more = 100 * (usual_row.value / best.value - 1)
+                said += f" ({more:,.{0 if more >= 10 else 1}f}% more)"
         said += f" (step {self.step:,}, n = {self.n:,}{f', features {self.features}' if self.features else ''})"
         edge = best.width in (self.rows[0].width, self.rows[-1].width) and len(self.rows) > 1
         remedy = "it is the last of these in its direction; try --widths beyond it" if edge else ""
@@ -147,6 +149,8 @@ def ema_sweep(
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(path)
     config, kept, n = folder.read_config(), kept_in(folder.averages), n or USUAL_N[metric]
+    if config.autoencoder.factor:
+        raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
     asked = possible(kept, config, widths, step)
     step = mixture(kept, asked[0], step).step
     place = choose_device(device)

@@ -23,7 +23,7 @@ from unfog.runs.drawn import DrawnPictures, digest_of
 from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
 from unfog.runs.measures import forget_drawn, measure_all
-from unfog.runs.measuring import seconds_of
+from unfog.runs.measuring import seconds_of, timed
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 MOST_REAL = 10_000
 """Real images to compare with, or as many as are drawn, if that is more."""
-TIMED = 2
-"""Sampling steps that are timed for the estimate."""
 
 
 def evaluate(run: Run, asked: Asked) -> Evaluation:
@@ -208,7 +206,7 @@ def tell_cost(run: Run, chosen: Chosen, missing: int, world: World) -> None:
     """Say what drawing and features will take, by a few steps and a few pictures."""
     drawing = chosen.drawing
     few = min(drawing.batch, missing)
-    steps = min(TIMED, drawing.sampler.steps)
+    steps = timed(drawing.sampler)
     trial = replace(drawing, count=few, sampler=replace(drawing.sampler, steps=steps))
     seconds = seconds_of(lambda: draw(run.network, run.config, trial)) / few * drawing.sampler.steps / steps * missing
     told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.size)}"

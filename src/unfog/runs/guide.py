@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ def open_guide(run: Run, guide: Run | str | PathLike[str] | int) -> Denoiser:
         other = Run(path, run.weights, step, str(run.device))
     else:
         other = Run(run.path, run.weights, guide, str(run.device))
-    if other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights:
+    same = other.checkpoint.folder.resolve() == run.checkpoint.folder.resolve() and other.weights == run.weights
+    if same and other.ema is None and run.ema is None:  # an average of a width may be of any step
         raise RequestError(
             f"guide = step {other.checkpoint.step} is what draws; give a younger checkpoint, or a smaller network"
         )
@@ -61,6 +63,10 @@ def check_guide(config: Config, other: Config) -> None:
     ):
         if mine != its:
             raise RequestError(f"the guide has another {what} than this run ({its}, not {mine}), so it cannot lead it")
+    try:
+        replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
+    except RequestError as error:
+        raise RequestError(f"the guide cannot be asked at the noise levels of this run: {error}") from None
     if seen_as(config) != seen_as(other):
         raise RequestError(
             "the guide does not see what this run sees: pixels, or latents of one codec with one mean, deviation and "

@@ -22,6 +22,7 @@ from unfog.errors import RequestError
 from unfog.export.diffusers import from_unet2d, unet2d_settings
 from unfog.export.folder import read_folder
 from unfog.models.codec_folder import describe
+from unfog.models.settings import MPUNet
 from unfog.runs.build import build_network, shape_of
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder, printable
@@ -29,6 +30,8 @@ from unfog.runs.objectives import objective_of
 from unfog.training import checkpoint
 from unfog.training.parts import sha256_of
 
+NEAR = 0.02
+"""How far apart new classes begin, of the length of a row; as the rows of other networks are drawn."""
 CLASSES, AUGMENT, BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
 
@@ -239,13 +242,17 @@ def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: Found, c
         # No class adds the last row, always: then it may as well be part of what is added anyway.
         state[BIAS] = state[BIAS] + state.pop(CLASSES)[-1]
         return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
-    if CLASSES not in fresh:
+    # There rows have unit magnitude, and the noise condition is scaled where there are any.
+    scaled = isinstance(config.network, MPUNet)
+    if CLASSES not in fresh or (scaled and not before):
         raise RequestError(
             f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "
             "network can take no others: give --data.labels none, or start from other weights"
         )
     # Every class begins as what the weights know of "no class", so that the first pictures are as good as before.
     none = state[CLASSES][-1] if before else torch.zeros_like(fresh[CLASSES][-1])
-    state[CLASSES] = fresh[CLASSES] + none
+    apart = fresh[CLASSES] * (NEAR if scaled else 1.0)
+    apart[-1] = 0
+    state[CLASSES] = none + apart
     reason = f"their embedding is new, as the weights know {before or 'no'} classes; it begins as that of no class"
     return [Choice("classes", wanted, reason)]

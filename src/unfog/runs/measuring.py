@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet, spread
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import Measured, measure
@@ -127,11 +128,16 @@ def fit(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
+def timed(sampler: Sampler) -> int:
+    """Steps of a trial that tells what all of them take; the adaptive sampler has as many as it finds."""
+    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
+
+
 def time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
     """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        steps = min(2, config.sampler.steps)
+        steps = timed(config.sampler)
         trial = replace(usual(config, few, few), sampler=replace(config.sampler, steps=steps))
         drawing = seconds_of(lambda: draw(network, config, trial)) / few * config.sampler.steps / steps
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))

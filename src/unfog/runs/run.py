@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -165,7 +165,7 @@ class Run:
         Raises:
             RequestError: a setting, an image or a mask that will not do; a guide that does not fit, or is not there.
         """
-        words = list(label) if isinstance(label, list | tuple) else [label]
+        words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
         labels = find_labels([str(word) for word in words], self.classes)
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")

@@ -86,10 +86,9 @@ def draw(
         end = drawing.first + drawing.count
         for first in range(drawing.first, end, drawing.batch):
             indices = range(first, min(first + drawing.batch, end))
-            # A guide and an edit know the image's half of an answer only.
-            variance = (
-                config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and guide is None and edit is None
-            )
+            # What is known of a picture is known of the image's half of an answer only.
+            plain = edit is None or edit.unknown is None
+            variance = config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and plain
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(drawing.precision))
             denoise = Counted(conditional(denoiser, config, drawing, indices, device, guide))
             parts = (

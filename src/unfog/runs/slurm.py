@@ -120,7 +120,7 @@ class Job:
         options = {"partition": self.partition, "account": self.account}
         return SCRIPT.format(
             request=" ".join(shlex.join(["unfog", "slurm", *request]).split()),
-            name=re.sub(r"[^\w.-]", "-", run.name),
+            name=re.sub(r"[^\w.-]", "-", run.resolve().name),
             nodes=self.nodes,
             gpus=f"--gpus-per-node={self.gpus_per_node} " if self.gpus_per_node else "",
             cores=self.cores,

@@ -167,7 +167,10 @@ def _state(path: Path) -> str:
 def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """(images, labels or None), whatever they are."""
     if path.suffix.lower() == ".npy":
-        return np.load(path, mmap_mode="r", allow_pickle=False), None
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("it is an .npz file by another name")
+        return array, None
     with zipfile.ZipFile(path) as archive:
         names = [entry.removesuffix(".npy") for entry in archive.namelist()]
         images = next((one for one in _IMAGES if one in names), None)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TypeAlias
 
 from PIL import Image, UnidentifiedImageError, _imaging
 
@@ -43,9 +42,6 @@ _SIGNATURES = (_PNG_SIGNATURE, b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM
 _PNG_TEXTS = frozenset([b"tEXt", b"zTXt", b"iTXt"])
 TEXT_TOO_LARGE = "MAX_TEXT_"
 """In what Pillow says of a PNG's text that unpacks to over a megabyte, or of texts that do to over 64."""
-
-# A folder and those above it: ((device, inode), those above).
-_Chain: TypeAlias = "tuple[tuple[int, int], _Chain] | None"
 
 
 class Unusable(Exception):
@@ -102,15 +98,15 @@ def none_found(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quara
 
 
 def find(folder: Path) -> Found:
-    """Look at everything below a folder, links followed; a folder found again below itself is not entered again.
+    """Look at everything below a folder, links followed; each folder once, and by its own name rather than a link's.
 
     Raises:
         RequestError: the folder itself cannot be read.
     """
     found = Found()
-    pending: list[tuple[str, _Chain]] = [("", None)]  # not a recursion: folders may be thousands deep
-    while pending:
-        below, above = pending.pop()
+    pending, links, entered = [""], list[str](), set[tuple[int, int]]()  # no recursion: folders may be thousands deep
+    while pending or links:
+        below = pending.pop() if pending else links.pop()
         try:
             status = os.stat(folder / below)
             entries = list(os.scandir(folder / below))
@@ -120,8 +116,9 @@ def find(folder: Path) -> Found:
             found.unreadable.append(Quarantined(below, f"a folder {why(error)}"))
             continue
         here = (status.st_dev, status.st_ino)
-        if _within(here, above):
+        if here in entered and status.st_ino:  # which not every file system has
             continue
+        entered.add(here)
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
             found.ignored["a run's folder"] += 1  # previews are no photographs; one may train inside one's images
             continue
@@ -129,21 +126,13 @@ def find(folder: Path) -> Found:
             if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
                 found.ignored["hidden"] += 1
             elif _is_folder(entry):
-                pending.append((f"{below}{entry.name}/", (here, above)))
+                (links if entry.is_symlink() else pending).append(f"{below}{entry.name}/")
             elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
                 # Also a broken link or a pipe, which will be named as quarantined.
                 found.names.append(below + entry.name)
             else:
                 found.ignored[suffix or "without suffix"] += 1
     return found
-
-
-def _within(here: tuple[int, int], above: _Chain) -> bool:
-    while above is not None:
-        if above[0] == here:
-            return True
-        above = above[1]
-    return False
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

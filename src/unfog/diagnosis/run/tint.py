@@ -130,7 +130,7 @@ def contrast(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
     evidence = f"the contrast of drawn pictures is {ratio:.2f} times that of the data"
     if 0.7 <= ratio <= 1.4 or not gap.beyond(4.0):
         return Finding("run.contrast", "fine", evidence, "", facts)
-    remedy = unready or "train longer, or use more sampling steps: unfog sample RUN --steps 50"
+    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
     return Finding("run.contrast", "hint", evidence, remedy, facts)
 
 
@@ -141,7 +141,7 @@ def saturated(drawn: Statistics, data: Statistics, unready: str = "") -> Finding
     evidence = f"{mine:.1%} of drawn values are 0 or 255, and {theirs:.1%} of the data's"
     if mine - theirs <= CLIPPED or not difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
         return Finding("run.saturated", "fine", evidence, "", facts)
-    remedy = unready or "train longer, or use more sampling steps: unfog sample RUN --steps 50"
+    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
     return Finding("run.saturated", "hint" if unready else "warning", evidence, remedy, facts)
 
 
@@ -157,10 +157,10 @@ def blank(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = 
         return Finding("run.blank_samples", grave, evidence, soon, facts, (exhibit,))
     evidence = f"drawn pictures have {detail:.2f} times the fine detail of the data"
     if detail > NOISY:
-        remedy = f"{soon}; if that does not help, more sampling steps: unfog sample RUN --steps 50"
+        remedy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
         return Finding("run.blank_samples", grave, f"{evidence}: noise is left in them", remedy, facts, (exhibit,))
     if detail < SMOOTH:
-        remedy = f"{soon}, or with a larger network; more sampling steps may help: unfog sample RUN --steps 50"
+        remedy = f"{soon}, or with a larger network; more sampling steps may help"
         return Finding("run.blank_samples", "hint", f"{evidence}: they are blurred", remedy, facts, (exhibit,))
     return Finding("run.blank_samples", "fine", f"{evidence}, and none of them is blank", "", facts)
 
