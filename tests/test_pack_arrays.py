@@ -6,6 +6,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,39 @@ def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None
     unknown = dataset(datasets, label=datasets.ClassLabel(names=["x", "y", "z"]))
     unknown = unknown.map(lambda row: {"kind": -1}, features=unknown.features)
     assert HubSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
+
+
+def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    def left_out(one: Any, name: str) -> str:
+        source = HubSource(str(saved(one, tmp_path / name)), name)
+        assert (source.classes, source.labels) == ((), None)
+        assert prepare(source, ASKED).warnings == (source.left_out,)
+        assert prepare(source, replace(ASKED, labels="none")).warnings == ()
+        return source.left_out
+
+    kinds = dataset(datasets, label=datasets.ClassLabel(names=["x", "y", "z"]))
+    some = kinds.map(
+        lambda row, i: {"kind": None if i in (3, 5) else i % 3}, with_indices=True, features=kinds.features
+    )
+    assert left_out(some, "a").startswith("column kind is left out: 2 of 12 images have no value in it; fill it")
+    words = dataset(datasets, label=None, labels=["b", None, *["a"] * 10])
+    assert left_out(words, "b").startswith("column labels is left out: 1 of 12 images have no value in it")
+    hidden = kinds.map(lambda row: {"kind": -1}, features=kinds.features)
+    assert left_out(hidden, "c").startswith("column kind is left out: 12 of 12 images")
+    several = dataset(datasets, 6).add_column("label", [[1, 2]] * 6)
+    assert "its values are list" in left_out(several, "d")
+
+
+def test_true_and_false_are_classes(datasets: Any, tmp_path: Path) -> None:
+    from unfog.data.formats.hub import HubSource
+
+    one = dataset(datasets).add_column("label", [i % 3 == 0 for i in range(12)])
+    source = HubSource(str(saved(one, tmp_path / "a")), "a")
+    assert (source.classes, source.left_out) == (("false", "true"), "")
+    assert source.labels is not None
+    assert source.labels.tolist() == [1, 0, 0] * 4
 
 
 def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tmp_path: Path) -> None:

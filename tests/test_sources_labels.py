@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+import unicodedata
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,15 @@ import unfog
 from conftest import NETWORK
 from unfog.config.presets import preset
 from unfog.config.request import check_request
-from unfog.data.formats.tables import Labelled, labelled, read_table
+from unfog.data.formats.table_rows import Table, read_table
+from unfog.data.formats.tables import Labelled, labelled
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import Source, labels_of, open_source
 from unfog.errors import RequestError
+from unfog.runs.packing import pack
+from unfog.runs.signals import StopSignals
+from unfog.runs.train import load_images
 
 
 def png(i: int) -> bytes:
@@ -71,6 +76,8 @@ KINDS = {f"{i}.png": ("cat", "dog")[i % 2] for i in range(8)}
         ("t.csv", "file,said,label\n" + "".join(f'{n},"a\nb",{k}\n' for n, k in KINDS.items())),
         ("t.csv", "file,said,label\n" + "".join(f"{n},a\u2028b\x0bc\x85d,{k}\n" for n, k in KINDS.items())),
         ("t.csv", "file,label\n" + ROWS.replace("\n", ",\n")),
+        ("t.csv", "file;label\r\n" + ROWS.replace(",", ";") + ";\r\n ;;\r\n;\r\n"),
+        ("t.jsonl", "{}\n" + "".join(json.dumps({"file": n, "label": k}) + "\n" for n, k in KINDS.items()) + "{}"),
         ("t.csv", "file,label\n" + "".join(f".\\elsewhere\\{name}, {kind} \n" for name, kind in KINDS.items())),
         ("t.jsonl", "".join(json.dumps({"file_name": n, "label": k}) + "\n" for n, k in KINDS.items()) + "\n"),
         (
@@ -98,12 +105,13 @@ def test_paths_below_the_source_before_base_names(tmp_path: Path) -> None:
     photos = fill(tmp_path / "photos", ["a/1.png", "b/1.png", "b/2.png"])
     paths = write(tmp_path / "paths.csv", "file,label\na/1.png,x\n./b/1.png,y\nb/2.png,x\nc/3.png,z\n")
     assert by_name(open_source(photos), str(paths)) == {"a/1.png": "x", "b/1.png": "y", "b/2.png": "x"}
-    bases = write(tmp_path / "bases.csv", "file,label\n1.png,x\n2.png,y\n")
+    fill(photos, ["a/3.png"])
+    bases = write(tmp_path / "bases.csv", "file,label\n1.png,x\n2.png,y\n3.png,x\n")
     source = labelled(open_source(photos), str(bases))
-    assert list(source.names) == ["b/2.png"], "1.png is two images"
+    assert list(source.names) == ["a/3.png", "b/2.png"], "1.png is two images"
     # Where paths fit, a row of an image elsewhere is not taken for one of the same base name here.
-    mixed = write(tmp_path / "mixed.csv", "file,label\na/1.png,x\nelsewhere/2.png,y\n")
-    assert by_name(open_source(photos), str(mixed)) == {"a/1.png": "x"}
+    mixed = write(tmp_path / "mixed.csv", "file,label\na/1.png,x\na/3.png,x\nelsewhere/2.png,y\n")
+    assert by_name(open_source(photos), str(mixed)) == {"a/1.png": "x", "a/3.png": "x"}
 
 
 def test_a_row_of_another_folder_labels_nothing(tmp_path: Path) -> None:
@@ -116,6 +124,42 @@ def test_a_row_of_another_folder_labels_nothing(tmp_path: Path) -> None:
         assert [one.name for one in source.unreadable] == ["train/1.png", text.split("\n")[1].split(",")[0]]
     with pytest.raises(RequestError, match="no row of"):
         labelled(open_source(photos), str(write(tmp_path / "t.csv", "file,label\nval/0.png,a\n")))
+
+
+@pytest.mark.parametrize(("of_rows", "of_images"), [("/data/photos/", ""), ("../", ""), ("x/", "photos/x/")])
+def test_folders_that_all_rows_or_all_images_share_do_not_matter(tmp_path: Path, of_rows: str, of_images: str) -> None:
+    names = [f"{folder}/{i}.png" for folder in "ab" for i in range(3)]
+    photos = fill(tmp_path / "photos", [of_images + name for name in names])
+    (photos / of_images / "a/unlike.png").write_bytes(png(9))  # its base name alone is nobody else's
+    kinds = {name: name[0] + name[-5] for name in [*names, "a/unlike.png"]}
+    rows = "".join(f"{of_rows}{name},{kind}\n" for name, kind in kinds.items())
+    table = write(tmp_path / "t.csv", "file,label\n" + rows)
+    assert by_name(open_source(photos), str(table)) == {of_images + name: kind for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize(("on_disk", "in_table"), [("NFD", "NFC"), ("NFC", "NFD")])
+def test_accents_match_however_they_are_composed(tmp_path: Path, on_disk: str, in_table: str) -> None:
+    names = [f"é/ü{i}.png" for i in range(8)]
+    photos = fill(tmp_path / "photos", [unicodedata.normalize(on_disk, name) for name in names])
+    rows = "".join(f"{unicodedata.normalize(in_table, name)},{i % 2}\n" for i, name in enumerate(names))
+    write(photos / "labels.csv", "file,label\n" + rows)
+    found = by_name(open_source(photos), "auto")
+    assert found == {unicodedata.normalize(on_disk, name): str(i % 2) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (ROWS[: len("0.png,cat\n") * 3], "names only 3 of the 8 images of .*: none is '3.png'; .* empty label"),
+        (
+            ROWS.replace("png", "jpg").replace("0.jpg", "0.png"),
+            r"names only 1 of the 8 images of .*: rows are such as '1\.jpg', images such as '1\.png'",
+        ),
+    ],
+)
+def test_a_table_of_fewer_than_half_the_images_is_refused(photos: Path, tmp_path: Path, rows: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        labelled(open_source(photos), str(write(tmp_path / "t.csv", "file,label\n" + rows)))
 
 
 def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) -> None:
@@ -158,7 +202,7 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
         ("file,label\n0.png,cat\n0.png,dog\n", r"calls 0.png both cat and dog; keep one row"),
         ("", "has no rows"),
         ("file,label\n", "has no rows"),
-        ("file,label\n0.png,\n", "leaves every label empty"),
+        ("file,label\n" + "".join(f"{i}.png,\n" for i in range(8)), "leaves every label empty"),
         ("file,label\n,cat\n", "has a row of file  and label cat; each needs a name"),
         ('file,label\n"0.png,cat\n', "is damaged: unexpected end of data"),
         ("file,label\n0.png,cat\n1.png,cat, black\n", "has 3 fields in line 3 and 2 in its header; put quotes around"),
@@ -201,18 +245,50 @@ def test_a_table_at_the_top_of_a_folder_is_found(photos: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        "file_name,text\n" + ROWS,  # captions
-        "file_name,label\n" + "".join(f"{i}.png,number {i}\n" for i in range(8)),  # those, too
-        "file_name,label\n" + "".join(f"{i}.png,cat\n" for i in range(8)),
-        "",
+        ("file_name,text\n" + ROWS, "it has no column of labels, but file_name, text"),  # captions
+        (  # those, too
+            "file_name,label\n" + "".join(f"{i}.png,number {i}\n" for i in range(8)),
+            "it has 8 classes for 8 images, fewer than four for each; give --data.labels metadata.csv to insist",
+        ),
+        ("file_name,label\n" + "".join(f"{i}.png,cat\n" for i in range(8)), "it has no class but cat"),
+        ("file_name,label\n" + ROWS[:-1] + ";\n3.png,cat\n", "it calls 3.png both dog and cat; keep one row"),
+        ("", "it has no rows"),
     ],
 )
-def test_a_table_of_something_else_is_left_alone(photos: Path, text: str) -> None:
+def test_a_table_of_something_else_is_left_out_and_said_to_be(photos: Path, text: str, said: str) -> None:
     write(photos / "metadata.csv", text)
     source = open_source(photos)
-    assert labelled(source, "auto") is source
+    lines: list[str] = []
+    assert labelled(source, "auto", lines.append) is source
+    (line,) = lines
+    assert line.startswith(f"metadata.csv is left out: {said}")
+    assert prepare(source, Data()).warnings == (line,)
+    assert prepare(source, Data(labels="none")).warnings == ()
+
+
+def test_a_run_and_a_pack_warn_of_a_table_left_out(
+    photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(photos / "labels.csv", "file,label\n" + ROWS.replace("3.png,dog\n", ""))
+    said = (
+        "warning: labels.csv is left out: it has no label for 1 of 8 images, such as 3.png; "
+        "give --data.labels labels.csv to insist"
+    )
+    config = replace(preset("default"), source=str(photos), data=Data(size=8))
+    assert load_images(config, StopSignals())[0].train.classes == ()
+    assert capfd.readouterr().err.splitlines().count(said) == 1
+    pack(config, tmp_path / "packed")
+    assert capfd.readouterr().err.splitlines().count(said) == 1
+
+
+def test_of_two_tables_the_other_is_said_to_be_left_out(photos: Path) -> None:
+    write(photos / "metadata.csv", "file_name,label\n" + ROWS)
+    write(photos / "labels.csv", "file,label\n" + ROWS)
+    lines: list[str] = []
+    assert isinstance(labelled(open_source(photos), "auto", lines.append), Labelled)
+    assert lines == ["labels.csv is left out: metadata.csv has the labels; give --data.labels labels.csv to insist"]
 
 
 def test_a_table_that_would_lose_images_is_not_used_unasked(tmp_path: Path) -> None:
@@ -230,6 +306,8 @@ def test_folders_that_are_classes_come_before_a_table(tmp_path: Path) -> None:
     rows = "".join(f"{kind}/{i}.png,{i % 2}\n" for kind in "ab" for i in range(4))
     write(photos / "metadata.csv", "file_name,label\n" + rows)
     assert set(by_name(open_source(photos), "auto").values()) == {"a", "b"}
+    (line,) = prepare(open_source(photos), Data()).warnings
+    assert line.startswith("metadata.csv is left out: the folders are the classes; give --data.labels metadata.csv")
     assert set(by_name(open_source(photos), str(photos / "metadata.csv")).values()) == {"0", "1"}
 
 
@@ -263,6 +341,35 @@ def test_tables_label_zips_and_shards_too(tmp_path: Path) -> None:
             assert {image.rpartition("/")[2]: kind for image, kind in found.items()} == KINDS
 
 
+@pytest.mark.parametrize("inside", ["", "photos/"])
+def test_a_table_in_a_zip_is_found_as_in_its_folder(tmp_path: Path, inside: str) -> None:
+    path = tmp_path / "photos.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for i in range(8):
+            archive.writestr(f"{inside}images/{i}.png", png(i))
+        archive.writestr(f"{inside}labels.csv", "file,label\n" + "".join(f"images/{line}\n" for line in ROWS.split()))
+        archive.writestr(f"{inside}images/deep/metadata.csv", "file,label\n0.png,cat\n")
+    kinds = {f"{inside}images/{name}": kind for name, kind in KINDS.items()}
+    assert by_name(open_source(path), "auto") == by_name(open_source(path), "labels.csv") == kinds
+    prepared = prepare(open_source(path), Data())
+    assert prepared.warnings == ()
+    assert prepared.settings.labels == f"{path}/{inside}labels.csv"
+    assert prepare(open_source(path), prepared.settings).train.fingerprint == prepared.train.fingerprint
+    check_request(replace(preset("default"), source=str(path), data=Data(labels="labels.csv")))
+    with pytest.raises(RequestError, match=r"labels = kinds\.csv is not there"):
+        labelled(open_source(path), "kinds.csv")
+
+
+def test_a_table_in_a_zip_that_cannot_be_read_is_said_to_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "photos.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(8):
+            archive.writestr(f"{i}.png", png(i))
+        archive.writestr("labels.csv", "file,label\n" + ROWS, zipfile.ZIP_BZIP2)
+    (line,) = prepare(open_source(path), Data()).warnings
+    assert line.startswith("labels.csv is left out: it cannot be read (packed by method 12, not deflate)")
+
+
 def test_what_labels_may_be() -> None:
     for mode in ("auto", "folders", "none", "a.csv", "b/c.JSONL", "x.tsv"):
         assert Data(labels=mode).labels == mode
@@ -274,7 +381,7 @@ def test_what_labels_may_be() -> None:
 
 def test_a_table_of_many_rows_is_quick(tmp_path: Path) -> None:
     rows = "".join(f"{i:06}.png,{i % 7}\n" for i in range(50_000))
-    found, _ = read_table(write(tmp_path / "t.csv", "file,label\n" + rows))
+    found, _ = read_table(Table.at(write(tmp_path / "t.csv", "file,label\n" + rows)))
     assert len(found) == 50_000
 
 

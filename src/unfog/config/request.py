@@ -51,7 +51,8 @@ def check_request(config: Config) -> None:
         check_side(config.network, config.data.size // factor, factor)
     if not config.fingerprint:
         check_source(config.source)
-        find_table(config.data.labels, Path(config.source))
+        if locate(config.source).kind != "zip":  # whose own tables are seen when it is opened
+            find_table(config.data.labels, Path(config.source))
 
 
 def check_side(network: Architecture, side: int, factor: int) -> None:

@@ -141,6 +141,9 @@ class Prepared:
     place: str = ""
     """Where decoded images live and why, in a line, where that was chosen rather than asked for."""
 
+    warnings: tuple[str, ...] = ()
+    """What was found and left out that may have been meant to count, a line for each: a table of labels, say."""
+
     latents: tuple[ImageSet, ImageSet] | None = None
     """(train, held_out) with latents in place of pixels, where the network is to see those: see `data.latents`."""
 

@@ -60,7 +60,7 @@ def prepare(
     asked = replace(settings, labels=settled_labels(survey.source, survey.labels))
     unread = known.startswith(UNREAD)
     if settings.cache in ("auto", "disk") and not unread and (found := cache.load(key)):
-        return found.prepared(asked, source.name)
+        return replace(found.prepared(asked, source.name), warnings=survey.warnings)
     with calm_pillow():
         survey = survey.sampled()
         where, why = _place_as_begun(survey, unread) if known else _place(survey, wanted)
@@ -72,7 +72,7 @@ def prepare(
             prepared = cache.make(survey, key, progress).prepared(asked, source.name)
         else:
             prepared = _in_memory(survey, progress)
-    return replace(prepared, place=why)
+    return replace(prepared, place=why, warnings=survey.warnings)
 
 
 def survey_of(source: Source, settings: Data) -> tuple[Survey, str]:
@@ -83,9 +83,10 @@ def survey_of(source: Source, settings: Data) -> tuple[Survey, str]:
     """
     if isinstance(source, PackSource):
         settings = source.half_settled(settings)
-    source = labelled(source, settings.labels)
+    left_out: list[str] = []
+    source = labelled(source, settings.labels, left_out.append)
     classes, labels = labels_of(source, settings.labels)
-    survey = Survey.of(source, settings, classes, labels)
+    survey = replace(Survey.of(source, settings, classes, labels), warnings=tuple(left_out))
     return survey, cache.entry_key(survey.stamp, settings, classes, labels)
 
 

@@ -52,6 +52,9 @@ class Survey:
     proved: bool
     """False where grey is a guess, from those looked at: a single image in colour then makes all RGB."""
 
+    warnings: tuple[str, ...] = ()
+    """What was found and left out that may have been meant to count, a line for each: a table of labels, say."""
+
     @classmethod
     def of(cls, source: Source, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> Survey:
         """Size and channels are as in the settings, maybe open; see `sampled`.

@@ -45,6 +45,8 @@ def pack(config: Config, out: Path) -> Path:
         with Progress("indexing shards (MB)", None) as progress:
             source = open_source(config.source, _counting(progress, stop))
         survey, key = survey_of(source, config.data)
+        for left_out in survey.warnings:
+            warn(left_out)
         if is_pack(out):
             _refuse_another(Pack.open(out), survey)
             clear(out)

@@ -300,6 +300,8 @@ def load_images(
     say(prepared.ledger.line())
     if prepared.place and not few:
         say(f"  cache: {prepared.place}")
+    for left_out in prepared.warnings:
+        warn(left_out)
     warn_of_no_effect(config.data, prepared)
     names = source.names
     looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))

@@ -27,8 +27,9 @@ class HubSource:
     """Images of a map-style dataset of the `datasets` library (`pip install 'unfog[hf]'`).
 
     The image column is the first of type Image, or of files' bytes; the label column the first of type ClassLabel,
-    whose names are the classes, or one called label. Of several splits, "train", else the first, unless `split` says;
-    `resolved` names it. What `datasets` makes of parquet files is kept in the folder `hf` of the cache.
+    whose names are the classes, or one called label. One that lacks values is left out, which `left_out` says. Of
+    several splits, "train", else the first, unless `split` says; `resolved` names it. What `datasets` makes of parquet
+    files is kept in the folder `hf` of the cache.
 
     Args:
         place: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub.
@@ -71,7 +72,7 @@ class HubSource:
         if not len(dataset):
             raise RequestError(f"{shown(self.name)} is empty; give another split")
         self.names: Sequence[str] = Numbered(range(len(dataset)))
-        self.classes, self.labels = _labels(dataset, datasets)
+        self.classes, self.labels, self.left_out = _labels(dataset, datasets)
         self._roots = [_root(local)] if there else _roots(datasets)
         state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
@@ -176,20 +177,41 @@ def _image_column(name: str, dataset: Any, datasets: Any) -> str:
     raise RequestError(f"{shown(name)} has no column of images: {shown(found)[:200]}; cast one to datasets.Image()")
 
 
-def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
-    """(classes, label of each image), or ((), None) where no column tells, or one is without a label."""
+def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
+    """(classes, label of each image, which columns are left out and why), or ((), None, …) where no column tells."""
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.ClassLabel) and feature.names:
-            values = _column(dataset, column)
-            known = values.dtype.kind in "iu" and 0 <= values.min() <= values.max() < len(feature.names)
-            return (tuple(feature.names), values.astype(np.int64)) if known else ((), None)
-    for column in _LABELS:
-        if column in dataset.features and (values := _column(dataset, column)).dtype.kind in "iuUT":
+            values = _column(dataset, column).fill_null(-1).to_numpy()
+            if unknown := int(np.sum((values < 0) | (values >= len(feature.names)))):
+                return (), None, _without_values(column, unknown, len(values))
+            return tuple(feature.names), values.astype(np.int64), ""
+    left_out = []
+    for column in (name for name in _LABELS if name in dataset.features):
+        stored = _column(dataset, column)
+        if stored.null_count:
+            left_out.append(_without_values(column, stored.null_count, len(stored)))
+            continue
+        values = stored.to_numpy()
+        if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+            values = values.astype(str)
+        if values.dtype.kind in "iubUT":
             present, index = np.unique(values, return_inverse=True)
-            return tuple(str(value) for value in present.tolist()), index.astype(np.int64)
-    return (), None
+            names = [str(value).lower() if isinstance(value, bool) else str(value) for value in present.tolist()]
+            return tuple(names), index.astype(np.int64), "; ".join(left_out)
+        left_out.append(
+            f"column {column} is left out: its values are {shown(str(stored.type))[:60]}, not whole numbers or text"
+        )
+    return (), None, "; ".join(left_out)
 
 
-def _column(dataset: Any, column: str) -> NDArray[Any]:
-    values = np.asarray(dataset.with_format("arrow")[:][column].to_numpy())
-    return values.astype(str) if values.dtype.kind == "O" and all(isinstance(v, str) for v in values) else values
+def _without_values(column: str, count: int, of: int) -> str:
+    """What to say of a column of labels that lacks some: to train on the others would be to drop images unasked."""
+    return (
+        f"column {shown(column)} is left out: {count:,} of {of:,} images have no value in it; fill it, or leave those "
+        "images out of the dataset"
+    )
+
+
+def _column(dataset: Any, column: str) -> Any:
+    """A column as Arrow has it, which tells what is missing."""
+    return dataset.with_format("arrow")[:][column]

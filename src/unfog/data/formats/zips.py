@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from unfog.data.formats.locate import Located
 from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_piece import LARGEST, plain
 from unfog.data.formats.storage import State, Window, storage_of
+from unfog.data.formats.table_rows import Table
 from unfog.data.ledger import Quarantined, shown
+from unfog.data.settings import TABLES
 from unfog.errors import RequestError
 
 _PIECE = 2**16
@@ -57,6 +60,7 @@ class ZipSource:
         ignored = Counter[str]()
         quarantined: list[Quarantined] = []
         self._members: dict[str, _Member] = {}
+        self._tables: dict[str, zipfile.ZipInfo] = {}
         for info in self._directory():
             self._add(info, ignored, quarantined)
         self.ignored: Mapping[str, int] = ignored
@@ -85,6 +89,23 @@ class ZipSource:
                 sample = sampled(self._path)
         return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables at the top, by name: in no folder, or in folders that all images are below, as where the folder
+        was put into the archive and not what is in it."""
+        found: dict[str, Table] = {}
+        for path in sorted(self._tables, key=lambda path: path.count("/")):
+            folder, slash, base = path.rpartition("/")
+            if all(name.startswith(folder + slash) for name in (self.names[0], self.names[-1])):  # sorted, as they are
+                read = partial(self._table, self._tables[path])
+                found.setdefault(base, Table(f"{self.name}/{path}", f"{self.resolved}/{path}", read))
+        return found
+
+    def _table(self, info: zipfile.ZipInfo) -> bytes:
+        if trouble := _trouble(info):
+            raise Unusable(trouble)
+        return self._content(_member(info))
+
     def _directory(self) -> list[zipfile.ZipInfo]:
         """The archive's table of contents."""
         try:
@@ -106,20 +127,16 @@ class ZipSource:
         name = plain(info.filename.replace("\\", "/"))  # as Windows programs write it
         if kind := passed_over(name):
             ignored[kind] += 1
+            if kind in TABLES:
+                self._tables[name] = info
             return
         if name in self._members:
             quarantined.append(Quarantined(name, "replaced by a later member of its name"))
         self._members.pop(name, None)
-        if info.flag_bits & _ENCRYPTED:
-            quarantined.append(Quarantined(name, "encrypted"))
-        elif max(info.file_size, info.compress_size) > LARGEST:
-            quarantined.append(Quarantined(name, f"over {LARGEST // 2**20} MB"))
-        elif info.compress_type not in _METHODS:
-            quarantined.append(Quarantined(name, f"packed by method {info.compress_type}, not deflate"))
+        if trouble := _trouble(info):
+            quarantined.append(Quarantined(name, trouble))
         else:
-            self._members[name] = _Member(
-                info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC
-            )
+            self._members[name] = _member(info)
 
     def _content(self, member: _Member) -> bytes:
         """A member's bytes, never more of them than it says."""
@@ -137,6 +154,21 @@ class ZipSource:
         if zlib.crc32(data) != member.checksum:
             raise Unusable("damaged (its checksum is another)")
         return data
+
+
+def _member(info: zipfile.ZipInfo) -> _Member:
+    return _Member(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
+
+
+def _trouble(info: zipfile.ZipInfo) -> str:
+    """Why a member cannot be read; "" if it can."""
+    if info.flag_bits & _ENCRYPTED:
+        return "encrypted"
+    if max(info.file_size, info.compress_size) > LARGEST:
+        return f"over {LARGEST // 2**20} MB"
+    if info.compress_type not in _METHODS:
+        return f"packed by method {info.compress_type}, not deflate"
+    return ""
 
 
 def _inflated(data: bytes, size: int) -> bytes:
