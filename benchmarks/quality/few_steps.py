@@ -180,7 +180,9 @@ def row(name: str, calls: int, real: Tensor, drawn: Tensor, away: float | None, 
     # The kernel is a cubic: features of another scale than Inception's are brought to that of 1.
     scale = 1 if real.shape[1] == 2048 else real.square().mean().sqrt()
     (fd,), (kid,) = measure(["fd"], real, drawn), measure(["kid"], real / scale, drawn / scale)
-    told = [f"{m.value * k:.2f} ± {(m.error or 0) * k:.2f}" for m, k in ((fd, 1), (kid, 1000))]
+    # FD is refused where there are no more pictures than features.
+    values = [(m.value, (m.error or 0) * k, k) for m, k in ((fd, 1), (kid, 1000))]
+    told = ["refused" if value is None else f"{value * k:.2f} ± {error:.2f}" for value, error, k in values]
     told += ["" if away is None else f"{away:.4f}", f"{seconds:.0f}"]
     print(f"| {name} | {calls} | {' | '.join(told)} |", flush=True)
     say(f"  {name}: {fd}")
