@@ -15,6 +15,7 @@ from unfog.cli.given import training_asked_for
 from unfog.config.presets import default
 from unfog.config.toml import update
 from unfog.config.tree import nested
+from unfog.data import latents
 from unfog.data.augment import Augment, to_model_range
 from unfog.data.cache import cache_folder
 from unfog.data.images import ImageSet
@@ -139,6 +140,24 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
         assert np.array_equal(encoded("k", wanted(codec, sets), quiet).latents, first)
     other = encoded("k", wanted(codec, sets, copies=1), quiet)  # what is asked for decides, not what is there
     assert np.array_equal(other.latents[:, 0], first[:, 0])
+
+
+def test_two_do_not_encode_the_same(codec, monkeypatch):
+    monkeypatch.setattr(latents, "_WAIT", 0)
+
+    def waits(done, total):
+        raise KeyboardInterrupt
+
+    def other(done, total):
+        calls = []
+        with pytest.raises(KeyboardInterrupt):
+            encoded("k", wanted(codec, [images(10)], calls=calls), waits)
+        assert not calls
+
+    encoded("k", wanted(codec, [images(10)]), other)
+    assert {path.name for path in (cache_folder() / "latents-k").iterdir()} == {
+        *("latents.f16", "rows.i64", "latents.json")
+    }
 
 
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):

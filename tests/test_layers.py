@@ -6,7 +6,7 @@ from pathlib import Path
 import unfog
 
 ROOT = Path(unfog.__file__).parent
-BASE = {"errors", "rows", "storage", "version"}
+BASE = {"errors", "locks", "rows", "storage", "version"}
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 ALLOWED = {
     **{layer: {layer} for layer in LEAVES},
@@ -19,6 +19,7 @@ ALLOWED = {
     "__init__": {"runs", "config", "reporting", "data"},
     "__main__": {"cli"},
     "errors": set(),
+    "locks": set(),
     "rows": set(),
     "storage": set(),
     "version": set(),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unfog.config.text import shown
 from unfog.errors import RequestError
+from unfog.locks import LOCK
 
 _LONGEST_NAME = 255  # bytes, on every usual file system
 
@@ -52,7 +53,7 @@ def _in_the_way(out: Path, source: str) -> str:
         return "the images are there, and a run has a folder of its own"
     if above == whole and (out / "config.toml").exists():
         return f"it is a run already; go on with `unfog resume {shlex.quote(str(out))}` instead"
-    if above == whole and any(out.iterdir()):
+    if above == whole and any(one.name != LOCK for one in out.iterdir()):
         return "it is not empty"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
 

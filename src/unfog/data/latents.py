@@ -28,6 +28,7 @@ from unfog.data.cache import cache_folder, room
 from unfog.data.images import ImageSet
 from unfog.data.packs.journal import BusyError, locked
 from unfog.errors import RequestError, RunError
+from unfog.locks import LOCK
 from unfog.rows import taken
 
 FORMAT = 1
@@ -165,6 +166,7 @@ def _make(folder: Path, wanted: Wanted, progress: Callable[[int, int], None]) ->
         (partial / _DONE).unlink()
         if not folder.exists():  # of another process that was quicker
             partial.rename(folder)
+            (folder / LOCK).unlink(missing_ok=True)  # not before, or another would begin anew in what is whole
 
 
 def _done(partial: Path) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -15,6 +13,7 @@ from unfog.config.places import check_out
 from unfog.config.toml import read_toml, to_toml
 from unfog.config.tree import Config
 from unfog.errors import RequestError
+from unfog.locks import lock_of
 from unfog.reporting.records import write_atomic
 from unfog.runs.pulse import last_beat
 
@@ -78,10 +77,13 @@ class RunFolder:
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
-        with self.locked():  # whoever does not get it leaves the folder to the one who has
-            try:
+        got = False
+        try:
+            with self.locked():
+                got = True
                 yield
-            finally:
+        finally:
+            if got:  # whoever did not get it leaves the folder to the one who has
                 remove_empty(made)
 
     @contextmanager
@@ -90,24 +92,16 @@ class RunFolder:
 
         The system gives the lock back when the process ends, however it ends.
         """
-        if sys.platform == "win32":
-            yield
-            return
-        import fcntl
-
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours = stack.enter_context(lock_of(self.path))
             except BlockingIOError:
                 raise self._taken() from None
-            except OSError:  # a network file system without locks: the heartbeat has to do
+            if not ours:  # a network file system without locks: the heartbeat has to do
                 beat = last_beat(self.path)
                 if beat is not None and beat["alive"]:
-                    raise self._taken() from None
+                    raise self._taken()
             yield
-        finally:
-            os.close(descriptor)
 
     def _taken(self) -> RequestError:
         beat = last_beat(self.path)

@@ -7,6 +7,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from unfog.locks import LOCK
 from unfog.runs.folder import CODEC, RunFolder, next_folder, remove_empty
 
 LAUNCH = "launch"
@@ -58,5 +59,6 @@ def earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
         (one.path / LAUNCH).unlink()
         if mine:
             shutil.rmtree(one.path / CODEC, ignore_errors=True)
+            (one.path / LOCK).unlink(missing_ok=True)
             remove_empty([one.path])
     return None

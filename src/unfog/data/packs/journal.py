@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,9 +20,11 @@ from unfog.data.packs.files import FORMAT, is_pack
 from unfog.data.packs.pack import KEPT
 from unfog.data.survey import Survey
 from unfog.errors import RequestError, RunError
+from unfog.locks import LOCK, lock_of
 
 JOURNAL = "journal.jsonl"
 FACTS_FILE = "facts.bin"
+_BEGINS = {"pixels.u8", FACTS_FILE, LOCK}  # what may be there before the journal is
 
 
 class BusyError(RequestError):
@@ -102,7 +103,7 @@ def header_of(survey: Survey, key: str) -> dict[str, Any]:
 
 def clear(folder: Path) -> None:
     """Remove what is of no use in a finished pack."""
-    for name in (JOURNAL, FACTS_FILE):
+    for name in (JOURNAL, FACTS_FILE, LOCK):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -112,10 +113,10 @@ def made(folder: Path, remedy: str) -> Iterator[None]:
     said = shown(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = next((one.name for one in folder.iterdir()), None) if not (folder / JOURNAL).exists() else None
+        foreign = set() if (folder / JOURNAL).exists() else {one.name for one in folder.iterdir()} - _BEGINS
     except OSError as error:
         raise RequestError(f"{said} cannot be written ({error.strerror}); {remedy}") from error
-    if is_pack(folder) or (foreign is not None and foreign not in ("pixels.u8", FACTS_FILE)):
+    if is_pack(folder) or foreign:
         raise RequestError(f"{said} exists and holds something else; give another folder, or remove it")
     try:
         yield
@@ -125,13 +126,17 @@ def made(folder: Path, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def _leave_nothing_empty(folder: Path) -> None:
-    """Remove the folder where no image came into it."""
+def _remove_empty_files(folder: Path) -> None:
+    """Remove what was begun where no image came into it."""
     with suppress(OSError):
         if not is_pack(folder) and not any(line["rows"] for line in Progressed.read(folder).lines):
             for name in (JOURNAL, FACTS_FILE, "pixels.u8"):
                 (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
@@ -140,25 +145,16 @@ def locked(folder: Path) -> Iterator[None]:
 
     A folder that nothing came into is gone after it.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, folder)  # when the lock is no longer in it
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(lock_of(folder))
+        except (BlockingIOError, FileNotFoundError):  # gone is what another has just moved away or removed
             raise BusyError(f"another process is packing into {shown(str(folder))}; wait for it") from None
-        except OSError:  # a network file system without locks
-            pass
         try:
             yield
         finally:
-            _leave_nothing_empty(folder)
-    finally:
-        os.close(descriptor)
+            _remove_empty_files(folder)
 
 
 def append(file: BinaryIO, data: NDArray[Any] | bytes) -> None:
