@@ -142,6 +142,26 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
     assert np.array_equal(other.latents[:, 0], first[:, 0])
 
 
+def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch):
+    sets, calls = [images(200)], []
+    needed = 2 * 200 * 2 * 3 * 4 * 4
+
+    def room():
+        return needed + 100 - sum(path.stat().st_size for path in cache_folder().glob("latents-k*/latents.f16"))
+
+    def stop(done, total):
+        if done >= 160:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("unfog.data.latents.room", room)
+    monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 0)
+    with pytest.raises(KeyboardInterrupt):
+        encoded("k", wanted(codec, sets), stop)
+    assert room() < needed
+    encoded("k", wanted(codec, sets, calls=calls), quiet)
+    assert sum(calls) == 2 * (200 - 128)  # 32 batches are on the disk for certain
+
+
 def test_two_do_not_encode_the_same(codec, monkeypatch):
     monkeypatch.setattr(latents, "_WAIT", 0)
 

@@ -34,6 +34,7 @@ from unfog.runs import examination, find_lr
 from unfog.runs.build import held_out_set
 from unfog.runs.data_record import contact_sheet, data_json
 from unfog.runs.signals import StopSignals
+from unfog.storage import cache_folder
 
 ASKED = Data(size=8, channels=3, cache="none")
 
@@ -503,6 +504,26 @@ def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, m
     assert isinstance(prepared.train.pixels, LazyPixels)
     assert "are more than half of the 0.0 GB free" in prepared.place
     assert "`unfog pack SOURCE OUT`" in prepared.place
+
+
+def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that began with it would go on without, which is refused."""
+    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr("unfog.data.bulk._CHUNK", 100)
+    total, source, asked = 2 * 300 * 64**2 * 3, open_source(photos), replace(ASKED, cache="auto", size=64)
+
+    def room() -> int:
+        return total - sum(path.stat().st_size for path in cache_folder().glob("*/pixels.u8"))
+
+    def stop(done: int, total: int) -> None:
+        if done >= 200:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("unfog.data.cache.room", room)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, asked, stop, wanted=5000)
+    assert room() < total
+    assert not isinstance(prepare(source, asked, wanted=5000).train.pixels, LazyPixels)
 
 
 def test_without_a_cache_to_write_to_small_ones_stay_in_memory(

@@ -66,6 +66,16 @@ def room() -> int | None:
         return None
 
 
+def held(entry: Path) -> int:
+    """Bytes on disk of what is in an entry, or in one that was interrupted; 0 if there is none."""
+    held = 0
+    with suppress(OSError):
+        for path in entry.iterdir():
+            facts = path.stat()
+            held += 512 * facts.st_blocks if hasattr(facts, "st_blocks") else facts.st_size  # it may have holes
+    return held
+
+
 def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
     """Decode a source into the entry of that key, or go on with one that was interrupted.
 

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.cache import cache_folder, room
+from unfog.data.cache import cache_folder, held, room
 from unfog.data.images import ImageSet
 from unfog.data.packs.journal import BusyError, locked
 from unfog.errors import RequestError, RunError
@@ -97,16 +97,16 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
         RunError: the disk refuses; the codec's latents are no numbers.
     """
     folder = cache_folder() / f"latents-{key}"
-    needed = 2 * int(np.prod(wanted.whole))
+    needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
     while (found := _opened(folder, wanted.whole)) is None:
         free = room()
-        if free is None or free < needed:
+        if free is None or free + held(partial) < needed:
             if needed <= IN_MEMORY:
                 return in_memory(wanted, progress)
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:
-            _make(folder, wanted, progress)
+            _make(folder, partial, wanted, progress)
         except BusyError:
             time.sleep(_WAIT)
             progress(0, wanted.whole[0])
@@ -143,9 +143,8 @@ def _opened(folder: Path, shape: tuple[int, ...]) -> Stored | None:
     return None
 
 
-def _make(folder: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> None:
+def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> None:
     """Write an entry, or go on with it. BusyError if another process is at it."""
-    partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
         done, row_bytes = _done(partial), 2 * int(np.prod(wanted.whole[1:]))

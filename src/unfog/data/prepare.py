@@ -28,8 +28,8 @@ MEMORY_FILE_BYTES = 64 * 2**20
 MEMORY_PIXEL_BYTES = 256 * 2**20
 """cache = auto keeps images in memory while there are no more of them than this, their files together and their pixels
 no larger, so that decoding takes seconds. Of larger sets it keeps a pack in the cache, if that takes at most half of
-the room there is and most of the images will be drawn; else it decodes each image when its turn comes. Where no cache
-can be written, it stays in memory up to four times the pixels."""
+the room there is (with what is begun of it) and most of the images will be drawn; else it decodes each image when its
+turn comes. Where no cache can be written, it stays in memory up to four times the pixels."""
 
 
 def prepare(
@@ -63,7 +63,7 @@ def prepare(
         return replace(found.prepared(asked, source.name), warnings=survey.warnings)
     with calm_pillow():
         survey = survey.sampled()
-        where, why = _place_as_begun(survey, unread) if known else _place(survey, wanted)
+        where, why = _place_as_begun(survey, key, unread) if known else _place(survey, key, wanted)
         if where == "none":
             prepared = on_the_fly(survey)
             shards = far_shards_of(prepared.train)
@@ -113,7 +113,7 @@ def _in_memory(survey: Survey, progress: Progress | None) -> Prepared:
     return split(whole, account.train, account.settings, account.ledger)
 
 
-def _place_as_begun(survey: Survey, unread: bool) -> tuple[str, str]:
+def _place_as_begun(survey: Survey, key: str, unread: bool) -> tuple[str, str]:
     """As `_place`, for a run that goes on and whose images nobody had looked at, or else were decoded all.
 
     Raises:
@@ -121,7 +121,7 @@ def _place_as_begun(survey: Survey, unread: bool) -> tuple[str, str]:
     """
     if unread and survey.settings.cache == "auto":
         return "none", ""
-    where, why = _place(survey, wanted=0)
+    where, why = _place(survey, key, wanted=0)
     if unread == (where == "none"):
         return where, why
     why = why or f"cache = {survey.settings.cache}"
@@ -132,7 +132,7 @@ def _place_as_begun(survey: Survey, unread: bool) -> tuple[str, str]:
     )
 
 
-def _place(survey: Survey, wanted: int) -> tuple[str, str]:
+def _place(survey: Survey, key: str, wanted: int) -> tuple[str, str]:
     """(memory, disk or none, and why in a line where that was left open and is worth a word)."""
     n = len(survey.source.names)
     pixel_bytes = n * survey.channels * survey.size**2
@@ -149,7 +149,7 @@ def _place(survey: Survey, wanted: int) -> tuple[str, str]:
             f"{each}, as this run draws {wanted:,} of {n:,}; --data.cache disk decodes all, for later runs",
         )
     room, gigabytes = cache.room(), f"{pixel_bytes / 1e9:,.1f} GB decoded"
-    if room is not None and 2 * pixel_bytes <= room:
+    if room is not None and 2 * pixel_bytes <= room + cache.held(cache.cache_folder() / key):  # of an interrupted pack
         return "disk", f"decoded once, for all runs: {gigabytes}, in {cache.cache_folder()}"
     if room is None and pixel_bytes < 4 * MEMORY_PIXEL_BYTES:
         return "memory", f"{gigabytes}, in memory, as the cache in {cache.cache_folder()} cannot be written"
