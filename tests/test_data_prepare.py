@@ -304,7 +304,11 @@ def test_what_is_interrupted_before_anything_is_done_leaves_nothing_and_old_left
     for journal in (leftover, recent):
         journal.parent.mkdir()
         journal.write_text("{}\n")
-    os.utime(leftover, (0, 0))
+    latents = cache_folder / "latents-k.partial/latents.f16"
+    latents.parent.mkdir()
+    latents.touch()
+    for abandoned in (leftover, latents):
+        os.utime(abandoned, (0, 0))
     with pytest.raises(KeyboardInterrupt):
         prepare(open_source(fill(tmp_path / "set", 50)), Data(cache="disk"), interrupt)
     assert list(cache_folder.iterdir()) == [recent.parent]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -160,6 +161,25 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
     assert room() < needed
     encoded("k", wanted(codec, sets, calls=calls), quiet)
     assert sum(calls) == 2 * (200 - 128)  # 32 batches are on the disk for certain
+
+
+def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatch):
+    """Between the look at the folder and the lock."""
+    mine, other, lock = [], [], latents.locked
+
+    @contextmanager
+    def late(folder):
+        monkeypatch.setattr(latents, "locked", lock)
+        folder.rmdir()
+        encoded("k", wanted(codec, [images(10)], calls=other), quiet)
+        folder.mkdir()
+        with lock(folder):
+            yield
+
+    monkeypatch.setattr(latents, "locked", late)
+    stored = encoded("k", wanted(codec, [images(10)], calls=mine), quiet)
+    assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
+    assert [path.name for path in cache_folder().iterdir()] == ["latents-k"]
 
 
 def test_two_do_not_encode_the_same(codec, monkeypatch):

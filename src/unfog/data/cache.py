@@ -89,7 +89,7 @@ def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
     folder = cache_folder()
     gigabytes = len(survey.source.names) * survey.channels * survey.size**2 / 1e9
     remedy = f"set UNFOG_CACHE to a folder with {gigabytes:.1f} GB free, or use cache = none or memory"
-    _remove_abandoned(folder)
+    remove_abandoned(folder)
     _remove_damaged(key)
     pack = _write(survey, folder / key, key, remedy, progress)
     now, _ = survey.source.stamp()
@@ -135,10 +135,10 @@ def _remove_damaged(key: str) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what has been left unfinished for a week."""
+def remove_abandoned(folder: Path) -> None:
+    """Remove what has been left unfinished for a week: packs, and latents."""
     with suppress(OSError):
-        for journal in folder.glob(f"*/{JOURNAL}"):
+        for grows in (*folder.glob(f"*/{JOURNAL}"), *folder.glob("latents-*.partial/*.f16")):
             with suppress(OSError):
-                if not is_pack(journal.parent) and time.time() - journal.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(journal.parent)
+                if not is_pack(grows.parent) and time.time() - grows.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(grows.parent)

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.cache import cache_folder, held, room
+from unfog.data.cache import cache_folder, held, remove_abandoned, room
 from unfog.data.images import ImageSet
 from unfog.data.packs.journal import BusyError, locked
 from unfog.errors import RequestError, RunError
@@ -98,7 +98,8 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
     """
     folder = cache_folder() / f"latents-{key}"
     needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
-    while (found := _opened(folder, wanted.whole)) is None:
+    found = _opened(folder, wanted.whole)
+    while found is None:
         free = room()
         if free is None or free + held(partial) < needed:
             if needed <= IN_MEMORY:
@@ -106,10 +107,12 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:
-            _make(folder, partial, wanted, progress)
+            remove_abandoned(cache_folder())
+            found = _make(folder, partial, wanted, progress)
         except BusyError:
             time.sleep(_WAIT)
             progress(0, wanted.whole[0])
+            found = _opened(folder, wanted.whole)
         except OSError as error:
             raise RunError(
                 f"{folder} could not be written ({error.strerror}); make room, and do the same again"
@@ -143,10 +146,13 @@ def _opened(folder: Path, shape: tuple[int, ...]) -> Stored | None:
     return None
 
 
-def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> None:
+def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> Stored | None:
     """Write an entry, or go on with it. BusyError if another process is at it."""
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
+        if (found := _opened(folder, wanted.whole)) is not None:  # another has finished it since that was looked at
+            shutil.rmtree(partial, ignore_errors=True)
+            return found
         done, row_bytes = _done(partial), 2 * int(np.prod(wanted.whole[1:]))
         with open(partial / _LATENTS, "ab") as latents, open(partial / _ROWS, "ab") as rows:
             latents.truncate(done * row_bytes)
@@ -163,9 +169,10 @@ def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, 
                 progress(done, wanted.whole[0])
         _write(partial / _FACTS, {"format": FORMAT, "shape": list(wanted.whole)})
         (partial / _DONE).unlink()
-        if not folder.exists():  # of another process that was quicker
+        if not folder.exists():  # of another process that was quicker, where nothing can be locked
             partial.rename(folder)
             (folder / LOCK).unlink(missing_ok=True)  # not before, or another would begin anew in what is whole
+    return _opened(folder, wanted.whole)
 
 
 def _done(partial: Path) -> int:
