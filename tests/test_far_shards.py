@@ -24,6 +24,7 @@ from unfog.data.ahead import Course
 from unfog.data.formats import far_shards, member_cache, remote
 from unfog.data.formats.far_shards import Care
 from unfog.data.formats.member_cache import MemberCache
+from unfog.data.latents import Wanted, encoded
 from unfog.data.lazy import LazyPixels
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
@@ -429,6 +430,34 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     with pytest.raises(RequestError, match=r"s-003\.tar is not there"):
         opened(never_seen, replace(CARE, begun={}))
     never_seen.stop()
+
+
+def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web: Server) -> None:
+    encodings: list[int] = []
+
+    def encode(pixels: np.ndarray) -> np.ndarray:
+        encodings.append(len(pixels))
+        return pixels[:, :2, :1, :1].astype(np.float32)
+
+    def rows_of(stream: ImageStream) -> list[int]:
+        return encoded("k", Wanted([stream.images], (2, 1, 1), 1, encode, 10), lambda done, total: None).rows.tolist()
+
+    first, second = opened(web), opened(web)
+    web.faults["s-003.tar"] = "gone"
+    without = rows_of(first)
+    assert set(without).isdisjoint(INSIDE)
+    encodings.clear()
+    assert rows_of(second) == without
+    assert not encodings
+    assert shards_of(second).given_up == shards_of(first).given_up, "it is told of"
+    web.faults.clear()
+    assert rows_of(opened(web, replace(CARE, begun=shards_of(first).given_up))) == without
+    assert not encodings
+    assert rows_of(opened(web)) == list(range(N)), "it is back"
+    assert sum(encodings) == N
+    encodings.clear()
+    assert rows_of(opened(web)) == list(range(N))
+    assert not encodings
 
 
 # Whole runs

@@ -21,6 +21,9 @@ from unfog.data.augment import Augment, to_model_range
 from unfog.data.cache import cache_folder
 from unfog.data.images import ImageSet
 from unfog.data.latents import Normalise, Wanted, as_images, encoded, statistics
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.codec_settings import Autoencoder, Latents
@@ -198,6 +201,42 @@ def test_two_do_not_encode_the_same(codec, monkeypatch):
     assert {path.name for path in (cache_folder() / "latents-k").iterdir()} == {
         *("latents.f16", "rows.i64", "latents.json")
     }
+
+
+@pytest.fixture
+def damaged(photos, tmp_path):
+    """Those pictures, one of them cut off."""
+    folder = shutil.copytree(photos, tmp_path / "damaged")
+    (folder / "007.png").write_bytes((folder / "007.png").read_bytes()[:40])
+    return folder
+
+
+def of(damaged):
+    return prepare(open_source(damaged), Data(size=16, channels=3, cache="none", held_out=0)).train
+
+
+def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged, codec):
+    first, second, calls = of(damaged), of(damaged), []
+    rows = encoded("k", wanted(codec, [first]), quiet).rows
+    assert rows[7] == 8
+    assert np.array_equal(encoded("k", wanted(codec, [second], calls=calls), quiet).rows, rows)
+    assert not calls
+    assert [one.name for one in second.pixels.quarantined] == ["007.png"]
+    assert second.pixels.quarantined == first.pixels.quarantined
+
+
+def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(damaged, codec):
+    def stop(done, total):
+        if done >= 50:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encoded("k", wanted(codec, [of(damaged)], batch=1), stop)
+    train, calls = of(damaged), []
+    stored = encoded("k", wanted(codec, [train], batch=1, calls=calls), quiet)
+    assert len(calls) == 2 * (120 - 32)
+    assert stored.rows[7] == 8
+    assert [one.name for one in train.pixels.quarantined] == ["007.png"]
 
 
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 
 An entry is a folder named by a hash of the images, the codec and the copies. It is made beside its place and renamed
 when whole; what an interruption leaves is gone on with. All of it may be deleted at any time, and is made anew.
+An image that another stood in for, as it could not be decoded or its shard was given up, is tried again by whoever
+finds the entry: so it is missed, and named, by those alone who cannot have it either.
 
     latents.f16    float16 [N, K, C, H, W]: of each image one copy, or two, the second of the image mirrored
     rows.i64       int64 [N], which image each one is: another than its place where that could not be decoded
@@ -98,7 +100,7 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
     """
     folder = cache_folder() / f"latents-{key}"
     needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
-    found = _opened(folder, wanted.whole)
+    found = _found(folder, wanted, progress)
     while found is None:
         free = room()
         if free is None or free + held(partial) < needed:
@@ -112,7 +114,7 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
         except BusyError:
             time.sleep(_WAIT)
             progress(0, wanted.whole[0])
-            found = _opened(folder, wanted.whole)
+            found = _found(folder, wanted, progress)
         except OSError as error:
             raise RunError(
                 f"{folder} could not be written ({error.strerror}); make room, and do the same again"
@@ -128,6 +130,34 @@ def in_memory(wanted: Wanted, progress: Callable[[int, int], None]) -> Stored:
         done += len(some)
         progress(done, len(rows))
     return Stored(latents, rows)
+
+
+def _found(folder: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> Stored | None:
+    """The entry in a folder, mapped; None if there is none of these images, and then what lies there is removed."""
+    entry = _opened(folder, wanted.whole)
+    if entry is None or _still(entry.rows, wanted, progress):
+        return entry
+    shutil.rmtree(folder, ignore_errors=True)  # those who have it mapped keep it
+    return None
+
+
+def _still(rows: NDArray[np.int64], wanted: Wanted, progress: Callable[[int, int], None]) -> bool:
+    """Whether the images that others stood in for still cannot be had, and the same ones stand in for them.
+
+    They are read for that, by which their set learns, and can tell, what is wrong with them. `rows` are those of an
+    entry, or of its beginning.
+    """
+    begin = 0
+    for images in wanted.sets:
+        used = rows[begin : begin + len(images)]
+        missed = np.flatnonzero(used != np.arange(len(used)))
+        for first in range(0, len(missed), wanted.batch):
+            some = missed[first : first + wanted.batch]
+            if not np.array_equal(images.take(some)[2], used[some]):
+                return False
+            progress(0, wanted.whole[0])
+        begin += len(images)
+    return True
 
 
 def _opened(folder: Path, shape: tuple[int, ...]) -> Stored | None:
@@ -150,10 +180,10 @@ def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, 
     """Write an entry, or go on with it. BusyError if another process is at it."""
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
-        if (found := _opened(folder, wanted.whole)) is not None:  # another has finished it since that was looked at
+        if (found := _found(folder, wanted, progress)) is not None:  # another has finished it since that was looked at
             shutil.rmtree(partial, ignore_errors=True)
             return found
-        done, row_bytes = _done(partial), 2 * int(np.prod(wanted.whole[1:]))
+        done, row_bytes = _done(partial, wanted, progress), 2 * int(np.prod(wanted.whole[1:]))
         with open(partial / _LATENTS, "ab") as latents, open(partial / _ROWS, "ab") as rows:
             latents.truncate(done * row_bytes)
             rows.truncate(done * 8)
@@ -175,13 +205,14 @@ def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, 
     return _opened(folder, wanted.whole)
 
 
-def _done(partial: Path) -> int:
-    """How many images are on disk for certain."""
+def _done(partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> int:
+    """How many images are on disk for certain, and as they would be encoded now."""
     try:
         done = json.loads((partial / _DONE).read_text("utf-8"))["done"]
-        return done if isinstance(done, int) and done >= 0 else 0
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        rows = np.fromfile(partial / _ROWS, np.int64, max(0, int(done)))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0
+    return len(rows) if len(rows) == done and _still(rows, wanted, progress) else 0
 
 
 def _write(path: Path, facts: object) -> None:
