@@ -188,7 +188,7 @@ def contents() -> dict[str, tuple[bytes, tuple[str, ...] | str]]:
         "float undefined.tif": (encoded(undefined, "TIFF"), "floating point with NaN or infinity in it"),
         "float range.tif": (
             encoded(floats * 1000 - 1, "TIFF"),
-            "floating point from -1 to 999, neither in 0..1 nor in 0..255",
+            "floating point that is neither in 0..1 nor in 0..255",
         ),
         "palette.gif": (encoded(Image.fromarray(RGB).quantize(64), "GIF"), (PALETTE,)),
         "palette transparent.png": (palette(), (FLAT, PALETTE)),
