@@ -27,7 +27,7 @@ from unfog.runs.train import load_images, resume, start
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
 HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.config", "unfog.config.places", "unfog.config.text"]
-HELP += ["unfog.errors", "unfog.version"]
+HELP += ["unfog.errors", "unfog.locks", "unfog.version"]
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])
