@@ -179,6 +179,7 @@ def test_compiled_on_two_processes_divided_or_not(tmp_path):
         assert largest_difference(weights(tmp_path / "eager"), weights(tmp_path / name)) < 1e-6
 
 
+@dynamo.config.patch(recompile_limit=8)  # which is put back
 def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_once(monkeypatch):
     graphs, shapes = [], set()
 
@@ -190,7 +191,6 @@ def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_o
         block._compiled_call_impl = torch.compile(block._call_impl, backend=backend, fullgraph=True, **settings)
 
     monkeypatch.setattr(nn.Module, "compile", compiled)
-    monkeypatch.setattr(dynamo.config, "recompile_limit", 8)
     unet = UNet(channels=(8, 16, 24), blocks=2, norm_groups=4, head_channels=8)
     for settings, least, most in ((unet, 9, 99), (DiT(width=16, depth=10, head_channels=8), 1, 1)):
         network = build_model(settings, 3, 2)
