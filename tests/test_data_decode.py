@@ -147,6 +147,17 @@ def test_sixteen_bit_colour_is_counted(tmp_path: Path) -> None:
     assert np.abs(pixels.transpose(1, 2, 0).reshape(2, 6) - values / 257).max() < 1
 
 
+def test_a_turned_tiff_is_upright_and_counted_once(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x112] = 6
+    for suffix in ("tif", "png"):
+        Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
+    found = [decode(partial(open_image, tmp_path / f"a.{suffix}"), 16, 3, WHITE) for suffix in ("tif", "png")]
+    assert [facts.actions for _, facts in found] == [["rotated"], ["rotated"]]
+    assert np.array_equal(found[0][0], found[1][0])
+
+
 def test_twelve_bits_are_scaled_by_their_range(tmp_path: Path) -> None:
     values = (np.arange(256) * 16 + 15).reshape(16, 16)  # to 4,095, two of them in three bytes
     data = int("".join(f"{v:012b}" for v in values.ravel()), 2).to_bytes(384, "big")

@@ -119,7 +119,7 @@ def _decode(
     (width, height), mode = image.size, image.mode
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
-    actions, depth, before = _format_actions(image), _depth(image), _orientation(image)
+    actions, depth = _format_actions(image), _depth(image)
     short = min(width, height)
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         image.draft(None, (int(_REDUCING_GAP * size * width / short), int(_REDUCING_GAP * size * height / short)))
@@ -140,7 +140,6 @@ def _decode(
     if orientation != 1:
         # After the resize: the result is the same, and it is far cheaper.
         square = square.transpose(_UPRIGHT[orientation])
-    if before != 1:  # a TIFF has been turned by Pillow
         actions.append("rotated")
     if orientation >= 5:
         width, height = height, width
@@ -157,13 +156,15 @@ def _decode(
 
 
 def _format_actions(image: Image.Image) -> list[str]:
-    """What opening it alone does: frames left out, and the 16-bit colour that Pillow halves while decoding."""
+    """What Pillow does by itself: frames left out, 16-bit colour halved, a TIFF turned."""
     actions = []
     # A phone's JPEG with a second, smaller picture in it (MPO) does not count as an animation.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         actions.append("first_frame")
     if ";16" in str(getattr(image, "tile", "")) and not image.mode.startswith("I"):
         actions.append("sixteen_bit")
+    if image.format == "TIFF" and _orientation(image) != 1:  # which Pillow turns while decoding, and forgets
+        actions.append("rotated")
     return actions
 
 

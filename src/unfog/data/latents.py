@@ -101,6 +101,8 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
     folder = cache_folder() / f"latents-{key}"
     needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
     found = _found(folder, wanted, progress)
+    if found is None:
+        remove_abandoned(cache_folder())
     while found is None:
         free = room()
         if free is None or free + held(partial) < needed:
@@ -109,7 +111,6 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:
-            remove_abandoned(cache_folder())
             found = _make(folder, partial, wanted, progress)
         except BusyError:
             time.sleep(_WAIT)

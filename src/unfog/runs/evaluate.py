@@ -23,7 +23,7 @@ from unfog.runs.drawn import DrawnPictures, digest_of
 from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
 from unfog.runs.measures import forget_drawn, measure_all
-from unfog.runs.measuring import seconds_of, timed
+from unfog.runs.measuring import seconds_a_picture, seconds_of
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
@@ -205,10 +205,8 @@ def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: World, stop: S
 def tell_cost(run: Run, chosen: Chosen, missing: int, world: World) -> None:
     """Say what drawing and features will take, by a few steps and a few pictures."""
     drawing = chosen.drawing
-    few = min(drawing.batch, missing)
-    steps = timed(drawing.sampler)
-    trial = replace(drawing, count=few, sampler=replace(drawing.sampler, steps=steps))
-    seconds = seconds_of(lambda: draw(run.network, run.config, trial)) / few * drawing.sampler.steps / steps * missing
+    few = replace(drawing, count=min(drawing.batch, missing))
+    seconds = seconds_a_picture(run.network, run.config, few) * missing
     told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.size)}"
     if chosen.features is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(chosen.reference.pixels[chosen.rows[:50]]))

@@ -90,7 +90,7 @@ class Traces:
         doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
         measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
-        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights)
+        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
         """The highest point of training with so many images at once."""
@@ -110,9 +110,13 @@ class Traces:
         step = self.step(microbatch, checkpointing)
         return on_top(step.total, self._snapshot(step), self.device)
 
-    @cached_property
-    def _weights(self) -> int:
+    def _weights(self, step: Peak) -> int:
         """Bytes of the whole network."""
+        return self._together if self._divided else step.parts["parameters"]
+
+    @cached_property
+    def _together(self) -> int:
+        """Bytes of the network that is divided."""
         with FakeTensorMode():
             network = build_network(self.config)
             return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
@@ -120,7 +124,7 @@ class Traces:
     def _snapshot(self, step: Peak) -> int:
         """Host memory of a checkpoint; of a divided network the first one, which one process writes whole, and is told
         to have moments already: later ones take a part of it at each."""
-        return round(snapshot_of(step) * self._weights / step.parts["parameters"])
+        return round(snapshot_of(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
         key = (alike(self.config), self.device, microbatch, passes, checkpointing, self.processes)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet, spread
@@ -32,7 +32,7 @@ from unfog.runs.choices import Choice, Settling
 from unfog.runs.labels import labels_like
 from unfog.runs.looks import Looks
 from unfog.runs.measures import Rows
-from unfog.runs.sampling import draw, usual
+from unfog.runs.sampling import Drawing, draw, usual
 
 FEWEST, MOST, MOST_REAL = 100, 5000, 10_000
 """Pictures at least and at most, and real ones at most, where they are chosen."""
@@ -133,13 +133,18 @@ def timed(sampler: Sampler) -> int:
     return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
 
 
+def seconds_a_picture(network: nn.Module, config: Config, drawing: Drawing) -> float:
+    """What drawing one of these takes, by drawing them in a few steps."""
+    sampler, steps = drawing.sampler, timed(drawing.sampler)
+    trial = replace(drawing, sampler=replace(sampler, steps=steps))
+    return seconds_of(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
+
+
 def time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
     """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        steps = timed(config.sampler)
-        trial = replace(usual(config, few, few), sampler=replace(config.sampler, steps=steps))
-        drawing = seconds_of(lambda: draw(network, config, trial)) / few * config.sampler.steps / steps
+        drawing = seconds_a_picture(network, config, usual(config, few, few))
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))
         width = features(pixels).shape[1]
         return Costs(drawing, seconds_of(lambda: features(pixels).cpu()) / len(pixels), width)

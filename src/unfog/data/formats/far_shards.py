@@ -102,15 +102,14 @@ class FarShards:
         Raises:
             RunError: that would be one too many.
         """
-        paths = {name: path for path, name in self._names.items()}
         with self._lock:
             for name, reason in given_up.items():
-                if paths[name] not in self._lost:
-                    self._lose(paths[name], reason)
+                if (path := self._called(name)) not in self._lost:
+                    self._lose(path, reason)
 
     def images_in(self, name: str) -> int:
         """How many images are in the shard of that name."""
-        return len(self._members(next(path for path, known in self._names.items() if known == name)))
+        return len(self._members(self._called(name)))
 
     def keep(self) -> str:
         """Keep on disk what is read from here on, as it will be read again; says so in a line, "" if it is not."""
@@ -186,6 +185,10 @@ class FarShards:
     @property
     def _allowed(self) -> int:
         return int(self._care.lost * len(self._states) + 1e-9)
+
+    def _called(self, name: str) -> str:
+        """The shard of that name."""
+        return next(path for path, known in self._names.items() if known == name)
 
     def _members(self, path: str) -> range:
         """The images in a shard, found without reading the rows of others."""
