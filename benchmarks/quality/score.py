@@ -96,7 +96,7 @@ def embedded(features: Features, pixels: Tensor) -> Tensor:
     """Features of uint8 [N, C, H, W], with progress."""
     parts = []
     with Progress("features", len(pixels)) as progress:
-        for part in pixels.split(50):
+        for part in pixels.split(25):
             parts.append(features(part.contiguous()).cpu())
             progress.update(sum(map(len, parts)))
     return torch.cat(parts)

@@ -114,7 +114,8 @@ def forget(cache_key: str, count: int, features: Features) -> None:
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
     """Features of a chunk, some pictures at a time; how many does not depend on the rank, so neither does rounding."""
     chunk = torch.from_numpy(np.ascontiguousarray(pixels[first : min(first + CHUNK, len(pixels))]))
-    at_once = 50 if features.device.type == "cpu" else 250
+    # On a CPU 50 at a time took a third longer than 25, to the same bits: every layer waits for fresh pages then.
+    at_once = 25 if features.device.type == "cpu" else 250
     made = torch.cat([features(part).cpu() for part in blocks(chunk, at_once)])
     if not made.isfinite().all():
         raise RunError(f"features = {features.name} gave what is no number for pictures {first} to {first + len(made)}")
