@@ -24,8 +24,9 @@ from unfog.training import snapshot
 from unfog.training.joint import Post
 from unfog.training.meeting import processes
 from unfog.training.precision import Precision
+from unfog.training.profiles import PowerEma
 from unfog.training.protocols import Silent
-from unfog.training.settings import Checkpoint, Optimizer, PowerEma
+from unfog.training.settings import Checkpoint, Optimizer
 from unfog.training.state import TrainState
 from unfog.training.together import Together
 from unfog.training.writer import Writer

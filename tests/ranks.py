@@ -28,8 +28,9 @@ from unfog.training.loop import Every, train
 from unfog.training.meeting import processes
 from unfog.training.methods import Muon
 from unfog.training.precision import Precision
+from unfog.training.profiles import PowerEma
 from unfog.training.protocols import Silent
-from unfog.training.settings import Optimizer, PowerEma, Training
+from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

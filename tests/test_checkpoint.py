@@ -15,7 +15,8 @@ from torch import nn
 from unfog.errors import RunError
 from unfog.training import checkpoint, rotation, snapshot
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, Optimizer, PowerEma
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Checkpoint, Optimizer
 from unfog.training.state import TrainState
 from unfog.training.writer import Writer
 

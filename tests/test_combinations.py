@@ -45,7 +45,8 @@ from unfog.runs.verify import verify
 from unfog.training.culprit import find_culprit
 from unfog.training.passes import seed_at
 from unfog.training.precision import Precision
-from unfog.training.settings import Evaluate, Optimizer, PowerEma
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Evaluate, Optimizer
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

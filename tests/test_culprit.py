@@ -16,7 +16,8 @@ from unfog.models.unet import UNetModel
 from unfog.training.culprit import Culprit, find_culprit
 from unfog.training.passes import micro_batches, seed_at
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Optimizer
 from unfog.training.state import TrainState
 
 PASSES = list(micro_batches(100, 8, 3))  # of 3, 3 and 2 images

@@ -27,7 +27,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
-from unfog.training.settings import FixedEma, PowerEma
+from unfog.training.profiles import FixedEma, PowerEma
 
 LR = 1e-3
 

@@ -33,7 +33,7 @@ from unfog.runs import disk
 from unfog.runs.build import build_network, build_state
 from unfog.runs.choices import Settling
 from unfog.training.methods import Muon
-from unfog.training.settings import FixedEma, PowerEma
+from unfog.training.profiles import FixedEma, PowerEma
 
 CPU = torch.device("cpu")
 SEVERE = ("fatal", "warning")

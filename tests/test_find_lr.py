@@ -28,7 +28,8 @@ from unfog.models.unet import UNetModel
 from unfog.runs.find_lr import find_lr
 from unfog.runs.microbatch import Fit
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma, Training
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from unfog.models.mp_layers import MPAttention, MPBlock, MPConv, MPEmbedding, MP
 from unfog.models.mpunet import MPUNetModel
 from unfog.models.settings import MPUNet
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Optimizer
 from unfog.training.state import TrainState
 
 MICRO = MPUNet(channels=(16, 32), attention=(False, True), head_channels=8)

@@ -23,7 +23,8 @@ from unfog.runs.footprint import Traces, held_by, snapshot_of, with_precision
 from unfog.training import checkpoint, optim, snapshot
 from unfog.training.methods import AdamW, Custom, Method, Muon
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, PowerEma, Training, learning_rate
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -17,7 +17,8 @@ from unfog.training.averages import AverageWriter, forget_after, spacing, take, 
 from unfog.training.loop import Every
 from unfog.training.posthoc import SAID, Kept, coefficients, inner, kept_in, mixture, rebuild
 from unfog.training.precision import Precision
-from unfog.training.settings import MOST_AVERAGES, Averages, FixedEma, Optimizer, PowerEma
+from unfog.training.profiles import FixedEma, PowerEma
+from unfog.training.settings import MOST_AVERAGES, Averages, Optimizer
 from unfog.training.state import TrainState
 
 STEPS, EVERY = 480, 20

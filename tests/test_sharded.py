@@ -45,7 +45,8 @@ from unfog.training.methods import AdamW, Custom, Muon
 from unfog.training.parts import write_whole
 from unfog.training.passes import passes_here
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, Optimizer, PowerEma, Training
+from unfog.training.profiles import PowerEma
+from unfog.training.settings import Checkpoint, Optimizer, Training
 from unfog.training.sharding import blocks_of, compile_blocks, divide, mesh_of
 from unfog.training.state import TrainState
 from unfog.training.vigil import Vigil

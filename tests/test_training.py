@@ -20,8 +20,9 @@ from unfog.training.guard import Guard
 from unfog.training.loop import Every, train
 from unfog.training.passes import micro_batches, seed_at
 from unfog.training.precision import Precision
+from unfog.training.profiles import FixedEma, PowerEma
 from unfog.training.protocols import Silent
-from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training, learning_rate
+from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -11,16 +11,8 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.codec_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.reporting.settings import Log
-from unfog.training.settings import (
-    Averages,
-    Checkpoint,
-    EmaProfile,
-    Evaluate,
-    Optimizer,
-    PowerEma,
-    Preview,
-    Training,
-)
+from unfog.training.profiles import EmaProfile, PowerEma
+from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
 
 
 @dataclass(frozen=True)

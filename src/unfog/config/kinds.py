@@ -19,7 +19,7 @@ from unfog.diffusion.weighting import WEIGHTINGS
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES, SIZES
 from unfog.training.methods import METHODS
-from unfog.training.settings import EMAS
+from unfog.training.profiles import EMAS
 
 
 def _by_kind(classes: tuple[Any, ...]) -> dict[str, Any]:

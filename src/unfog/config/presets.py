@@ -18,7 +18,8 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.training.methods import Muon
-from unfog.training.settings import FixedEma, Optimizer, Preview, Training
+from unfog.training.profiles import FixedEma
+from unfog.training.settings import Optimizer, Preview, Training
 
 
 def default() -> Config:

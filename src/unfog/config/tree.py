@@ -18,16 +18,8 @@ from unfog.errors import RequestError
 from unfog.models.codec_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
-from unfog.training.settings import (
-    Averages,
-    Checkpoint,
-    EmaProfile,
-    Evaluate,
-    Optimizer,
-    PowerEma,
-    Preview,
-    Training,
-)
+from unfog.training.profiles import EmaProfile, PowerEma
+from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
 
 Network = Architecture | None  # None: chosen for the device and the image size
 

@@ -13,7 +13,7 @@ from unfog.runs.folder import RunFolder
 from unfog.training import checkpoint
 from unfog.training.checkpoint import Saved
 from unfog.training.posthoc import Mixture, kept_in, mixture, rebuild
-from unfog.training.settings import PowerEma
+from unfog.training.profiles import PowerEma
 
 SWEEP_FILE = "ema-sweep.json"
 """What `unfog ema-sweep` found: the width in it is the run's own from then on."""

@@ -35,7 +35,7 @@ from unfog.runs.sampling import draw, usual
 from unfog.runs.signals import StopSignals
 from unfog.runs.train import load_images
 from unfog.training.posthoc import Kept, kept_in, mixture
-from unfog.training.settings import PowerEma
+from unfog.training.profiles import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"

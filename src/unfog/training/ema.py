@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.training.local import local
-from unfog.training.settings import EmaProfile, PowerEma
+from unfog.training.profiles import EmaProfile, PowerEma
 
 
 class Ema:

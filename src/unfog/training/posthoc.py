@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from unfog.errors import RequestError, RunError
-from unfog.training.settings import PowerEma
+from unfog.training.profiles import PowerEma
 
 Floats = npt.NDArray[np.float64]
 SAID = "averages"

@@ -18,7 +18,8 @@ from unfog.training.guard import Guard
 from unfog.training.local import all_finite
 from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
-from unfog.training.settings import EmaProfile, Evaluate, Optimizer, PowerEma
+from unfog.training.profiles import EmaProfile, PowerEma
+from unfog.training.settings import Evaluate, Optimizer
 
 HELD_OUT_LOSS = "held_out_loss"
 BINS = 10  # of the noise quantile, in which the training loss is logged

@@ -19,7 +19,7 @@ from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity, finite
 from unfog.reporting.progress import counted
 from unfog.reporting.records import number
-from unfog.training.settings import FixedEma, PowerEma
+from unfog.training.profiles import FixedEma, PowerEma
 
 MEASURED = 128
 """Images of each kind whose loss is measured."""

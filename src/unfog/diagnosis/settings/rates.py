@@ -11,7 +11,8 @@ from unfog.models.settings import DiT, MPUNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount
 from unfog.training.methods import Custom, Method, Muon
-from unfog.training.settings import EmaProfile, learning_rate
+from unfog.training.profiles import EmaProfile
+from unfog.training.settings import learning_rate
 
 REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
 """Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
