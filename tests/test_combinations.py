@@ -37,10 +37,10 @@ from unfog.runs.folder import RunFolder
 from unfog.runs.guide import check_guide
 from unfog.runs.held_out_metrics import LEVELS, bits
 from unfog.runs.in_small import evaluated_in_small
+from unfog.runs.loading import load_images
 from unfog.runs.run import Run
 from unfog.runs.sampling import to_pixels
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.runs.verify import verify
 from unfog.training.culprit import find_culprit
 from unfog.training.passes import seed_at

@@ -28,8 +28,8 @@ from unfog.data.survey import held_out_split
 from unfog.runs import data_record
 from unfog.runs.data_record import contact_sheet, data_json, write_data_record
 from unfog.runs.folder import RunFolder
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 

@@ -30,10 +30,10 @@ from unfog.reporting.report import write_report
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import Asked, Evaluation
 from unfog.runs.labels import labels_like
+from unfog.runs.loading import load_images
 from unfog.runs.run import Run
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.training.distributed import World
 
 SETTINGS = {

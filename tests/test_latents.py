@@ -32,8 +32,9 @@ from unfog.runs.changes import keys_of
 from unfog.runs.codec import encode_pixels, open_codec, write_codec
 from unfog.runs.folder import RunFolder
 from unfog.runs.latents import fitted
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images, resume
+from unfog.runs.train import resume
 from unfog.runs.verify import verify
 
 CPU = torch.device("cpu")

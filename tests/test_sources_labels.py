@@ -22,9 +22,9 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import Source, labels_of, open_source
 from unfog.errors import RequestError
+from unfog.runs.loading import load_images
 from unfog.runs.packing import pack
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 
 
 def png(i: int) -> bytes:

@@ -27,8 +27,8 @@ from unfog.data.formats.storage import LocalStorage, Window
 from unfog.data.formats.tar import DamagedError, members
 from unfog.data.sources import Source, labels_of, open_source
 from unfog.errors import RequestError
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 
 
 def png(i: int, side: int = 16) -> bytes:

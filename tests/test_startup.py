@@ -21,8 +21,9 @@ from unfog.data.stream import ImageStream
 from unfog.runs import choices, session
 from unfog.runs.choices import Settling
 from unfog.runs.folder import RunFolder
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images, resume, start
+from unfog.runs.train import resume, start
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512

@@ -59,7 +59,8 @@ WITH_FORCE = (
     "fingerprint",
 )
 
-
+# What pictures are drawn by.
+DRAWS = ("sampler", "guidance", "guidance_interval")
 # What neither the weights nor the losses depend on.
 INDIFFERENT = (
     "init.",  # of what it started from, a run is told once
@@ -75,9 +76,7 @@ INDIFFERENT = (
     "training.shard",
     "training.checkpointing",
     "training.compile",
-    "sampler.",
-    "guidance",
-    "guidance_interval",
+    *DRAWS,
     "log.",
     "preview.",
     "checkpoint.",
@@ -99,7 +98,7 @@ OBJECTIVE = ("diffusion.", "latents.", "autoencoder.", "fingerprint", "data.back
 MEASURE = (*OBJECTIVE, "evaluate.images", "evaluate.levels")
 
 # What the metrics of drawn pictures depend on besides.
-DRAWN = ("evaluate.features", "evaluate.samples", "evaluate.reference", "sampler.", "guidance", "guidance_interval")
+DRAWN = ("evaluate.features", "evaluate.samples", "evaluate.reference", *DRAWS)
 
 # What came after the first checkpoints of this format, which tell by digests without it what they were trained with.
 LATER = (

@@ -27,10 +27,10 @@ from unfog.runs.codec import decoder
 from unfog.runs.data_record import contact_sheet
 from unfog.runs.examination import examine_run
 from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.loading import load_images
 from unfog.runs.measuring import settle_metrics
 from unfog.runs.rehearsal import rehearse
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 
 
 def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:

@@ -31,9 +31,9 @@ from unfog.runs.build import build_network, held_out_set
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
 from unfog.runs.held_out_metrics import losses_of
+from unfog.runs.loading import load_images
 from unfog.runs.sampling import draw, usual
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.training.posthoc import Kept, kept_in, mixture
 from unfog.training.profiles import PowerEma
 

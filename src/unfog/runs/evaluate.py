@@ -22,11 +22,11 @@ from unfog.reporting.progress import Progress, counted, duration, say, size
 from unfog.runs.drawn import DrawnPictures, digest_of
 from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
+from unfog.runs.loading import load_images
 from unfog.runs.measures import forget_drawn, measure_all
 from unfog.runs.measuring import seconds_a_picture, seconds_of
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.training import checkpoint
 from unfog.training.distributed import World
 from unfog.training.meeting import processes

@@ -32,10 +32,10 @@ from unfog.runs.build import as_it_is, build_network, build_objective
 from unfog.runs.choices import choose_device
 from unfog.runs.copies import by_pixels
 from unfog.runs.folder import RunFolder
+from unfog.runs.loading import load_images
 from unfog.runs.pulse import last_beat
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.training import checkpoint
 
 COMPARED = 2000

@@ -24,8 +24,8 @@ from unfog.reporting.records import write_atomic
 from unfog.runs.build import as_it_is, augmentation, build_objective, build_state
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.initial import read_weights, seen_alike
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 
 PROBED = 256  # images, each with noise at a level of its own
 JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"

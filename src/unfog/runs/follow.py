@@ -18,6 +18,7 @@ from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.runs.build import augmentation, build_state, every_of, loss_function
 from unfog.runs.choices import choose_device
+from unfog.runs.loading import load_images
 from unfog.runs.shards import told_elsewhere
 from unfog.runs.signals import StopSignals
 from unfog.training import snapshot
@@ -73,8 +74,6 @@ def follow() -> None:
     Raises:
         RunError: the first process failed, or the images here are other ones.
     """
-    from unfog.runs.train import load_images  # which trains
-
     with processes() as world:
         nothing: dict[str, Any] = {}
         told = world.broadcast(nothing)

@@ -22,6 +22,7 @@ from unfog.runs.choices import Choice, Settling, choose_device
 from unfog.runs.disk import forecast, image_bytes, in_file, size
 from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
+from unfog.runs.loading import load_images
 from unfog.runs.microbatch import MARGIN, choose_microbatch, count_of, needed
 from unfog.runs.probe import at_hand
 from unfog.runs.signals import StopSignals
@@ -35,7 +36,6 @@ from unfog.runs.timing import (
     times_of,
     told_time,
 )
-from unfog.runs.train import load_images
 from unfog.training.memory import at_once
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,32 +13,28 @@ from unfog.config.toml import read_toml
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
-from unfog.data.prepare import prepare
-from unfog.data.settings import Data
-from unfog.data.sources import SPLITS, open_source
-from unfog.data.survey import MIN_TO_HOLD_OUT
 from unfog.diagnosis.images.examine import glance
 from unfog.diagnosis.settings.examine import examine_settings
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, say, warn
+from unfog.reporting.progress import say, warn
 from unfog.reporting.records import Events, number, read_metrics
-from unfog.runs.changes import check_changes
+from unfog.runs.changes import DRAWS, check_changes
 from unfog.runs.choices import Settling, choose_device
 from unfog.runs.codec import keep_codec
 from unfog.runs.codec_looks import finish_codec
 from unfog.runs.data_record import DATA_FILE, write_data_record
 from unfog.runs.disk import forecast
-from unfog.runs.folder import RunFolder, next_folder, printable
+from unfog.runs.folder import RunFolder, next_folder
 from unfog.runs.follow import lead
 from unfog.runs.initial import read_weights, seen_alike
-from unfog.runs.latents import fitted, with_latents
 from unfog.runs.launch import note_launch
+from unfog.runs.loading import load_images
 from unfog.runs.measuring import settle_metrics
 from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
-from unfog.runs.shards import care_of, lost_shards
+from unfog.runs.shards import lost_shards
 from unfog.runs.signals import StopSignals
 from unfog.runs.tuned import without_tuned
 from unfog.training import checkpoint, rotation
@@ -48,12 +42,6 @@ from unfog.training.averages import forget_after
 from unfog.training.meeting import device_of, processes
 from unfog.training.methods import Custom
 from unfog.training.optim import check_goes_on
-
-_TOP = re.compile(
-    r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
-)  # behind the folder at the top, or the word a shard is named by
-LOOKED_AT = 10_000
-"""How many names, evenly spread, are looked at for folders called train, test or such."""
 
 
 def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
@@ -155,8 +143,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 
 def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
     """Store what a run that is at its end draws by from now on, and record it; nothing else can change there."""
-    drawn = {name: getattr(asked, name) for name in ("sampler", "guidance", "guidance_interval")}
-    changed = replace(stored, **drawn)
+    changed = replace(stored, **{name: getattr(asked, name) for name in DRAWS})
     if lines := check_changes(stored, changed):
         folder.write_config(changed)
         with closing(Events(folder.events)) as events:
@@ -256,63 +243,3 @@ def record_data(session: Session) -> None:
         write_data_record(session.folder, session.prepared, Augment.of(config.data), config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
-
-
-def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
-    """Say which settings did nothing to these images."""
-    if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
-        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.ledger.found
-        if n >= MIN_TO_HOLD_OUT:
-            why = f"none of the {n:,} pictures fell below that share; give a larger one"
-        warn(f"data.held_out = {asked.held_out} holds nothing out: {why}")
-    made = prepared.settings.background
-    if asked.background not in (Data().background, made):
-        warn(f"data.background = {asked.background} changes nothing: the pack was made with {made}")
-
-
-def load_images(
-    config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
-) -> tuple[Prepared, Config]:
-    """Scan and decode the source, with progress, and say in one line what became of every file.
-
-    With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
-    is, and each image is decoded when it is asked for. `lost` are the shards, name -> reason, that the run had gone on
-    without.
-
-    Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
-    """
-
-    def counting(progress: Progress) -> Callable[[int, int], None]:
-        def update(done: int, total: int) -> None:
-            stop.leave_if_requested()
-            progress.total = total
-            progress.update(done)
-
-        return update
-
-    config = fitted(config)
-    with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, counting(progress), care_of(config, lost))
-    with Progress("decoding", None) as progress:
-        wanted = config.training.images or config.training.steps * config.training.batch
-        data = replace(config.data, cache="auto") if few else config.data
-        prepared = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
-    say(prepared.ledger.line())
-    if prepared.place and not few:
-        say(f"  cache: {prepared.place}")
-    for left_out in prepared.warnings:
-        warn(left_out)
-    warn_of_no_effect(config.data, prepared)
-    names = source.names
-    looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))
-    tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
-    if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
-        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
-    config = replace(
-        config,
-        source=source.resolved,  # so that a resume finds it from anywhere
-        data=replace(prepared.settings, cache=config.data.cache) if few else prepared.settings,
-        classes=tuple(printable(name) for name in prepared.train.classes),
-        fingerprint=prepared.train.fingerprint,
-    )
-    return with_latents(prepared, config, stop.leave_if_requested, few)

@@ -17,8 +17,8 @@ from unfog.runs.build import augmentation, build_state, loss_function
 from unfog.runs.changes import keys_of
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
+from unfog.runs.loading import load_images
 from unfog.runs.signals import StopSignals
-from unfog.runs.train import load_images
 from unfog.training import checkpoint
 from unfog.training.loop import Every, train
 from unfog.training.protocols import Silent
