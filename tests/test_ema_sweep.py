@@ -14,6 +14,7 @@ from unfog.cli.commands import ema_sweep as command
 from unfog.cli.commands import sample
 from unfog.errors import RequestError
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs import ema_sweep
 from unfog.runs.averaged import SWEEP_FILE, chosen
 from unfog.runs.ema_sweep import PAGE_FILE, Row, Swept
 from unfog.runs.run import Run
@@ -142,6 +143,23 @@ def test_pictures_are_compared_by_any_features(run):
     assert small.features == "7x7 patches"
     with pytest.raises(RequestError, match="metric = 'beauty'"):
         unfog.ema_sweep(run, metric="beauty")
+
+
+def test_pictures_that_are_compared_have_classes_as_often_as_the_data(photos, tmp_path, monkeypatch):
+    images = np.load(photos)
+    run = tmp_path / "classes"
+    labels = np.arange(len(images)) % 10 == 0
+    unfog.train(images, labels=labels, out=run, steps=8, averages={"every": 4}, **SETTINGS)
+    drawn, draw = [], ema_sweep.draw
+
+    def seen(network, config, drawing, *others):
+        drawn.append(drawing)
+        return draw(network, config, drawing, *others)
+
+    monkeypatch.setattr(ema_sweep, "draw", seen)
+    unfog.ema_sweep(run, metric="kid", n=40, widths=[0.1], features="pixels")
+    assert drawn[0].labels.count(1) == pytest.approx(4, abs=1)
+    assert len(drawn[0].labels) == 40
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,27 @@ def test_figures_equal_those_of_scipy_and_torchmetrics():
     assert value["precision"] == 0.42
     assert value["recall"] == 1.0
     assert value["density"] == pytest.approx(0.2632, rel=1e-12)
-    assert value["coverage"] == 0.61
+    real = REAL[[i * 300 // 250 for i in range(250)]]
+    radius = torch.cdist(real, real).topk(6, largest=False).values[:, 5]
+    assert value["coverage"] == (torch.cdist(FAKE, real) <= radius).any(0).double().mean()
+    assert "of 250 of each" in measure(["coverage"], REAL, FAKE)[0].note
+
+
+def test_coverage_of_two_samples_of_one_distribution_is_naeems_whatever_their_numbers():
+    """Naeem et al. 2020, the expectation for k = 5: 1 - prod (n - i) / (2 n - i)."""
+    expected = 1 - math.prod((200 - i) / (400 - i) for i in range(1, 6))
+    for real, drawn in ((200, 200), (2000, 200), (200, 2000)):
+        found = [measure(["coverage"], normal(real, 8, i), normal(drawn, 8, 50 + i))[0].value for i in range(8)]
+        assert sum(found) / 8 == pytest.approx(expected, abs=0.02)
+
+
+def test_extrapolated_frechet_distances_of_unequal_numbers_are_not_below_the_truth():
+    """Gaussians of which one is 0.3 wider and n is 3 times D: D (1.3 - 1)^2."""
+    for real in (96, 2000):
+        found = [
+            measure(["fd_infinity"], normal(real, 32, i), normal(96, 32, 50 + i, scale=1.3))[0].value for i in range(12)
+        ]
+        assert sum(found) / 12 == pytest.approx(32 * 0.3**2, abs=0.6), real
 
 
 def test_frechet_distance_of_gaussians_that_commute_is_the_closed_form():

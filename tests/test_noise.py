@@ -94,6 +94,14 @@ def test_quantised_quantile_is_the_timestep(schedule: Linear | Cosine, dtype: to
     torch.testing.assert_close(schedule((k + 0.5) / schedule.steps), table, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("schedule", [Linear(), Linear(steps=0), Cosine(), Cosine(steps=0)], ids=str)
+def test_pure_noise_is_at_the_end_of_any_schedule(schedule: Linear | Cosine) -> None:
+    noisiest = schedule.quantile(torch.tensor([-1000.0, -90.0, -torch.inf]))
+    torch.testing.assert_close(
+        noisiest, schedule.quantile(torch.tensor([schedule.limits()[0]])).expand(3), rtol=0, atol=2e-3
+    )
+
+
 def test_quantile_between_timesteps_is_linear_and_beyond_them_clamped() -> None:
     schedule = Cosine()
     table = schedule.table()

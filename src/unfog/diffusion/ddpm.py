@@ -177,7 +177,8 @@ class Linear(_DDPM):
         """The positive root of the quadratic integral, in the form that does not cancel."""
         integral = logsnr.neg().exp().log1p() / 1000
         root = (self.beta_start**2 + 2 * (self.beta_end - self.beta_start) * integral).sqrt()
-        return 2 * integral / (self.beta_start + root)
+        # Of next to no signal the integral overflows: what is noisier than the last level is at its end, u = 1.
+        return (2 * integral / (self.beta_start + root)).nan_to_num(nan=1.0).clamp(max=1)
 
     def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
         """SNR = 1 / (e^I - 1) falls by SNR (SNR + 1) I', I' = 1000 beta."""

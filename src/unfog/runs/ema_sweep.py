@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from unfog.runs.build import build_network, held_out_set
 from unfog.runs.choices import choose_device
 from unfog.runs.folder import RunFolder
 from unfog.runs.held_out_metrics import losses_of
+from unfog.runs.labels import labels_like
 from unfog.runs.loading import load_images
 from unfog.runs.sampling import draw, usual
 from unfog.runs.signals import StopSignals
@@ -215,10 +216,12 @@ def measure_of(
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(spread(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
+    # Classes as often as in the data: by all in turn, it would be their shares that are compared.
+    drawing = replace(usual(config, n, min(n, 64)), labels=labels_like(images.labels, n))
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("drawing", n) as progress:
-            pictures = draw(network, config, usual(config, n, min(n, 64)), progress.update).transpose(0, 3, 1, 2)
+            pictures = draw(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
         found = compare(torch.from_numpy(np.ascontiguousarray(pictures)))
         if found.value is None:
             raise RequestError(f"{metric} is refused: {found.note}")

@@ -66,7 +66,7 @@ def bits(
         guess = partial(denoiser, label=label)
         found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
         progress(len(x0))
-    note = f"bound on the bits of a number of an image, with {LEVELS} noise levels"
+    note = f"bound on the bits of a number of an image, by {LEVELS} noise levels or fewer"
     return measured("bits", mean_over_images(torch.cat(found)[None]), note)
 
 
