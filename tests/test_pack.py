@@ -480,6 +480,44 @@ def test_a_damaged_journal_begins_anew(
         shutil.copytree(stopped, out)
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"journal.jsonl": '{"day": 1, "text": "dear diary"}\n', "facts.bin": "mine", "notes.txt": "mine"},
+        {"facts.bin": "mine"},
+        {"pixels.u8": "mine"},
+    ],
+    ids=lambda theirs: min(theirs),
+)
+def test_a_folder_that_holds_something_else_is_left_as_it_is(
+    photos: Path, tmp_path: Path, theirs: dict[str, str]
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    for name, text in theirs.items():
+        (out / name).write_text(text)
+    with pytest.raises(RequestError, match="holds something else"):
+        packed(photos, out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == theirs
+
+
+def test_nothing_of_anybody_else_is_among_the_files_of_a_pack_in_the_making(
+    begun: tuple[Path, Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    source, stopped, _ = begun
+    out = shutil.copytree(stopped, tmp_path / "out")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(RequestError, match="holds something else"):
+        packed(source, out)
+    (out / "notes.txt").rename(out / ".hidden")  # as file systems and desktops leave
+    packed(source, out)
+
+
+def test_photos_beside_a_journal_are_no_unfinished_pack(photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(photos, tmp_path / "photos")
+    (folder / "journal.jsonl").write_text('{"day": 1, "text": "dear diary"}\n')
+    assert len(open_source(folder).names) == 230
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, bytes]]:
     """(images, what is left of an attempt to pack them, the files of the pack)."""

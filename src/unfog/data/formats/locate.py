@@ -16,6 +16,7 @@ from typing import Literal
 
 from unfog.data.formats.files import SUFFIXES, why
 from unfog.data.ledger import shown
+from unfog.data.packs.files import is_begun, is_pack
 from unfog.errors import RequestError
 
 Kind = Literal["fashion", "folder", "zip", "tar", "pack", "arrays", "hub"]
@@ -94,7 +95,7 @@ def _folder(text: str, path: str) -> Located:
         raise RequestError(
             f"the path of {shown(text)} has a byte that is no text (UTF-8), which no run could store; rename the folder"
         ) from None
-    if os.path.isfile(os.path.join(path, "journal.jsonl")) and not os.path.exists(os.path.join(path, "pack.json")):
+    if is_begun(Path(path)) and not is_pack(Path(path)):
         raise RequestError(f"{shown(text)} is an unfinished pack; finish it with the same `unfog pack` as before")
     for marker, kind in _MARKERS.items():
         if os.path.isfile(os.path.join(path, marker)):

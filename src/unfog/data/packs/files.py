@@ -20,9 +20,11 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError
 
 MANIFEST = "pack.json"
+JOURNAL = "journal.jsonl"
 FORMAT = 1
 
 _LARGEST_MANIFEST = 2**28
+_LONGEST_HEADER = 2**16
 _LARGE_SHARE = 4
 """Of a pack larger than this part of the memory, only what is asked for is read from the disk; of a smaller one also
 what lies around it, which is soon all of it."""
@@ -60,6 +62,17 @@ class PackedNames(Sequence[str]):
 def is_pack(path: Path) -> bool:
     """Whether somebody finished a pack here."""
     return (path / MANIFEST).is_file()
+
+
+def is_begun(path: Path) -> bool:
+    """Whether a pack is in the making here: there is a journal, and it begins as ours do, or is empty still."""
+    try:
+        with open(path / JOURNAL, "rb") as file:
+            line = file.readline(_LONGEST_HEADER)
+        header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(header, dict) and {"format", "key", "stamp"} <= header.keys()
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:

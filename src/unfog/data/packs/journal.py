@@ -16,15 +16,18 @@ import PIL
 from numpy.typing import NDArray
 
 from unfog.data.ledger import shown
-from unfog.data.packs.files import FORMAT, is_pack
+from unfog.data.packs.files import FORMAT, JOURNAL, MANIFEST, is_begun, is_pack
 from unfog.data.packs.pack import KEPT
 from unfog.data.survey import Survey
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 
-JOURNAL = "journal.jsonl"
 FACTS_FILE = "facts.bin"
-_BEGINS = {"pixels.u8", FACTS_FILE, LOCK}  # what may be there before the journal is
+_BEGINS = frozenset(["pixels.u8", FACTS_FILE])  # may be there, and empty, before the journal is
+_ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
+_PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, "chunks.json", MANIFEST))
+FILES = frozenset([JOURNAL, *_ARRAYS]) | _BEGINS | _PARTIAL
+"""What may be in the folder of a pack in the making."""
 
 
 class BusyError(RequestError):
@@ -113,7 +116,7 @@ def made(folder: Path, remedy: str) -> Iterator[None]:
     said = shown(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = set() if (folder / JOURNAL).exists() else {one.name for one in folder.iterdir()} - _BEGINS
+        foreign = _holds_others(folder)
     except OSError as error:
         raise RequestError(f"{said} cannot be written ({error.strerror}); {remedy}") from error
     if is_pack(folder) or foreign:
@@ -126,11 +129,22 @@ def made(folder: Path, remedy: str) -> Iterator[None]:
         ) from error
 
 
+def _holds_others(folder: Path) -> bool:
+    """Whether there are files that no pack in the making has; its own are written over, so of those we must be sure.
+
+    What is hidden never harms: our lock, and what file systems and desktops leave.
+    """
+    there = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    if is_begun(folder):
+        return any(path.name not in FILES for path in there)
+    return any(path.name not in _BEGINS | _PARTIAL or (path.name in _BEGINS and path.stat().st_size) for path in there)
+
+
 def _remove_empty_files(folder: Path) -> None:
     """Remove what was begun where no image came into it."""
     with suppress(OSError):
         if not is_pack(folder) and not any(line["rows"] for line in Progressed.read(folder).lines):
-            for name in (JOURNAL, FACTS_FILE, "pixels.u8"):
+            for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it says that the others are ours
                 (folder / name).unlink(missing_ok=True)
 
 

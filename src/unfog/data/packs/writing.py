@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from unfog.data.bulk import FACTS, ColourFoundError, Progress, Tally, decode_all
 from unfog.data.ledger import shown
-from unfog.data.packs.files import FORMAT, MANIFEST, is_pack, seal
+from unfog.data.packs.files import FORMAT, JOURNAL, MANIFEST, is_pack, seal
 from unfog.data.packs.journal import (
     FACTS_FILE,
-    JOURNAL,
     Progressed,
     append,
     clear,
@@ -111,12 +110,9 @@ class _Packing:
         return int(self.lines[-1]["rows"]) if self.lines else 0
 
     def _begin(self, header: dict[str, Any]) -> None:
-        for name in (JOURNAL, FACTS_FILE, "pixels.u8"):
-            (self.folder / name).unlink(missing_ok=True)
-        for name in ("pixels.u8", FACTS_FILE):
-            (self.folder / name).touch()
-        with open(self.folder / JOURNAL, "wb") as file:
-            append(file, json.dumps(header).encode() + b"\n")
+        for name in ("pixels.u8", FACTS_FILE):  # before the journal, which says that they are ours
+            (self.folder / name).write_bytes(b"")
+        write(self.folder / JOURNAL, json.dumps(header).encode() + b"\n")
 
     def _take_over(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks; False if the files do not hold what the journal says."""
