@@ -300,18 +300,34 @@ def test_what_is_interrupted_before_anything_is_done_leaves_nothing_and_old_left
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    leftover, recent = cache_folder / "old/journal.jsonl", cache_folder / "recent/journal.jsonl"
+    leftover, recent = (cache_folder / (letter * 32) / "journal.jsonl" for letter in "ab")
     for journal in (leftover, recent):
         journal.parent.mkdir()
-        journal.write_text("{}\n")
-    latents = cache_folder / "latents-k.partial/latents.f16"
+        journal.write_text('{"format": 1, "key": "k", "stamp": "s"}\n')
+    latents = cache_folder / f"latents-{'c' * 32}.partial/latents.f16"
     latents.parent.mkdir()
-    latents.touch()
-    for abandoned in (leftover, latents):
+    array = cache_folder / f"array-{'d' * 32}.77.partial"
+    for empty in (latents, array):
+        empty.touch()
+    for abandoned in (leftover, latents, array):
         os.utime(abandoned, (0, 0))
     with pytest.raises(KeyboardInterrupt):
         prepare(open_source(fill(tmp_path / "set", 50)), Data(cache="disk"), interrupt)
     assert list(cache_folder.iterdir()) == [recent.parent]
+
+
+@pytest.mark.parametrize("name", ["diary", "a" * 32, f"latents-{'c' * 32}.partial", f"array-{'d' * 32}.7.partial"])
+@pytest.mark.parametrize("header", ['{"day": 1}', '{"format": 1, "key": "k", "stamp": "s"}'])
+def test_a_cache_in_a_folder_of_other_things_leaves_them_alone(
+    tmp_path: Path, cache_folder: Path, name: str, header: str
+) -> None:
+    files = {"journal.jsonl": f"{header}\n", "thesis.tex": "mine", "latents.f16": ""}
+    (cache_folder / name).mkdir()
+    for file, text in files.items():
+        (cache_folder / name / file).write_text(text)
+        os.utime(cache_folder / name / file, (0, 0))
+    run(fill(tmp_path / "set", 4), Data(size=8, cache="disk"))
+    assert {path.name: path.read_text() for path in (cache_folder / name).iterdir()} == files
 
 
 def test_an_interrupted_preparation_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Latents in place of pixels: encoded once, kept, normalised, mirrored, and trained on to the bit."""
 
 import json
+import os
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from unfog.config.toml import update
 from unfog.config.tree import nested
 from unfog.data import latents
 from unfog.data.augment import Augment, to_model_range
-from unfog.data.cache import cache_folder
+from unfog.data.cache import cache_folder, remove_abandoned
 from unfog.data.images import ImageSet
 from unfog.data.latents import Normalise, Wanted, as_images, encoded, statistics
 from unfog.data.prepare import prepare
@@ -128,6 +129,15 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
     def stop(done, total):
         if done >= 8:
             raise Stopped
+
+    # What nobody goes on with is gone after a week.
+    with pytest.raises(Stopped):
+        encoded("0" * 32, wanted(codec, sets), stop)
+    abandoned = cache_folder() / f"latents-{'0' * 32}.partial"
+    for path in abandoned.iterdir():
+        os.utime(path, (0, 0))
+    remove_abandoned(cache_folder())
+    assert not abandoned.exists()
 
     # What was written after the last line on how far it is, is not counted on.
     with pytest.raises(Stopped):

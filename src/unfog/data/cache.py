@@ -21,16 +21,18 @@ import PIL
 from numpy.typing import NDArray
 
 from unfog.data.bulk import Progress
-from unfog.data.packs.files import FORMAT, is_pack
-from unfog.data.packs.journal import JOURNAL, BusyError, locked
+from unfog.data.packs.files import FORMAT, is_begun, is_pack
+from unfog.data.packs.journal import FILES, BusyError, locked
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.writing import write_pack
 from unfog.data.settings import Data
 from unfog.data.survey import Survey
 from unfog.errors import RequestError, RunError
+from unfog.locks import LOCK
 from unfog.storage import cache_folder as cache_folder
 
 _ABANDONED_SECONDS = 7 * 24 * 3600
+_LATENTS = frozenset(["latents.f16", "rows.i64", "done.json", "done.json.new", "latents.json", "latents.json.new"])
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 
 
@@ -136,9 +138,30 @@ def _remove_damaged(key: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what has been left unfinished for a week: packs, and latents."""
+    """Remove what has been left unfinished for a week: packs, latents, and arrays that were in memory.
+
+    The folder may hold anything else, too, so it must be called as we call it, and hold nothing but our files.
+    """
     with suppress(OSError):
-        for grows in (*folder.glob(f"*/{JOURNAL}"), *folder.glob("latents-*.partial/*.f16")):
-            with suppress(OSError):
-                if not is_pack(grows.parent) and time.time() - grows.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(grows.parent)
+        for path in list(folder.iterdir()):
+            with suppress(OSError, BusyError):
+                if re.fullmatch(r"array-[0-9a-f]{32}\.[0-9]+\.partial", path.name) and _is_old(path):
+                    path.unlink()
+                elif _is_abandoned(path):
+                    with locked(path):
+                        if _is_abandoned(path):  # nobody has gone on with it since that was looked at
+                            shutil.rmtree(path)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether it is the folder of a pack or of latents that nobody finished or wrote to for a week."""
+    if re.fullmatch(r"[0-9a-f]{32}", path.name):
+        known = FILES if is_begun(path) else frozenset[str]()
+    else:
+        known = _LATENTS if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
+    files = [file for file in path.iterdir() if file.name != LOCK] if known else []
+    return bool(files) and all(file.name in known and _is_old(file) for file in files)
+
+
+def _is_old(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink() and time.time() - file.stat().st_mtime > _ABANDONED_SECONDS

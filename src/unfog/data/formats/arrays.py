@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.cache import cache_folder
+from unfog.data.cache import cache_folder, remove_abandoned
 from unfog.data.formats.sampled import sampled
 from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
@@ -136,6 +136,7 @@ def store(array: Any, labels: Any = None) -> Path:
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(path.parent)
         with partial.open("wb") as file:
             np.savez(file, **named)
             file.flush()

@@ -179,14 +179,19 @@ def _again(action: Callable[[], _T]) -> _T:
 
 def _is_final(error: Exception) -> bool:
     """Whether it would be the same another time."""
-    # Whatever a web server answers, and if it does not, is said to be a file that was not found; the cause tells.
-    cause = error.__cause__ or error
-    status = getattr(cause, "status", None)
-    if isinstance(status, int):
+    if status := _status(error):
         return 400 <= status < 500 and status not in (408, 429)
+    cause = error.__cause__ or error
     if type(cause).__module__.startswith("aiohttp") or isinstance(error.__cause__, OSError):
         return False  # the connection broke
     return isinstance(error, FileNotFoundError | PermissionError) or "Credentials" in type(error).__name__
+
+
+def _status(error: Exception) -> int:
+    """What a web server answered, 0 if it did not."""
+    # Either is said to be a file that was not found; the cause tells.
+    status = getattr(error.__cause__ or error, "status", None)
+    return status if isinstance(status, int) else 0
 
 
 def _what(error: Exception) -> str:
@@ -198,4 +203,6 @@ def _what(error: Exception) -> str:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
     if isinstance(error, TimeoutError):
         return f"did not answer in time in {TRIES} tries; check the network and try again"
+    if _is_final(error) and (status := _status(error)):
+        return f"is refused (the server answers {status}); check the URL, whose signature may have expired"
     return f"could not be reached in {TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import time
 import zlib
@@ -23,6 +24,7 @@ from unfog.data.formats.shard_piece import ROW, Piece
 from unfog.data.ledger import Quarantined
 
 _ABANDONED_SECONDS = 24 * 3600
+_PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # any other is no file of ours
 DAMAGED = (
     *(OSError, BadZipFile, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, SyntaxError),
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, TokenError),
@@ -81,7 +83,7 @@ def remove_abandoned(folder: Path) -> None:
     """Remove what those left behind who were killed while writing."""
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
-            if time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
+            if _PARTIAL.fullmatch(partial.name) and time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
                 partial.unlink()
 
 

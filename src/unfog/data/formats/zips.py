@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.formats.files import Unusable, none_found, open_bytes, passed_over
+from unfog.data.formats.files import Unreachable, Unusable, none_found, open_bytes, passed_over
 from unfog.data.formats.locate import Located
 from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_piece import LARGEST, plain
@@ -138,15 +138,26 @@ class ZipSource:
         else:
             self._members[name] = _member(info)
 
+    def _read(self, start: int, size: int) -> bytes:
+        """So many bytes of the archive. Unreachable where they are far away, and were there when it was opened."""
+        if start + size > self._state.size:
+            raise Unusable("truncated")
+        try:
+            data = self._storage.read(self._path, start, size)
+        except Unusable as error:
+            if not self.far:
+                raise
+            raise Unreachable(str(error)) from error
+        if len(data) < size:
+            raise Unreachable("in an archive that ends earlier than it did") if self.far else Unusable("truncated")
+        return data
+
     def _content(self, member: _Member) -> bytes:
         """A member's bytes, never more of them than it says."""
-        header = self._storage.read(self._path, member.header, 30)
-        if len(header) < 30 or not header.startswith(b"PK\3\4"):
+        header = self._read(member.header, 30)
+        if not header.startswith(b"PK\3\4"):
             raise Unusable("not where its archive says")
-        start = member.header + 30 + sum(struct.unpack("<HH", header[26:30]))
-        data = self._storage.read(self._path, start, member.packed)
-        if len(data) < member.packed:
-            raise Unusable("truncated")
+        data = self._read(member.header + 30 + sum(struct.unpack("<HH", header[26:30])), member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
             data = _inflated(data, member.size)
         if len(data) != member.size:
