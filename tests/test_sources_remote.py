@@ -19,11 +19,14 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.config.request import check_source
+from unfog.data import bulk
 from unfog.data.decode import decode
 from unfog.data.formats import remote
 from unfog.data.formats.files import Unreachable
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
 from unfog.data.sources import labels_of, open_source
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("s3fs")
@@ -169,6 +172,7 @@ class Web(BaseHTTPRequestHandler):
     faults: ClassVar[Counter[str]] = Counter()
     asked: ClassVar[list[tuple[str, str, str]]] = []
     etag = '"1"'
+    expired = "(no signature)"
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
@@ -184,6 +188,8 @@ class Web(BaseHTTPRequestHandler):
         if self.faults[f"{self.command} {name} {wanted}".strip()] > 0:
             self.faults[f"{self.command} {name} {wanted}".strip()] -= 1
             return self._send(503, b"busy" if with_body else b"", {})
+        if self.path.endswith(self.expired):
+            return self._send(403, b"", {})
         if name not in SHARDS:
             return self._send(404, b"", {})
         data, headers, status = SHARDS[name], {"ETag": self.etag}, 200
@@ -275,6 +281,24 @@ def test_the_first_look_at_a_server_is_tried_again_and_then_said(web: str) -> No
     Web.faults[probe] = 99
     with pytest.raises(RequestError, match=r"set-000\.tar could not be reached in 3 tries .*503"):
         open_source(f"{web}/sets/set-000.tar")
+
+
+def test_a_zip_whose_signature_expires_meanwhile_is_no_smaller_set(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(bulk, "_CHUNK", 16)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for i in range(48):
+            archive.writestr(f"{i:02}.png", png(i))
+    monkeypatch.setitem(SHARDS, "a.zip", file.getvalue())
+
+    def expire(done: int, total: int) -> None:
+        monkeypatch.setattr(Web, "expired", "signature=old")
+
+    with pytest.raises(RunError, match=r"is refused \(the server answers 403\).*`unfog resume`"):
+        prepare(open_source(f"{web}/sets/a.zip?signature=old"), Data(size=16, cache="disk"), expire)
+    whole = prepare(open_source(f"{web}/sets/a.zip?signature=new"), Data(size=16, cache="disk"))
+    assert (whole.ledger.used, whole.ledger.quarantined) == (48, ())
 
 
 def test_a_server_without_ranges_is_refused_before_it_sends_everything(web: str) -> None:
