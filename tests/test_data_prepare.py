@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
 from unfog.data.sources import FolderSource, open_source
 from unfog.data.stream import ImageStream
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 
 MEMORY = Data(size=16, cache="memory")
 
@@ -248,6 +249,29 @@ def test_an_entry_that_another_process_has_made_meanwhile_is_used(
     monkeypatch.setattr(packing, "decode_all", None)
     assert cache.make(found[0].sampled(), found[1]).path == other.path
     assert (other.path / "pixels.u8").stat().st_ino == before
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
+) -> None:
+    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    folder = fill(tmp_path / "set", 120)
+    source = folder if kind == "folder" else Path(shutil.make_archive(str(folder), "zip", folder))
+
+    def change(done: int, total: int) -> None:
+        if kind == "zip":
+            os.utime(source)
+        elif source.exists():
+            source.rename(tmp_path / "away")
+
+    asked = Data(size=16, cache=where)
+    with pytest.raises(RunError, match="changed while they were read"):
+        prepare(open_source(source), asked, change)
+    if kind == "folder":
+        (tmp_path / "away").rename(source)  # as it was, to the time of change
+    assert run(source, asked).ledger.used == 120
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def prepare(
     Raises:
         RequestError: no image can be used; a setting does not fit the source; the cache cannot be written, or is not
             of the kind that the run began with.
-        RunError: the disk is full, or refuses.
+        RunError: the disk is full, or refuses; the images went away or were changed as they were read.
     """
     colour(settings.background)
     if isinstance(source, PackSource) and (fitting := source.fitting(settings)) is not None:
@@ -92,7 +92,7 @@ def survey_of(source: Source, settings: Data) -> tuple[Survey, str]:
 
 def _in_memory(survey: Survey, progress: Progress | None) -> Prepared:
     order, in_train = held_out_split(survey.source, survey.settings.held_out)
-    tally, rows = Tally.of(len(order)), 0
+    tally, done, rows = Tally.of(len(order)), 0, 0
     pixels = np.empty((len(order), survey.channels, survey.size, survey.size), np.uint8)
     chunks = decode_all(
         *(survey.source, order, survey.channels, survey.size, survey.background, tally),
@@ -101,7 +101,9 @@ def _in_memory(survey: Survey, progress: Progress | None) -> Prepared:
     )
     try:
         with closing(chunks):
-            for _, images in chunks:
+            for stop, images in chunks:
+                survey.check_still_there(tally, done, stop)
+                done = stop
                 pixels[rows : rows + len(images)] = images
                 rows += len(images)
     except ColourFoundError:

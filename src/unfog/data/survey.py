@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from unfog.data.bulk import Tally, patiently
 from unfog.data.decode import colour, header
-from unfog.data.formats.files import Unreachable, Unusable
+from unfog.data.formats.files import ARCHIVE_GONE, CHANGED, GONE, Unreachable, Unusable
 from unfog.data.formats.tables import settled as settled_labels
 from unfog.data.ledger import Ledger, Quarantined, shown
 from unfog.data.packs.pack import PackSource
 from unfog.data.settings import Data
 from unfog.data.sources import Source, member_of
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 
 HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
@@ -93,6 +93,23 @@ class Survey:
     def background(self) -> tuple[int, int, int]:
         """Colour behind transparent pixels."""
         return colour(self.settings.background)
+
+    def check_still_there(self, tally: Tally, start: int, stop: int) -> None:
+        """Look at what became of these rows: a set without what came after is no smaller set, but a source gone.
+
+        Single files of a folder may come and go; they are in quarantine.
+
+        Raises:
+            RunError: an archive, or most of the files, is not there any more or was changed.
+        """
+        reasons = [tally.reasons[row] for row in range(start, stop) if row in tally.reasons]
+        archive = next((reason for reason in reasons if reason in (CHANGED, ARCHIVE_GONE)), "")
+        lost = archive or (GONE if 2 * reasons.count(GONE) > stop - start else "")
+        if lost and self.source.stamp()[0] != self.stamp:
+            raise RunError(
+                f"the images in {shown(self.source.name)} changed while they were read ({lost}); do the same again "
+                "once nobody writes to them"
+            )
 
     def in_colour(self) -> Survey:
         """The same after an image in colour has turned up."""

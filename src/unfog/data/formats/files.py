@@ -44,6 +44,12 @@ TEXT_TOO_LARGE = "MAX_TEXT_"
 """In what Pillow says of a PNG's text that unpacks to over a megabyte, or of texts that do to over 64."""
 
 
+GONE = "no longer there"
+CHANGED = "in an archive that was changed meanwhile"
+ARCHIVE_GONE = f"in an archive {GONE}"
+"""What is said of an image whose file, or archive, is not what it was when the source was opened."""
+
+
 class Unusable(Exception):
     """An image that cannot be used. The message is the reason, in the same few words for the same trouble."""
 
@@ -239,7 +245,7 @@ def why(error: OSError) -> str:
     if isinstance(error, PermissionError):
         return "not permitted to be read"
     if isinstance(error, FileNotFoundError):
-        return "no longer there"
+        return GONE
     if error.errno == errno.ENAMETOOLONG:
         return "whose path is too long"
     return f"that cannot be read ({error.strerror})"

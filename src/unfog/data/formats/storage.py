@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from io import RawIOBase
 from typing import NamedTuple, Protocol
 
-from unfog.data.formats.files import Unusable, why
+from unfog.data.formats.files import CHANGED, Unusable, why
 from unfog.data.ledger import shown
 from unfog.errors import RequestError
 
@@ -64,7 +64,7 @@ class LocalStorage:
             file = self._open(path)
             stat = os.fstat(file.number)  # each time, as what is open may be written over in place
             if self._listed.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
-                raise Unusable("in an archive that was changed meanwhile")
+                raise Unusable(CHANGED)
             parts: list[bytes] = []
             while size > 0 and (part := os.pread(file.number, size, start)):  # at most 2 GB at once
                 parts.append(part)

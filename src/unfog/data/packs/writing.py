@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.bulk import FACTS, ColourFoundError, Progress, Tally, decode_all
+from unfog.data.formats.files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.data.ledger import shown
 from unfog.data.packs.files import FORMAT, JOURNAL, MANIFEST, is_pack, seal
 from unfog.data.packs.journal import (
@@ -55,7 +57,7 @@ def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Pr
     Raises:
         RequestError: no image can be used; the folder cannot be written, has no room or is something else.
         BusyError: another process is making it.
-        RunError: the disk is full, or refuses.
+        RunError: the disk is full, or refuses; the images went away or were changed as they were read.
     """
     with made(folder, remedy), locked(folder):
         if is_pack(folder):  # another process has finished it since that was looked at
@@ -117,6 +119,8 @@ class _Packing:
     def _take_over(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks; False if the files do not hold what the journal says."""
         channels = self.survey.channels
+        # What was gone then may be there again; if not, it is found to be gone once more.
+        lines = list(takewhile(lambda line: not {GONE, CHANGED, ARCHIVE_GONE} & set(line["reasons"].values()), lines))
         if not lines or lines[-1]["done"] > len(self.order) or any(len(sums) != channels for sums in lines[-1]["sums"]):
             return False
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
@@ -174,6 +178,7 @@ class _Packing:
             closing(chunks),
         ):
             for stop, images in chunks:
+                survey.check_still_there(self.tally, self.done, stop)
                 append(pixels, images)
                 append(facts, self.tally.facts[self.done : stop])
                 line = self._line(stop, images)
