@@ -6,7 +6,7 @@ from pathlib import Path
 import unfog
 
 ROOT = Path(unfog.__file__).parent
-BASE = {"errors", "locks", "rows", "storage", "version"}
+BASE = {"errors", "locks", "rows", "storage", "urls", "version"}
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 ALLOWED = {
     **{layer: {layer} for layer in LEAVES},
@@ -22,6 +22,7 @@ ALLOWED = {
     "locks": set(),
     "rows": set(),
     "storage": set(),
+    "urls": set(),
     "version": set(),
 }
 

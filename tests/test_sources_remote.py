@@ -301,6 +301,25 @@ def test_a_zip_whose_signature_expires_meanwhile_is_no_smaller_set(web: str, mon
     assert (whole.ledger.used, whole.ledger.quarantined) == (48, ())
 
 
+def test_what_a_url_opens_with_is_in_the_settings_alone(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{web}/sets/set-{{000..002}}.tar?signature=SECRET".replace("http://", "http://me:SECRET@")
+    settings = {"size": 8, "batch": 4, "network": NETWORK, "steps": 1, "device": "cpu", "precision": "fp32"}
+    run, pack = tmp_path / "run", tmp_path / "pack"
+    unfog.train(url, out=run, **settings)
+    assert (run / "config.toml").stat().st_mode & 0o077 == 0
+    unfog.resume(run, source=url.replace("SECRET", "SECRET2"), steps=2)
+    unfog.pack(url, out=pack, size=8)
+    files = [path for place in (run, pack) for path in place.rglob("*") if path.is_file()]
+    assert [path for path in files if b"SECRET" in path.read_bytes()] == [run / "config.toml"]
+    assert str(web.partition("//")[2]) in (run / "report.html").read_text()
+    monkeypatch.setattr(Web, "expired", "signature=SECRET2")
+    with pytest.raises(RequestError, match=r"set-000\.tar is refused \(the server answers 403\)") as refused:
+        unfog.resume(run, steps=3)
+    assert "SECRET" not in str(refused.value)
+
+
 def test_a_server_without_ranges_is_refused_before_it_sends_everything(web: str) -> None:
     with pytest.raises(RequestError, match="serves no parts of a file"):
         open_source(f"{web}/whole/set-002.tar")

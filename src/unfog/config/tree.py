@@ -20,6 +20,7 @@ from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
 from unfog.training.profiles import EmaProfile, PowerEma
 from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
+from unfog.urls import without_secrets
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -107,6 +108,12 @@ class Config:
         """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
         the network never sees a picture without its class. Any other asks the network twice."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+
+def shareable(config: Config) -> Config:
+    """The same with no password and no signature of a URL in it, to be shown to others; no run can go on from it."""
+    labels = without_secrets(config.data.labels)
+    return replace(config, source=without_secrets(config.source), data=replace(config.data, labels=labels))
 
 
 def check_interval(interval: tuple[float, float]) -> None:

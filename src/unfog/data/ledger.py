@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.errors import RequestError
+from unfog.urls import without_secrets
 
 REASONS = 10
 """Reasons that a line names."""
@@ -48,8 +49,9 @@ def as_text(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A file's name as a line of text for people: no byte, newline or other control character acts in it."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], as_text(name))
+    """A file's name or URL as a line of text for people: no byte, newline or other control character acts in it, and
+    nobody can open with it what they could not before."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], as_text(without_secrets(name)))
 
 
 class Quarantined(NamedTuple):

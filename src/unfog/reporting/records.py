@@ -24,11 +24,16 @@ Row = dict[str, Any]
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path`, whole or not at all (OSError): written beside it, synchronised, then renamed."""
+def write_atomic(path: Path, data: bytes, private: bool = False) -> None:
+    """Put `data` at `path`, whole or not at all (OSError): written beside it, synchronised, then renamed.
+
+    What is `private` can be read by nobody else.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
+            if private:
+                partial.chmod(0o600)  # while it is empty
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

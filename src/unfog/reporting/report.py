@@ -23,6 +23,7 @@ from unfog.reporting.pages import page
 from unfog.reporting.progress import amount, duration
 from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
 from unfog.reporting.report_charts import charts, column, smooth
+from unfog.urls import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
@@ -180,7 +181,7 @@ def _settings(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _flatten(tree: Mapping[str, Any], section: str, sections: dict[str, dict[str, str]]) -> None:
-    values = {key: _text(value) for key, value in tree.items() if not isinstance(value, dict)}
+    values = {key: without_secrets(_text(value)) for key, value in tree.items() if not isinstance(value, dict)}
     if values:
         sections[section] = values
     for key, value in tree.items():

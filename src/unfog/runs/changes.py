@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from unfog.config.tree import Config
+from unfog.config.tree import Config, shareable
 from unfog.errors import RequestError
 
 # What these govern can change without making the weights so far meaningless or the order of images another.
@@ -168,7 +168,7 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
     Raises:
         RequestError: a run cannot change this, or only with `force`.
     """
-    lines = []
+    lines, (old, new) = [], (shareable(old), shareable(new))
     for name, before, now in changes(old, new):
         if name == "fingerprint":
             if not force:

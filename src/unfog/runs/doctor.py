@@ -12,6 +12,7 @@ from unfog.config.request import check_request
 from unfog.config.tree import Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
+from unfog.data.ledger import shown
 from unfog.data.packs.files import MANIFEST
 from unfog.data.packs.pack import verify_pack
 from unfog.diagnosis.images.examine import examine_data
@@ -55,7 +56,7 @@ def examine_source(config: Config, out: Path | None = None, quick: bool = False)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
         findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
-    return _tell(page, f"What training on {config.source} will meet", findings), findings
+    return _tell(page, f"What training on {shown(config.source)} will meet", findings), findings
 
 
 def examine_run_folder(

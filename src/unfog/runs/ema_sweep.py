@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unfog.config.toml import of_type
 from unfog.config.tree import Config
 from unfog.data.images import Prepared, spread
+from unfog.data.ledger import shown
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
@@ -158,7 +159,7 @@ def ema_sweep(
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
-            raise RequestError(f"the images in {config.source} are not those of this run; bring them back")
+            raise RequestError(f"the images in {shown(config.source)} are not those of this run; bring them back")
         network = build_network(config).to(place).eval()
         n, by, measured = measure_of(metric, n, features, config, prepared, place)
         rows = []

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from unfog.data.images import ImageSet, Prepared, spread
+from unfog.data.ledger import shown
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import check_count
@@ -55,7 +56,7 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
         config = replace(run.config, training=replace(run.config.training, images=0, steps=0))
         prepared, found = load_images(config, stop)
         if found.fingerprint != run.config.fingerprint:
-            raise RequestError(f"the images in {config.source} are not those that this run was trained on")
+            raise RequestError(f"the images in {shown(config.source)} are not those that this run was trained on")
         chosen = choose(run, asked, prepared, stop)
         folder = run.path / "evaluations"
         key = key_of(run, chosen)
@@ -154,7 +155,7 @@ def reference_of(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) 
         data = replace(run.config.data, held_out=0.0, labels="none")
         config = replace(run.config, source=asked.reference, data=data, fingerprint="", classes=(), codec="")
         other, _ = load_images(config, stop)
-        images, what = other.train, asked.reference
+        images, what = other.train, shown(asked.reference)
     else:
         images, what = prepared.train, "training images"
     if len(images) < 10:

@@ -14,6 +14,7 @@ from torch import Tensor
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet, Prepared, spread
+from unfog.data.ledger import shown
 from unfog.diagnosis.run.costs import run_costs
 from unfog.diagnosis.run.losses import answers, average_against_raw, looked_at, losses, overfitting
 from unfog.diagnosis.run.memorised import FEWEST
@@ -118,7 +119,9 @@ def images_of(config: Config, skipped: list[str]) -> Prepared | None:
         skipped.append(f"what needs the images ({error})")
         return None
     if config.fingerprint and found.fingerprint != config.fingerprint:
-        skipped.append(f"what needs the images, as those in {config.source} are not those that it was trained on")
+        skipped.append(
+            f"what needs the images, as those in {shown(config.source)} are not those that it was trained on"
+        )
         return None
     return prepared
 

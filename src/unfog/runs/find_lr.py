@@ -14,6 +14,7 @@ from torch import Tensor
 from unfog.config.request import check_request
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
+from unfog.data.ledger import shown
 from unfog.data.stream import ImageStream
 from unfog.diagnosis.lr.range import LrRange, Probe, Subject, find_lr_range
 from unfog.errors import RequestError
@@ -155,7 +156,7 @@ def write(result: FoundLr, config: Config, out: Path) -> None:
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
     text = json.dumps(finite(record), indent=2, allow_nan=False)
     write_atomic(out / JSON_FILE, f"{text}\n".encode())
-    page = render(f"Learning rate for {config.source}", [result.finding()])
+    page = render(f"Learning rate for {shown(config.source)}", [result.finding()])
     write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unfog.config.places import check_out
 from unfog.config.toml import read_toml, to_toml
-from unfog.config.tree import Config
+from unfog.config.tree import Config, shareable
 from unfog.errors import RequestError
 from unfog.locks import lock_of
 from unfog.reporting.records import write_atomic
@@ -109,8 +109,8 @@ class RunFolder:
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def write_config(self, config: Config) -> None:
-        """Store the configuration; whole or not at all."""
-        write_atomic(self.config_file, to_toml(config).encode())
+        """Store the configuration; whole or not at all. A URL's secrets, which a resume needs, are in it alone."""
+        write_atomic(self.config_file, to_toml(config).encode(), private=config != shareable(config))
 
     def read_config(self) -> Config:
         """The stored configuration. RequestError if this is no run, or one whose configuration was damaged."""

@@ -14,6 +14,7 @@ from typing import Any
 from unfog.config.toml import from_toml, to_toml
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
+from unfog.data.ledger import shown
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.runs.build import augmentation, build_state, every_of, loss_function
@@ -89,8 +90,8 @@ def follow() -> None:
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
-                    f"rank {world.rank} finds other images in {config.source} than rank 0 does; each machine needs the "
-                    "same ones there"
+                    f"rank {world.rank} finds other images in {shown(config.source)} than rank 0 does; each machine "
+                    "needs the same ones there"
                 )
             train_along(config, prepared, stop, world)
 

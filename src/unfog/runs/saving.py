@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unfog.config.toml import to_toml
-from unfog.config.tree import Config
+from unfog.config.tree import Config, shareable
 from unfog.errors import Interrupted, RunError
 from unfog.reporting.progress import say, warn
 from unfog.reporting.recorder import Recorder
@@ -79,7 +79,7 @@ class Saver:
                 )
                 return
             anchor = self._is_anchor(state, step)
-            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(self.config)), post)
+            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(shareable(self.config))), post)
             self.pulse.taken()
         self.held_up += time.perf_counter() - started
         if self.before is not None:

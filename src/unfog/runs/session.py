@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unfog.config.tree import Config
+from unfog.config.tree import Config, shareable
 from unfog.data.images import Prepared
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
@@ -158,7 +158,7 @@ class Session:
             self.config.log,
             self.steps,
             self.step,
-            asdict(self.config),
+            asdict(shareable(self.config)),
             logged,
             self.stop.undivided,
         )

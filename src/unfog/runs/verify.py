@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unfog.config.tree import Config
 from unfog.data.images import Prepared
+from unfog.data.ledger import shown
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.reporting.progress import Progress
@@ -69,7 +70,9 @@ def verify(folder: RunFolder) -> str:
         first, last = two_newest(folder, config)
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
-            raise RequestError(f"the images in {config.source} are not those of this run, so it cannot be repeated")
+            raise RequestError(
+                f"the images in {shown(config.source)} are not those of this run, so it cannot be repeated"
+            )
         state = replay(folder, config, prepared, first, last, stop)
         different = compare({f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}, last)
     what = f"steps {first.step:,} to {last.step:,} of {folder.path}"

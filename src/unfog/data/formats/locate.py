@@ -18,6 +18,7 @@ from unfog.data.formats.files import SUFFIXES, why
 from unfog.data.ledger import shown
 from unfog.data.packs.files import is_begun, is_pack
 from unfog.errors import RequestError
+from unfog.urls import without_secrets
 
 Kind = Literal["fashion", "folder", "zip", "tar", "pack", "arrays", "hub"]
 
@@ -41,7 +42,7 @@ class Located:
 
     kind: Kind
     name: str
-    """As the user wrote it."""
+    """As the user wrote it; a URL less what is secret in it."""
 
     resolved: str
     """How to find it again from anywhere: an absolute path or pattern, or a URL."""
@@ -152,7 +153,7 @@ def _shards(text: str, pattern: str, paths: list[str]) -> Located:
     if kind not in ("tar", "zip") or (kind == "zip" and len(paths) > 1):
         raise RequestError(f"{shown(text)} stands for {shown(path)}, and not for .tar shards or one .zip; {_GIVE}")
     base = re.split(r"[*?{\[]", pattern)[0].rpartition("/")[0] + "/"
-    return Located(kind, text, pattern, tuple(sorted(set(paths))), base)
+    return Located(kind, without_secrets(text), pattern, tuple(sorted(set(paths))), base)
 
 
 def _matching(pattern: str) -> list[str]:
@@ -223,7 +224,7 @@ def _remote(text: str) -> Located:
         extra = {"s3fs": "unfog[s3]", "aiohttp": "unfog[http]"}.get(package, package)
         raise RequestError(f"{protocol}:// needs {package}, which is not installed: pip install '{extra}'")
     if text.endswith("/"):
-        return Located("tar", text, text, (f"{text}*.tar",), text)
+        return Located("tar", without_secrets(text), text, (f"{text}*.tar",), text)
     return _shards(text, text, expand(text))
 
 

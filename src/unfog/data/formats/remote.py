@@ -14,6 +14,7 @@ from unfog.data.formats.files import Unreachable, Unusable
 from unfog.data.formats.storage import State
 from unfog.data.ledger import shown
 from unfog.errors import RequestError
+from unfog.urls import without_secrets
 
 TRIES = 3
 FIRST_PAUSE = 0.5
@@ -196,13 +197,13 @@ def _status(error: Exception) -> int:
 
 def _what(error: Exception) -> str:
     """What went wrong with a file far away, and the remedy."""
-    name, text = type(error).__name__, " ".join(str(error).split())[:120]
+    name, text = type(error).__name__, " ".join(without_secrets(str(error)).split())[:120]
+    if _is_final(error) and _status(error) not in (0, 404, 410):
+        return f"is refused (the server answers {_status(error)}); check the URL, whose signature may have expired"
     if isinstance(error, FileNotFoundError) and _is_final(error):
         return "is not there; check the URL and, for S3, AWS_ENDPOINT_URL"
     if isinstance(error, PermissionError) or "Credentials" in name:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
     if isinstance(error, TimeoutError):
         return f"did not answer in time in {TRIES} tries; check the network and try again"
-    if _is_final(error) and (status := _status(error)):
-        return f"is refused (the server answers {status}); check the URL, whose signature may have expired"
     return f"could not be reached in {TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"

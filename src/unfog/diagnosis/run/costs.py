@@ -15,6 +15,7 @@ from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
 from unfog.training.noise_scale import batch_advice
 from unfog.training.noise_scale import noise_scale as ratio_of_means
+from unfog.urls import without_secrets
 
 WAITS, STARVES = 0.05, 0.10
 """Shares of the time spent waiting for data from which on it is worth a word, and a warning."""
@@ -54,7 +55,7 @@ def data_wait(record: RunRecord) -> Finding | None:
     evidence = f"training waited for images {share:.1%} of the time"
     if share < WAITS:
         return Finding("run.data_wait", "fine", evidence, "", facts, exhibits)
-    source = shlex.quote(record.config.source)
+    source = shlex.quote(without_secrets(record.config.source))
     remedy = f"decode them once: unfog pack {source} OUT, and train on OUT; or --data.cache disk"
     severity: Severity = "warning" if share >= STARVES else "hint"
     return Finding("run.data_wait", severity, evidence, remedy, facts, exhibits)

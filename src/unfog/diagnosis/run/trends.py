@@ -15,6 +15,7 @@ from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import amount, counted
 from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
+from unfog.urls import without_secrets
 
 FEW = 6
 """Lines of metrics without which a trend is none."""
@@ -100,7 +101,7 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
             f"the loss is {relative:.2f} of what answering 0 would lose, and {beaten:.2f} of what guessing each pixel "
             "by itself would: the network has learned next to nothing"
         )
-        remedy = f"another learning rate: unfog find-lr {shlex.quote(record.config.source)}"
+        remedy = f"another learning rate: unfog find-lr {shlex.quote(without_secrets(record.config.source))}"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
     trend = loss_trend(record)
