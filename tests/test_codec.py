@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -201,6 +202,22 @@ def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     assert write_codec(tmp_path / "codec", network).sha256() != before
 
 
+def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    first = write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unfog.runs.codec.sync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3))
+    assert describe(str(tmp_path / "codec")).sha256() == first
+    assert write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256() != first
+    assert [path.name for path in tmp_path.iterdir()] == ["codec"]
+
+
 def test_folders_that_hold_no_codec_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"holds no config\.json"):
         describe(str(tmp_path))
@@ -253,6 +270,9 @@ def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):
     before = {path.name: path.read_bytes() for path in (whole / "codec").iterdir()}
     _, done = resume(RunFolder(whole))
     assert done
+    assert {path.name: path.read_bytes() for path in (whole / "codec").iterdir()} == before
+    shutil.rmtree(whole / "codec")  # as where it was killed behind its last checkpoint
+    resume(RunFolder(whole))
     assert {path.name: path.read_bytes() for path in (whole / "codec").iterdir()} == before
     with pytest.raises(RequestError, match="is a codec, which draws nothing"):
         unfog.load(whole)

@@ -29,6 +29,7 @@ from unfog.models.codec_folder import CONFIG, OURS, WEIGHTS, Described, describe
 from unfog.models.codec_settings import Autoencoder
 from unfog.runs.build import normalisation
 from unfog.runs.folder import CODEC, RunFolder
+from unfog.training.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]
 """What the network draws [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
@@ -86,9 +87,20 @@ def write_codec(folder: Path, network: AutoencoderModel) -> Described:
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     save_file(weights, partial_folder / WEIGHTS[OURS])
     (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial_folder.rename(folder)
+    _put(partial_folder, folder)
     return describe(str(folder))
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Put a codec that was made beside in its place; what was there goes when the new one is there and on the disk."""
+    for path in (*made.iterdir(), made):
+        sync(path)
+    old = folder.with_name(f".{folder.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    made.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def keep_codec(folder: RunFolder, config: Config) -> str:
@@ -101,8 +113,7 @@ def keep_codec(folder: RunFolder, config: Config) -> str:
         for path in (described.folder / CONFIG, described.weights):
             shutil.copyfile(path, beside / path.name)
         _check(describe(str(beside)), config)
-        shutil.rmtree(own, ignore_errors=True)
-        beside.rename(own)
+        _put(beside, own)
     return str(own.absolute())
 
 

@@ -26,7 +26,7 @@ from unfog.runs.codec import keep_codec
 from unfog.runs.codec_looks import finish_codec
 from unfog.runs.data_record import DATA_FILE, write_data_record
 from unfog.runs.disk import forecast
-from unfog.runs.folder import RunFolder, next_folder
+from unfog.runs.folder import CODEC, RunFolder, next_folder
 from unfog.runs.follow import lead
 from unfog.runs.initial import read_weights, seen_alike
 from unfog.runs.launch import note_launch
@@ -122,6 +122,8 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             lead(world, folder.checkpoints, None)
             keep_drawing(folder, stored, config, saved.step)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
+            if not (folder.path / CODEC).is_dir():  # it was killed after its last checkpoint
+                ended(folder, True, settling.config)
             return folder, True
         if config.codec:
             settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
