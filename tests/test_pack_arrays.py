@@ -18,10 +18,11 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
+from unfog.data import lazy
 from unfog.data.formats import arrays
 from unfog.data.formats.arrays import store
 from unfog.data.formats.files import Unusable
-from unfog.data.prepare import prepare
+from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
 from unfog.data.sources import open_source
 from unfog.errors import RequestError
@@ -339,6 +340,28 @@ def test_a_parquet_file_is_the_same_wherever_and_whenever_it_is_read(datasets: A
     assert open_source(tmp_path / "a.parquet").stamp() == stamp
     os.utime(tmp_path / "a.parquet", (1, 1))
     assert open_source(tmp_path / "a.parquet").stamp() != stamp
+
+
+def test_images_that_are_files_beside_a_parquet_file_are_part_of_its_state(datasets: Any, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for i in range(3):
+        Image.fromarray(RGB[i]).save(tmp_path / f"{i}.bmp")
+    rows = [{"bytes": None, "path": f"{i}.bmp"} for i in range(3)]
+    parquet.write_table(pyarrow.table({"image": rows}), tmp_path / "a.parquet")
+    source = open_source(tmp_path / "a.parquet")
+    before, asked = source.stamp(), Data(cache="none")
+    began = lazy.on_the_fly(
+        replace(survey_of(source, asked)[0].sampled(), stamp=source.earlier_stamp)
+    ).train.fingerprint
+    assert prepare(source, asked, known=began).train.fingerprint == began, "a run of an earlier version goes on"
+    Image.fromarray(RGB[5]).save(tmp_path / "1.bmp")
+    assert source.stamp() != before
+    assert (
+        prepare(open_source(tmp_path / "a.parquet"), Data()).train.pixels[1].tolist()
+        == RGB[5].transpose(2, 0, 1).tolist()
+    )
 
 
 def test_a_row_opens_no_file_outside_its_dataset(datasets: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -226,12 +227,23 @@ def far_shards_of(images: ImageSet) -> FarShards | None:
     return images.pixels.far_shards if isinstance(images.pixels, LazyPixels) else None
 
 
-def on_the_fly(survey: Survey) -> Prepared:
+def on_the_fly(survey: Survey, known: str = "") -> Prepared:
     """The images of a source as sets that decode what is taken from them.
+
+    `known` is the fingerprint of the images to train on as a run began with them: one that an earlier version made of
+    these, which looked at less of them, stays what it is.
 
     Held out are the same as always; of over EVENLY_FROM images, evenly spaced ones. Grey are only those that were asked
     for as such or all looked at, as an image in colour among the others could not be told of in time.
     """
+    prepared, earlier = _on_the_fly(survey), getattr(survey.source, "earlier_stamp", survey.stamp)
+    if known and earlier != survey.stamp and prepared.train.fingerprint != known:
+        before = _on_the_fly(replace(survey, stamp=earlier))
+        return before if before.train.fingerprint == known else prepared
+    return prepared
+
+
+def _on_the_fly(survey: Survey) -> Prepared:
     if not survey.proved and len(survey.source.names) > COLOURS_SAMPLED:
         survey = survey.in_colour()
     source, settled, n = survey.source, survey.settled, len(survey.source.names)

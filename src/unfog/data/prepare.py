@@ -65,7 +65,7 @@ def prepare(
         survey = survey.sampled()
         where, why = _place_as_begun(survey, key, unread) if known else _place(survey, key, wanted)
         if where == "none":
-            prepared = on_the_fly(survey)
+            prepared = on_the_fly(survey, known)
             shards = far_shards_of(prepared.train)
             why = "; ".join(filter(None, (why, shards.keep() if shards is not None else "")))
         elif where == "disk":

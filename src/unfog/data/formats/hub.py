@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from PIL import Image
 from unfog.data.cache import cache_folder
 from unfog.data.formats.arrays import Numbered
 from unfog.data.formats.files import Unusable, open_bytes, open_image
-from unfog.data.formats.sampled import sampled
+from unfog.data.formats.sampled import sampled, state_of
 from unfog.data.ledger import Quarantined, shown
 from unfog.errors import RequestError
 
@@ -76,6 +77,7 @@ class HubSource:
         self._roots = [_root(local)] if there else _roots(datasets)
         state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
+        self._beside = _files(_column(self._images, self._column), self._roots[0]) if there else []
 
     def open(self, i: int) -> Image.Image:
         """Image i, its pixels read on use."""
@@ -91,9 +93,17 @@ class HubSource:
 
     def stamp(self) -> tuple[str, int]:
         """The library's own fingerprint of the data and of what was done to it, or of parquet files their names, sizes,
-        times of change and a sample of their bytes; size of its table."""
+        times of change and a sample of their bytes; the state of images that are files beside them; size of its table.
+        """
         fingerprint, size = self._stamp
+        if self._beside:
+            fingerprint = f"{fingerprint} {state_of(self._roots[0], self._beside)[0]}"
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
+
+    @property
+    def earlier_stamp(self) -> str:
+        """The digest in `stamp` as an earlier version had it, without the files beside the table."""
+        return hashlib.sha256(self._stamp[0].encode()).hexdigest()
 
 
 def is_parquet(path: Path) -> bool:
@@ -120,6 +130,17 @@ def _roots(datasets: Any) -> list[Path]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return [Path(folder).resolve() for folder in (datasets.config.HF_DATASETS_CACHE, HF_HUB_CACHE)]
+
+
+def _files(images: Any, root: Path) -> list[str]:
+    """Paths of those of a column of images that are files below a folder rather than bytes in the table."""
+    found = dict[str, None]()
+    for chunk in images.chunks:
+        if chunk.field("bytes").null_count:
+            alone = zip(chunk.field("bytes").is_null().to_pylist(), chunk.field("path").to_pylist())
+            found |= dict.fromkeys(path for no_bytes, path in alone if no_bytes and path)
+    below = f"{root}{os.sep}"
+    return [path for path in found if os.path.normpath(os.path.join(root, path)).startswith(below)]
 
 
 def _parquet_files(local: Path) -> list[Path]:
