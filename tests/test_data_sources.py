@@ -66,6 +66,23 @@ def test_links_to_folders_and_files_are_followed(animals: Path, tmp_path: Path) 
     assert open_source(picked).names == [*(f"mine/{i}.png" for i in range(5)), "one.png"]
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_two_links_to_a_folder_the_first_by_name_counts_however_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool
+) -> None:
+    put(tmp_path / "elsewhere/deep/1.png")
+    (photos := tmp_path / "photos").mkdir()
+    for name in ("cats", "animals", "birds"):
+        (photos / name).symlink_to(tmp_path / "elsewhere")
+    listed = os.scandir  # whose order is the file system's
+
+    def scandir(folder: Path) -> list[os.DirEntry[str]]:
+        return sorted(listed(folder), key=lambda entry: entry.name, reverse=backwards)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert FolderSource(photos, "photos").names == ["animals/deep/1.png"]
+
+
 def test_folders_that_link_to_each_other_are_looked_at_once(tmp_path: Path) -> None:
     names = [f"folder{i}" for i in range(9)]
     for name in names:

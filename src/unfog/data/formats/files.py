@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import heappop, heappush
 from io import BytesIO
 from pathlib import Path
 
@@ -106,13 +107,15 @@ def none_found(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quara
 def find(folder: Path) -> Found:
     """Look at everything below a folder, links followed; each folder once, and by its own name rather than a link's.
 
+    Of several names the first in their order counts, rather than the one that the file system lists first.
+
     Raises:
         RequestError: the folder itself cannot be read.
     """
     found = Found()
     pending, links, entered = [""], list[str](), set[tuple[int, int]]()  # no recursion: folders may be thousands deep
     while pending or links:
-        below = pending.pop() if pending else links.pop()
+        below = heappop(pending or links)
         try:
             status = os.stat(folder / below)
             entries = list(os.scandir(folder / below))
@@ -132,7 +135,7 @@ def find(folder: Path) -> Found:
             if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
                 found.ignored["hidden"] += 1
             elif _is_folder(entry):
-                (links if entry.is_symlink() else pending).append(f"{below}{entry.name}/")
+                heappush(links if entry.is_symlink() else pending, f"{below}{entry.name}/")
             elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
                 # Also a broken link or a pipe, which will be named as quarantined.
                 found.names.append(below + entry.name)
