@@ -162,6 +162,18 @@ def test_a_lying_bomb_is_not_unpacked(tmp_path: Path) -> None:
     struct.pack_into("<H", data, directory + 10, zipfile.ZIP_DEFLATED)
     struct.pack_into("<I", data, directory + 24, 1024)
     path.write_bytes(data)
+    assert opened_in_little(path) == "not as long as its archive says|True\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the peak")
+def test_a_bomb_that_begins_like_no_image_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.png", bytes(2**27))
+    assert opened_in_little(tmp_path / "bomb.zip") == "not an image|True\n"
+
+
+def opened_in_little(path: Path) -> str:
+    """What is said of the first image of an archive, and whether that took little memory."""
     code = """
 import sys
 from unfog.data.formats.files import Unusable
@@ -174,8 +186,24 @@ try:
 except Unusable as error:
     print(error, peak() - before < 50_000, sep="|")
 """
-    said = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
-    assert said == "not as long as its archive says|True\n"
+    return subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "suffix", ["png", "jpg", "webp", "gif", "tif", "bmp", "avif", "jp2", "ppm", "ico", "tga", "dib"]
+)
+def test_large_members_take_turns_and_are_what_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(zips, "_LARGE", 0)
+    members = {}
+    for i in range(8):
+        Image.open(io.BytesIO(png(i))).save(file := io.BytesIO(), Image.registered_extensions()[f".{suffix}"])
+        members[f"{i}.{suffix}"] = file.getvalue()
+    source = open_source(put(tmp_path / "a.zip", members))
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(lambda i: source.open(i).size, range(8)))
+    assert sizes == [(16, 16)] * 8
 
 
 def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:

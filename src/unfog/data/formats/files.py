@@ -193,6 +193,13 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
         return _open_without_texts(data)
 
 
+def may_be_image(start: bytes) -> bool:
+    """Whether a file that begins so may be an image, by the signatures of the formats that have one."""
+    readers = [Image.OPEN[name][1] for name in _readable()]
+    targa = start[2:3] in (b"\1", b"\2", b"\3", b"\x09", b"\x0a", b"\x0b")  # the kind of pixels, where it has that
+    return targa or any(accepts is not None and accepts(start[:16]) for accepts in readers)
+
+
 def _unidentified(start: bytes, name: str) -> Unusable:
     """What a file is that begins so and that Pillow does not know."""
     if name.lower().endswith((".heic", ".heif")):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.formats.files import Unreachable, Unusable, none_found, open_bytes, passed_over
+from unfog.data.formats.files import Unreachable, Unusable, may_be_image, none_found, open_bytes, passed_over
 from unfog.data.formats.locate import Located
 from unfog.data.formats.sampled import sampled
 from unfog.data.formats.shard_piece import LARGEST, plain
@@ -27,6 +28,10 @@ from unfog.data.settings import TABLES
 from unfog.errors import RequestError
 
 _PIECE = 2**16
+_START = 64
+_LARGE = 64 * 2**20
+"""Bytes over which members take turns to be unpacked, and are not if they begin like no image, in `_START` bytes."""
+_large_members = threading.BoundedSemaphore(1)
 _MOST_MEMBERS = 10_000_000
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 1  # bit of a member's flags
@@ -74,7 +79,10 @@ class ZipSource:
     def open(self, i: int) -> Image.Image:
         """Image i, its file unpacked in memory and its pixels not yet. Raises Unusable."""
         name = self.names[i]
-        return open_bytes(self._content(self._members[name]), name)
+        member = self._members[name]
+        # Half a megabyte may unpack to half a gigabyte, in each of many threads.
+        with _large_members if member.size > _LARGE else nullcontext():
+            return open_bytes(self._content(member, image=True), name)
 
     def stamp(self) -> tuple[str, int]:
         """Digest of the bytes, time of change and members' checksums of the archive, and, unless it is far away, of a
@@ -152,13 +160,15 @@ class ZipSource:
             raise Unreachable("in an archive that ends earlier than it did") if self.far else Unusable("truncated")
         return data
 
-    def _content(self, member: _Member) -> bytes:
+    def _content(self, member: _Member, image: bool = False) -> bytes:
         """A member's bytes, never more of them than it says."""
         header = self._read(member.header, 30)
         if not header.startswith(b"PK\3\4"):
             raise Unusable("not where its archive says")
         data = self._read(member.header + 30 + sum(struct.unpack("<HH", header[26:30])), member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
+            if image and member.size > _LARGE and not may_be_image(_inflated(data[:_PIECE], _START)):
+                raise Unusable("not an image")
             data = _inflated(data, member.size)
         if len(data) != member.size:
             raise Unusable("not as long as its archive says")
