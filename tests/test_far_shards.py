@@ -227,6 +227,19 @@ def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path, monkeypatc
     assert (folder / f"{'f' * 32}-000000.members").is_symlink(), "nothing is removed that is not its own"
 
 
+def test_the_limit_holds_for_many_processes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_cache, "PART", 2**18)
+    limit, total, size, processes = 16 * 2**20, 12 * 2**20, 2**16, 32
+    old = MemberCache(tmp_path, limit, total)
+    new = [MemberCache(tmp_path, limit, total, processes) for _ in range(processes)]
+    most = 0
+    for key, caches in (("a" * 32, [old]), ("b" * 32, new)):
+        for number in range(total // size):
+            caches[number % len(caches)].write(key, number * size, b"x" * size)
+            most = max(most, taken(tmp_path))
+    assert most <= limit * 1.1
+
+
 def test_of_a_set_that_does_not_fit_always_the_same_part_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

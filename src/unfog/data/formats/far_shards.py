@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,8 @@ class FarShards:
         if not self._care.cache:
             return ""
         total = sum(state.size for state in self._states.values())
-        self.cache = MemberCache(cache_folder() / "members", self._care.cache, total)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like say
+        self.cache = MemberCache(cache_folder() / "members", self._care.cache, total, processes)
         kept = "what is read" if total <= self._care.cache else f"a part of {total / 1e9:,.3g} GB"
         return f"{kept} is kept for later epochs, up to {self._care.cache / 1e9:,.3g} GB, in {self.cache.folder}"
 

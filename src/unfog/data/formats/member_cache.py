@@ -40,12 +40,14 @@ class MemberCache:
         folder: where they are kept; nothing else in it is touched.
         limit: bytes on disk in all, of all sets; at most half of what is free besides.
         total: bytes of the set that this process reads.
+        processes: that write to the folder at once; each looks through it the more often, as it knows of its own alone.
     """
 
-    def __init__(self, folder: Path, limit: int, total: int) -> None:
+    def __init__(self, folder: Path, limit: int, total: int, processes: int = 1) -> None:
         self.folder, self.limit = folder, limit
         self.trouble = ""
         """Why nothing more is kept, once that is so."""
+        self._unseen = limit / _TIDIES / processes  # bytes written until the folder is looked through
         self._share = min(1.0, _FILL * limit / max(1, total))
         self._written: int | None = None  # since the folder was looked through
         self._used: dict[str, float] = {}
@@ -94,7 +96,7 @@ class MemberCache:
     def _make_room(self, size: int) -> None:
         """Look through the folder once in a while, and remove what is over the limit."""
         with self._lock:
-            if self._written is not None and self._written <= self.limit / _TIDIES:
+            if self._written is not None and self._written <= self._unseen:
                 self._written += size
                 return
             self._written = size
