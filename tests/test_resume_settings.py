@@ -16,11 +16,13 @@ from unfog.config.presets import default
 from unfog.config.toml import from_toml, update
 from unfog.config.tree import Config, nested
 from unfog.data.augment import Augment
+from unfog.data.lazy import UNREAD
 from unfog.diffusion.weighting import Elbo
+from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
 from unfog.reporting.records import read_metrics
 from unfog.runs.build import build_state, loss_function
-from unfog.runs.changes import FREE, WITH_FORCE, among, flat, keys_of
+from unfog.runs.changes import FREE, WITH_FORCE, among, check_changes, flat, keys_of
 from unfog.training import checkpoint
 from unfog.training.averages import narrow
 from unfog.training.loop import Every, train
@@ -369,3 +371,10 @@ def test_a_snapshot_of_averages_waits_once_for_all_whether_they_fit_in_float16()
     with Waits() as waits:
         narrow(state.ema.parameters)
     assert waits.found == ["tolist"]
+
+
+def test_of_images_known_by_their_files_it_is_said_which_copy_is_the_same():
+    for before, now, told in (("a", "b", False), (f"{UNREAD}a", f"{UNREAD}b", True)):
+        with pytest.raises(RequestError, match="not those that this run was trained on") as refused:
+            check_changes(replace(Config(), fingerprint=before), replace(Config(), fingerprint=now))
+        assert ("cp -a" in str(refused.value)) == told

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from unfog.config.tree import Config, shareable
+from unfog.data.lazy import UNREAD
 from unfog.errors import RequestError
 
 # What these govern can change without making the weights so far meaningless or the order of images another.
@@ -114,6 +115,11 @@ LATER = (
     "autoencoder.",
 )
 
+_COPIED = (
+    ". As they are decoded when their turn comes, they are told by their files alone, to the time of change: a copy is "
+    "the same if it was made with cp -a or rsync -a; of any other, --force says that it is"
+)
+
 
 def keys_of(config: Config) -> dict[str, str]:
     """Digests of the settings that something is true under, by purpose.
@@ -174,7 +180,7 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
             if not force:
                 raise RequestError(
                     f"the images in {new.source} are not those that this run was trained on; bring them back, start a "
-                    "new run, or go on with these by --force"
+                    f"new run, or go on with these by --force{_COPIED if str(before).startswith(UNREAD) else ''}"
                 )
             lines.append("images: other ones from here on (forced)")
         elif name == "codec" and before and now:
