@@ -210,8 +210,38 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_examined(run):
     found = examined(run, samples=0)
     assert "run.ema_behind" in found
     assert found["run.ema_behind"].facts["updates"] < STEPS
+    told = found["run.checkpoints"]
+    assert told.severity == "warning"
+    assert "sha256 differs" in told.evidence
+    assert told.facts["broken"] == [newest.name]
+    assert STEPS not in told.facts["steps"]
+    assert told.remedy.endswith(f"goes on from step {max(told.facts['steps'])}")
     (newest / "manifest.json").unlink()
     assert examined(run, samples=0)["run.checkpoints"].severity == "warning"
+
+
+def test_where_every_checkpoint_is_damaged_it_is_told(run):
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "ema.safetensors").write_bytes(b"")
+    found = examined(run, samples=0)
+    assert found["run.checkpoints"].severity == "warning"
+    assert found["run.checkpoints"].facts["steps"] == []
+    assert "no checkpoint is whole" in found["run.skipped"].evidence
+
+
+def test_a_checkpoint_that_a_live_run_removes_meanwhile_was_read_before(run, monkeypatch):
+    """The images are read after the weights, which takes long; until then the run has made newer ones."""
+    import unfog.runs.examination as examination
+
+    images_of = examination.images_of
+
+    def meanwhile(config, skipped):
+        shutil.rmtree(run / "checkpoints")
+        return images_of(config, skipped)
+
+    monkeypatch.setattr(examination, "images_of", meanwhile)
+    found = examined(run, samples=8)
+    assert {"run.ema_behind", "run.overfitting", "run.tint"} <= found.keys()
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "events.jsonl", "heartbeat.json", "data.json", "checkpoints"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.config.toml import read_toml
 from unfog.config.tree import Config
@@ -24,7 +24,7 @@ from unfog.diagnosis.run.tint import blank, comparison, contrast, measure, satur
 from unfog.diagnosis.run.trends import run_trends
 from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.errors import RequestError, RunError
-from unfog.evaluation.held_out import midpoints
+from unfog.evaluation.held_out import LossAt, midpoints
 from unfog.reporting.charts import Floats
 from unfog.reporting.figures import Pixels
 from unfog.reporting.findings import Finding
@@ -44,11 +44,13 @@ COMPARED = 2000
 
 
 class Weights(NamedTuple):
-    """The newest whole checkpoint, and the settings that trained it."""
+    """Those of the newest whole checkpoint, and the settings that trained it."""
 
-    saved: checkpoint.Saved
+    step: int
     config: Config
     updates: int
+    networks: Mapping[str, nn.Module]
+    """By kind, "model" and "ema"; read at once, as a run at work may remove the checkpoint at any moment."""
 
 
 def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
@@ -70,9 +72,8 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, last_beat(folder.path))
     skipped: list[str] = []
-    weights = newest_weights(folder, skipped)
-    if weights is not None:  # the codec is where the run is now
-        weights = weights._replace(config=replace(weights.config, codec=config.codec))
+    weights, broken = newest_weights(folder, config.codec, skipped)
+    record = record.without(broken)
     prepared = images_of(config, skipped)
     usual = usual_rate(config)
     findings, relative, beaten = [], None, None
@@ -81,7 +82,7 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
             found, relative, beaten = by_losses(record, weights, prepared, where, skipped)
             findings += found
             if samples > 0:
-                if weights.saved.step < 0.2 * record.steps:
+                if weights.step < 0.2 * record.steps:
                     unready = "go on training; this is early"
                 else:
                     unready = "make it learn first" if beaten > 0.9 else ""
@@ -96,19 +97,29 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
     return findings
 
 
-def newest_weights(folder: RunFolder, skipped: list[str]) -> Weights | None:
-    """The newest whole checkpoint after the first step; None if there is none."""
+def newest_weights(folder: RunFolder, codec: str, skipped: list[str]) -> tuple[Weights | None, list[checkpoint.Broken]]:
+    """The newest whole weights after the first step, None if there are none; and the checkpoints that are broken.
+
+    `codec`: where the codec of the run is now, if it has one.
+    """
+    broken: list[checkpoint.Broken] = []
     try:
-        saved, _ = checkpoint.newest(folder.checkpoints)
+        saved, found = checkpoint.newest_whole(folder.checkpoints)
+        broken = [one for one in found if one.folder.exists()]  # a run at work may have removed others meanwhile
         updates = 0 if saved is None else int(checkpoint.read_state(saved.folder)["updates"])
         if saved is None or not updates:
-            skipped.append("what needs weights, as nothing that was trained is saved yet")
-            return None
-        return Weights(saved, read_toml(saved.folder / checkpoint.CONFIG, Config()), updates)
+            none = "no checkpoint is whole" if broken and saved is None else "nothing that was trained is saved yet"
+            skipped.append(f"what needs weights, as {none}")
+            return None, broken
+        config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), codec=codec)
+        networks = {kind: build_network(config) for kind in ("model", "ema")}
+        for kind, network in networks.items():
+            checkpoint.load_weights(saved.folder, kind, network)
+        return Weights(saved.step, config, updates, networks), broken
     except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
-        # A run at work may remove the checkpoint at this moment; whatever is wrong, the record can still be examined.
+        # It may be removed at this moment, too; whatever is wrong, the record can still be examined.
         skipped.append(f"what needs weights ({error})")
-        return None
+        return None, broken
 
 
 def images_of(config: Config, skipped: list[str]) -> Prepared | None:
@@ -142,8 +153,7 @@ def by_losses(
     Returns:
         They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
     """
-    config, network = weights.config, build_network(weights.config).to(device).eval()
-    objective = build_objective(config)
+    config = weights.config
     see = as_it_is(config)
     seen, unseen = (looked_at(part, device, see) for part in (prepared.seen.train, prepared.seen.held_out))
     levels = midpoints(config.evaluate.levels)
@@ -152,9 +162,6 @@ def by_losses(
     assert seen is not None, "nobody trains on nothing"
     work = [("ema", seen)] + [("ema", unseen)] * (unseen is not None) + [("model", own)]
     passes = len(levels) * sum(len(images.x0) for _, images in work if images is not None)
-
-    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
 
     results: dict[tuple[str, int], Floats] = {}
     with Progress("measuring losses", passes) as progress:
@@ -165,13 +172,10 @@ def by_losses(
             done += images
             progress.update(done)
 
-        loaded = ""
         for kind, images in work:
             assert images is not None
-            if kind != loaded:
-                checkpoint.load_weights(weights.saved.folder, kind, network)
-                loaded = kind
-            results[kind, id(images)] = losses(loss_at, images, levels, batch, progress=advance)
+            network = weights.networks[kind].to(device).eval()
+            results[kind, id(images)] = losses(loss_of(network, config), images, levels, batch, progress=advance)
     assert own is not None
     average, raw = results["ema", id(own)], results["model", id(own)]
     what = "training images" if own is seen else "held-out images"
@@ -186,6 +190,16 @@ def by_losses(
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
 
 
+def loss_of(network: nn.Module, config: Config) -> LossAt:
+    """What a network loses under the objective of the run."""
+    objective = build_objective(config)
+
+    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
+
+    return loss_at
+
+
 def by_pictures(
     weights: Weights, prepared: Prepared, device: torch.device, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
@@ -193,14 +207,13 @@ def by_pictures(
 
     `unready`: what to do before anything can be expected of them; "" where the network has learned something.
     """
-    config, network = weights.config, build_network(weights.config)
-    checkpoint.load_weights(weights.saved.folder, "ema", network)
+    config, network = weights.config, weights.networks["ema"].to(device)
     # Of more classes than pictures, as many evenly spread.
     labels = tuple(spread(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch
     with Progress("drawing pictures", samples) as progress:
         drawing = Drawing(samples, config.sampler, labels, batch=min(batch, 64))
-        drawn = draw(network.to(device), config, drawing, progress.update)
+        drawn = draw(network, config, drawing, progress.update)
     data, data_labels = pictures_of(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
     mine, theirs = measure(drawn, own), measure(data, data_labels)

@@ -187,16 +187,22 @@ def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
     Raises:
         RunError: there are checkpoints, and all of them are broken.
     """
+    saved, broken = newest_whole(checkpoints)
+    if saved is None and broken:
+        more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
+        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
+    return saved, broken
+
+
+def newest_whole(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
+    """As `newest`, for those who have something to say of broken ones also where no other is left."""
     found, broken = described(checkpoints)
     for saved in reversed(found):
         wrong = damage(saved)
         if wrong is None:
             return saved, broken
         broken.append(Broken(saved.folder, wrong))
-    if broken:
-        more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
-        raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
-    return None, []
+    return None, broken
 
 
 def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:

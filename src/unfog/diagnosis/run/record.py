@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,12 @@ class RunRecord:
         saved, broken = described(path / "checkpoints")
         metrics, events = read_metrics(path / "metrics.jsonl"), read_events(path / "events.jsonl")
         return cls(path, config, metrics, events, beat, saved, broken, read_account(path / "data.json"))
+
+    def without(self, broken: Sequence[Broken]) -> RunRecord:
+        """The same, where reading the newest checkpoints found these broken, as manifests do not tell of all damage."""
+        folders = {one.folder for one in broken}
+        saved = [one for one in self.saved if one.folder not in folders]
+        return replace(self, saved=saved, broken=broken) if broken else self
 
     @property
     def batch(self) -> int:

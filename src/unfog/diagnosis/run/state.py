@@ -114,7 +114,7 @@ def checkpoints(record: RunRecord) -> Finding:
     exhibits = (Exhibit("Checkpoints", table=rows),) if kept else ()
     if record.broken:
         evidence = f"{counted(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
-        remedy = "the others are whole, and a resume sets the broken ones aside" if kept else "train anew"
+        remedy = f"a resume sets them aside and goes on from step {kept[-1]}" if kept else "train anew"
         return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
     if not kept:
         return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is examined")
