@@ -20,13 +20,14 @@ from unfog.diagnosis.run.losses import (
     losses,
     overfitting,
 )
-from unfog.diagnosis.run.record import RunRecord
+from unfog.diagnosis.run.record import AFRESH, RunRecord
 from unfog.diagnosis.run.state import how_it_ended, where_it_is
 from unfog.diagnosis.run.trends import loss, loss_trend, rate, run_trends, stability
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
+from unfog.runs import changes
 from unfog.training.profiles import FixedEma, PowerEma
 
 LR = 1e-3
@@ -143,6 +144,70 @@ def test_refused_steps_name_the_images_that_did_it(tmp_path):
     assert found.severity == "warning"
     assert found.facts["lr_scale"] == pytest.approx(0.25)
     assert f"--lr {LR / 10:.2g}" in found.remedy
+
+
+def diverging(path, lr, scale=1.0, **more):
+    backs = [{"kind": "rolled_back", "step": 900, "reason": "it rose", "lr": lr * scale}] if scale < 1 else []
+    failed = {"kind": "failed", "step": 950, "reason": "RunError: training diverged 9 times"}
+    return a_record(path, lines(steps=950, loss=lambda step: 0.5), [*backs, failed], lr=lr, **more)
+
+
+@pytest.mark.parametrize("scale", [1, 1 / 4, 1 / 512])
+@pytest.mark.parametrize("times", [1 / 100, 1 / 15, 1 / 6, 1 / 4, 1, 1.3, 2, 20])
+def test_a_lower_rate_is_a_lower_one(tmp_path, times, scale):
+    record = diverging(tmp_path, LR * times, scale)
+    better = record.better_rate(LR)
+    assert better is None or better < record.config.optimizer.lr
+    assert better is None or better <= record.config.optimizer.lr * record.lr_scale
+    assert (better is None) == (times * scale < 1 / 5)
+
+
+def test_a_rate_far_below_the_usual_one_is_not_to_blame(tmp_path):
+    record = diverging(tmp_path, LR / 15)
+    for precision, remedy in (("bf16", f"unfog resume {tmp_path} --precision fp32"), ("fp32", "unfog doctor photos")):
+        training = replace(record.config.training, precision=precision)
+        found = where_it_is(replace(record, config=replace(record.config, training=training)), LR)
+        assert found.remedy.endswith(remedy)
+        assert "--lr" not in found.remedy
+
+
+def test_what_a_resume_took_back_did_not_happen(tmp_path):
+    refused = {"kind": "step_refused", "step": 910, "images": ["a.png"]}
+    back = {"kind": "rolled_back", "step": 930, "lr": LR / 2, "reason": "it rose"}
+    failed = {"kind": "failed", "step": 950, "reason": "OSError: x"}
+    early = {"kind": "step_refused", "step": 300, "images": ["b.png"]}
+    events = [{"kind": "started", "step": 0}, early, refused, back, failed, {"kind": "resumed", "step": 500}]
+    for name, rows in (("events", events), ("metrics", lines(steps=500, loss=lambda step: 0.5))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    beat = {"alive": True, "step": 520, "doing": "training"}
+    record = RunRecord.read(tmp_path, a_record(tmp_path).config, beat)
+    assert "at step 520" in where_it_is(record).evidence
+    assert stability(record).facts["refused"] == 1
+    with (tmp_path / "events.jsonl").open("a") as file:  # it all comes again
+        file.write(f"{json.dumps(refused)}\n{json.dumps(back)}\n")
+    again = stability(RunRecord.read(tmp_path, record.config, beat))
+    assert (again.facts["refused"], again.facts["rolled_back"]) == (2, 1)
+    assert again.facts["images"] == {"a.png": 1, "b.png": 1}
+
+
+def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
+    backs = [{"kind": "rolled_back", "step": 390 + i, "lr": 30 * LR / 2**i, "reason": "it rose"} for i in range(1, 9)]
+    change = [{"kind": "changed", "step": 400, "setting": "optimizer.lr: 0.03 -> 0.001"}]
+    rows = lines(loss=lambda step: 0.5, gradient_norm=lambda step: 0.3, lr=lambda step: LR)
+    record = a_record(tmp_path, rows, [*backs, *change, {"kind": "resumed", "step": 400}])
+    assert record.lr_scale == 1
+    found = {finding.code: finding for finding in run_trends(record, LR, 0.3, 0.5)}
+    assert found["run.lr"].severity == found["run.unstable"].severity == "fine"
+    assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
+    other = [{"kind": "changed", "step": 400, "setting": "preview.every: 10 -> 100"}]
+    assert stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
+
+
+def test_roll_backs_are_forgotten_where_the_run_forgets_them():
+    """The settings that a run may change and that its roll-backs depend on."""
+    kept = (*changes.INDIFFERENT, *changes.EXACTLY, "evaluate.")
+    forgetting = {name for name in (*changes.FREE, *changes.WITH_FORCE) if not changes.among(kept, name)}
+    assert set(AFRESH) == (forgetting - {"fingerprint"}) | {"images"}
 
 
 # Where it is.

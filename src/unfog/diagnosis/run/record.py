@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,14 @@ from unfog.training.checkpoint import Broken, Saved, described
 
 BEGINNINGS = ("started", "resumed")
 ENDS = ("finished", "stopped", "failed")
+AFRESH = (
+    *("optimizer.", "training.clip", "training.precision", "training.seed", "network.dropout", "label_dropout"),
+    *("data.flip", "data.jitter", "data.crop", "data.background", "data.held_out", "images"),
+    *("diffusion.weighting", "diffusion.adaptive", "ema"),
+)
+"""Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them: see `runs.changes.keys_of`."""
+FAR_BELOW = 5.0
+"""Times that a rate is below the usual one, from which on another cause is likelier."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +49,7 @@ class RunRecord:
     def read(cls, path: Path, config: Config, beat: Mapping[str, Any] | None) -> RunRecord:
         """The record of the run in this folder; what is missing or damaged is left out."""
         saved, broken = described(path / "checkpoints")
-        metrics, events = read_metrics(path / "metrics.jsonl"), read_events(path / "events.jsonl")
+        metrics, events = read_metrics(path / "metrics.jsonl"), still_true(read_events(path / "events.jsonl"))
         return cls(path, config, metrics, events, beat, saved, broken, read_account(path / "data.json"))
 
     def without(self, broken: Sequence[Broken]) -> RunRecord:
@@ -88,19 +97,62 @@ class RunRecord:
         """`unfog resume RUN FLAGS`; of a run that is at its end twice as long, as it would do nothing else."""
         return self.command("resume", f"{flags} --steps {2 * self.steps}" if self.step >= self.steps > 0 else flags)
 
+    @cached_property
+    def _afresh(self) -> int:
+        """The place, among the events, of the last change to what steps come of; -1 where there is none."""
+        changes = (i for i, row in enumerate(self.events) if row.get("kind") == "changed")
+        return max((i for i in changes if str(self.events[i].get("setting")).startswith(AFRESH)), default=-1)
+
+    @property
+    def changed_at(self) -> int:
+        """The step at which what steps come of was changed last; 0 where it never was."""
+        step = number(self.events[self._afresh].get("step")) if self._afresh >= 0 else 0.0
+        return int(step) if step > 0 else 0
+
+    def lately(self, kind: str) -> list[Row]:
+        """The events of a kind since that change: what came before tells nothing of the settings as they are."""
+        return [row for row in self.events[self._afresh + 1 :] if row.get("kind") == kind]
+
     @property
     def lr_scale(self) -> float:
         """What roll-backs have left of the learning rate: half of it each."""
-        rates = [rate for row in self.of("rolled_back") if (rate := number(row.get("lr"))) > 0]
+        rates = [rate for row in self.lately("rolled_back") if (rate := number(row.get("lr"))) > 0]
         return min(1.0, rates[-1] / self.config.optimizer.lr) if rates and self.config.optimizer.lr else 1.0
 
-    def better_rate(self, usual: float | None) -> float:
-        """A learning rate to try where this one proved too high: the usual one, if that is known and lower."""
+    def better_rate(self, usual: float | None) -> float | None:
+        """A learning rate to try where this one proved too high: the usual one, if that is known and lower.
+
+        None where the rate is far below the usual one, so that it is not to blame.
+        """
         now = self.config.optimizer.lr * self.lr_scale
+        if usual and now < usual / FAR_BELOW:
+            return None
         if usual and usual < 0.7 * self.config.optimizer.lr:
             return min(usual, now)
-        # Far below the usual one it is not the rate that is to blame.
-        return max(now / 3, (usual or 0.0) / 10)
+        return max(now / 3, (usual or 0.0) / (2 * FAR_BELOW))
+
+    def calmer(self, usual: float | None) -> str:
+        """How to go on where the loss rises or is not finite; `usual`: the rate that would be chosen, if known."""
+        lr = self.better_rate(usual)
+        if lr is not None:
+            return f"a lower learning rate: {self.go_on(f'--lr {lr:.2g}')}, or train anew with it"
+        now = self.config.optimizer.lr * self.lr_scale
+        said = f"{now:.2g} is far below the usual rate of {usual:.2g}, and so hardly to blame"
+        if self.config.training.precision != "fp32":
+            return f"{said}; compute in fp32: {self.go_on('--precision fp32')}"
+        return f"{said}; look at the images: unfog doctor {shlex.quote(self.config.source)}"
+
+
+def still_true(events: Sequence[Row]) -> list[Row]:
+    """The events that no later session took back: one that begins at a step trains all steps after it again."""
+    kept, begun = list[Row](), math.inf
+    for row in reversed(events):
+        step = number(row.get("step"))
+        if not step > begun:
+            kept.append(row)
+        if row.get("kind") in BEGINNINGS and step < begun:
+            begun = step
+    return kept[::-1]
 
 
 def listed(row: Row, name: str) -> list[Any]:

@@ -65,7 +65,7 @@ def where_it_is(record: RunRecord, usual_lr: float | None = None) -> Finding:
 
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "diverged" in word:
-        return f"go on with a lower rate: {record.command('resume', f'--lr {record.better_rate(usual_lr):.2g}')}"
+        return record.calmer(usual_lr)
     if "disk" in word or "No space" in word:
         return f"make room, then {record.command('resume')}"
     if "memory" in word.lower():

@@ -111,7 +111,7 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
     known = "" if beaten is None else f", {beaten:.2f} of what guessing each pixel by itself loses"
     if trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
-        return Finding("run.loss", "warning", evidence, lower_rate(record, None), facts, exhibits)
+        return Finding("run.loss", "warning", evidence, record.calmer(None), facts, exhibits)
     certain = trend.fall > 2 * trend.error
     if trend.fall > IMPROVES and certain:
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
@@ -126,15 +126,9 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
     return Finding("run.loss", "fine", evidence, "", facts, exhibits)
 
 
-def lower_rate(record: RunRecord, usual_lr: float | None) -> str:
-    """The command to go on with a rate that suits better."""
-    command = record.go_on(f"--lr {record.better_rate(usual_lr):.2g}")
-    return f"a lower learning rate: {command}, or train anew with it"
-
-
 def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
     """run.lr_high and run.lr_low: never by the rate alone, always by what came of it; else run.lr."""
-    lr, backs = record.config.optimizer.lr, len(record.of("rolled_back"))
+    lr, backs = record.config.optimizer.lr, len(record.lately("rolled_back"))
     steps, norms = record.column("gradient_norm")
     if not lr or not len(steps):
         return None
@@ -158,7 +152,7 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
     above = times is None or times > HIGH
     if signs and above and (times is not None or len(signs) > 1):
         evidence = f"the learning rate {lr:.2g}{compared} is too high: {', and '.join(signs)}"
-        return Finding("run.lr_high", "warning", evidence, lower_rate(record, usual_lr), facts, exhibits)
+        return Finding("run.lr_high", "warning", evidence, record.calmer(usual_lr), facts, exhibits)
     steep = trend is not None and trend.fall > max(STEEP, 3 * trend.error)
     if usual_lr and times is not None and times < LOW and (steep or (beaten or 0.0) > 0.9):
         falls = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
@@ -205,12 +199,14 @@ def gradient(record: RunRecord) -> Finding | None:
 
 def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
     """run.unstable: steps that were refused for numbers that are not finite, and roll-backs, with what caused them."""
-    refused, backs = record.of("step_refused"), record.of("rolled_back")
-    if not record.step:
+    refused, backs = record.lately("step_refused"), record.lately("rolled_back")
+    steps = record.step - record.changed_at
+    if steps <= 0:
         return None
+    since = f" since settings changed at step {record.changed_at:,}" if record.changed_at else ""
     if not (refused or backs):
-        return Finding("run.unstable", "fine", f"none of {counted(record.step, 'step')} was refused or rolled back")
-    share = len(refused) / record.step
+        return Finding("run.unstable", "fine", f"none of {counted(steps, 'step')}{since} was refused or rolled back")
+    share = len(refused) / steps
     images = Counter(str(name) for row in refused for name in listed(row, "images"))
     layers = Counter(str(row["layer"]) for row in refused if row.get("layer"))
     facts = {
@@ -223,7 +219,7 @@ def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | Non
     }
     told = []
     if refused:
-        told.append(f"{counted(len(refused), 'step')} of {record.step:,} ({share:.1%}) refused, not being finite")
+        told.append(f"{counted(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) refused, not being finite")
     if backs:
         reason = str(backs[-1].get("reason", ""))[:160]
         told.append(
@@ -243,7 +239,7 @@ def _after_trouble(
         return f"look at these images, or train without them: {', '.join(often)}"
     if went_back:
         lr = record.config.optimizer.lr * record.lr_scale
-        return f"the run goes on with a rate of {lr:.2g}; if there are more of these: {lower_rate(record, usual_lr)}"
+        return f"the run goes on with a rate of {lr:.2g}; if there are more of these: {record.calmer(usual_lr)}"
     where = f" (first in {layers.most_common(1)[0][0]})" if layers else ""
     return f"if it goes on, compute in fp32{where}: {record.go_on('--precision fp32')}"
 
