@@ -225,6 +225,9 @@ def test_roll_backs_are_forgotten_where_the_run_forgets_them():
         ("started", None, "killed", "warning"),
         ("", None, "not begun", "warning"),
         ("started", {"alive": True, "doing": "waiting for disk space"}, "running", "warning"),
+        ("started", {"alive": False, "doing": "failed: RequestError", "age": 9.0}, "killed", "warning"),
+        ("started", {"alive": False, "doing": "failed: RunError", "age": 9.0}, "failed", "warning"),
+        ("", {"alive": False, "doing": "failed: RequestError", "age": 9.0}, "failed", "warning"),
     ],
 )
 def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds, beat, state, severity):
@@ -232,6 +235,7 @@ def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds,
     record = a_record(tmp_path, lines(steps=40), events, beat=beat)
     assert how_it_ended(record)[0] == state
     assert where_it_is(record).severity == severity
+    assert state != "killed" or "RequestError" not in where_it_is(record).evidence
 
 
 def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
@@ -247,6 +251,9 @@ def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
         ("RunError: training diverged 9 times", "fatal", f"--lr {LR / 10:.2g}"),
         ("OSError: No space left on device", "warning", "make room"),
         ("OutOfMemoryError: CUDA out of memory", "warning", "--microbatch 16"),
+        ("OSError: [Errno 28] No space left on device: 'x'", "warning", "make room"),
+        ("RunError: /mnt/disks/data/a.tar cannot be read: Input/output error", "warning", "put that right"),
+        ("RunError: out of memory, with one image at a time (CUDA out of memory)", "warning", "train anew with"),
         ("KeyError: 'x'", "warning", "--debug"),
     ],
 )

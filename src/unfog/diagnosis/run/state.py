@@ -9,6 +9,10 @@ from unfog.reporting.findings import Exhibit, Finding
 from unfog.reporting.progress import counted, duration
 
 STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
+UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
+"""Last heartbeats of a resume that ended before it was one, which says nothing of the session before it."""
+FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
+"""Words of errors that ask for room on the disk; paths may have "disk" in them as well."""
 
 
 def run_state(record: RunRecord, usual_lr: float | None = None) -> list[Finding]:
@@ -31,6 +35,8 @@ def how_it_ended(record: RunRecord) -> tuple[str, str]:
         interrupted = reason.startswith("KeyboardInterrupt")
         return ("stopped", "it was interrupted twice") if interrupted else (str(last["kind"]), reason)
     doing = str(beat.get("doing", ""))
+    if last and doing in UNBEGUN:
+        return "killed", ""
     if doing in ("finished", "stopped") or doing.startswith("failed"):
         return doing.split(":")[0], doing.partition(": ")[2]
     return ("killed", doing) if last else ("not begun", "")
@@ -66,8 +72,10 @@ def where_it_is(record: RunRecord, usual_lr: float | None = None) -> Finding:
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "diverged" in word:
         return record.calmer(usual_lr)
-    if "disk" in word or "No space" in word:
+    if any(full in word for full in FULL):
         return f"make room, then {record.command('resume')}"
+    if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
+        return "train anew with a smaller --size or --network, or where there is more memory"
     if "memory" in word.lower():
         now = record.config.training.microbatch or record.batch
         less = f"--microbatch {now // 2}" if now > 1 else "--training.checkpointing"
@@ -87,6 +95,8 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     seconds = lost * record.seconds / record.step if record.step else 0.0
     age = float((record.beat or {}).get("age", float("nan")))
     silent = f"its last heartbeat is {duration(age)} old" if record.beat else "it has no heartbeat"
+    if str((record.beat or {}).get("doing")) in UNBEGUN:
+        silent = "a resume since did not begin"
     doing = f", while {word}" if word else ""
     evidence = (
         f"the process was killed at about {place}{doing}: {silent}, and it said no goodbye; "
