@@ -473,6 +473,12 @@ def test_overfitting_needs_a_gap_and_is_grave_when_the_held_out_loss_rises(tmp_p
     assert held_out_history(bumpy)[2] < 0.01
 
 
+def test_a_held_out_loss_of_no_step_is_left_out(tmp_path):
+    rows = [{"step": 1, "held_out_loss": 1.0}, {"held_out_loss": 0.9}]
+    steps, measured, rose = held_out_history(a_record(tmp_path, rows))
+    assert (steps.tolist(), measured.tolist(), rose) == ([1.0], [1.0], 0.0)
+
+
 def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
     record = a_record(tmp_path)
     for ema, updates, low, high in ((PowerEma(), 1000, 100, 150), (FixedEma(), 300, 25, 40), (FixedEma(), 1, 1, 1)):

@@ -18,14 +18,14 @@ from unfog.data.augment import Augment
 from unfog.data.images import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diagnosis.lr import range as lr_range
-from unfog.diagnosis.lr.range import LOWEST, RAMP, Probe, Subject, find_lr_range
+from unfog.diagnosis.lr.range import LOWEST, RAMP, LrRange, Probe, Subject, find_lr_range
 from unfog.diagnosis.lr.suggestion import Ramp, Trial, beyond, how_it_ends, smoothed, suggest
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
-from unfog.runs.find_lr import find_lr
+from unfog.runs.find_lr import chart, find_lr
 from unfog.runs.microbatch import Fit
 from unfog.training.precision import Precision
 from unfog.training.profiles import PowerEma
@@ -144,6 +144,14 @@ def test_trials_go_on_beyond_the_best_one():
     assert after(0.4, 0.5, 0.6) == [0.03]
     assert after(0.6, 0.5, 0.4) == [0.00033]
     assert after(math.inf, math.inf, math.inf) == [0.00033]
+
+
+@pytest.mark.parametrize("pace", [1e-3, 0.1, 7.0])
+def test_the_time_that_is_asked_for_is_enough(pace):
+    seconds = lr_range.enough(pace)
+    ramp = lr_range.ramp_steps(seconds * lr_range.RAMP_SHARE, pace) * pace
+    assert lr_range.trial_steps(seconds - 1.03 * ramp, 1.03 * pace) >= lr_range.TRIAL[0]
+    assert seconds < 1.1 * (ramp + lr_range.TRIAL[0] * (len(lr_range.TRIED) + 1) * pace), "and not much more"
 
 
 def test_a_stop_ends_it_within_a_step():
@@ -302,6 +310,11 @@ def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="is a file"):
         find_lr(configured(folder), tmp_path / "file")
+
+
+def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
+    ramp = Ramp(1.0, (1e-5, 1e-4, 1e-3), (1.0, 0.9, math.nan), "not finite")
+    assert "<svg" in chart(LrRange(ramp, (), None, "it never learned"))
 
 
 def test_finding_says_how_far_the_settings_are_from_it(folder):

@@ -168,7 +168,7 @@ def chart(found: LrRange) -> str:
     top = 1.3 * max(ramp.start, 1.0)
     series = {
         "ramp, each step": (x, [min(loss, top) for loss in ramp.losses]),
-        "ramp": (x, [min(loss, top) for loss in ramp.smooth]),
+        "ramp": (x[: len(ramp.smooth)], [min(loss, top) for loss in ramp.smooth]),  # which may end at a loss of nan
     }
     if found.trials:
         trials = sorted(found.trials, key=lambda trial: trial.lr)

@@ -140,8 +140,7 @@ def find_lr_range(subject: Subject, seconds: float = 90.0) -> LrRange:
         trials = run_trials(subject, ramp, left, pace) if ramp.learns else ()
     suggestion, reason = suggest(ramp, trials)
     if ramp.learns and not trials:
-        needed = (len(ramp.rates) + TRIAL[0] * (len(TRIED) + 1)) * pace
-        reason += f"; about {duration(needed)} would allow them, and tell more"
+        reason += f"; about {duration(enough(pace))} would allow them, and tell more"
     return LrRange(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
@@ -158,11 +157,16 @@ def run_ramp(subject: Subject, seconds: float) -> tuple[Ramp, float]:
             marks.append(time.perf_counter())
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first ones also allocate; and so low, they change nothing yet
-                progress.total = steps = round(min(max(seconds / pace, RAMP[0]), RAMP[1]))
+                progress.total = steps = ramp_steps(seconds, pace)
             ended = how_it_ends(start, rates, losses)
             if ended or len(losses) >= steps:
                 return Ramp(start, tuple(rates), tuple(losses), ended), pace
             rates.append(rates[-1] * (HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
+
+
+def ramp_steps(seconds: float, pace: float) -> int:
+    """Steps of the ramp."""
+    return round(min(max(seconds / pace, RAMP[0]), RAMP[1]))
 
 
 def one_step(subject: Subject, state: TrainState, lr: float, run: Silent) -> None:
@@ -196,6 +200,12 @@ def run_trials(subject: Subject, ramp: Ramp, seconds: float, pace: float) -> tup
 def trial_steps(seconds: float, pace: float) -> int:
     """Steps of each trial, with time for one more than those that come first."""
     return min(int(seconds / pace / (len(TRIED) + 1)), TRIAL[1])
+
+
+def enough(pace: float) -> float:
+    """Seconds that leave time for the shortest trials: of more time the ramp takes its share, too. A little is added,
+    as no two steps take the same."""
+    return 1.05 * TRIAL[0] * (len(TRIED) + 1) / (1 - RAMP_SHARE) * pace
 
 
 def run_trial(subject: Subject, lr: float, steps: int, run: Silent) -> Trial:

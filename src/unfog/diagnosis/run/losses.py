@@ -19,6 +19,7 @@ from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity, finite
 from unfog.reporting.progress import counted
 from unfog.reporting.records import number
+from unfog.reporting.report_charts import column
 from unfog.training.profiles import FixedEma, PowerEma
 
 MEASURED = 128
@@ -175,10 +176,10 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
     """(steps, held-out losses, share by which the latest is above the lowest), since it is measured as it is now."""
-    steps, measured = record.column("held_out_loss")
     rows = [
         row for row in record.metrics if np.isfinite([number(row.get("step")), number(row.get("held_out_loss"))]).all()
     ]
+    steps, measured = column(rows, "held_out_loss")
     counts = [len(levels) if isinstance(levels := row.get("held_out_by_level"), list) else 0 for row in rows]
     if counts:  # another number of levels is another measure
         same = np.array(counts) == counts[-1]
