@@ -20,6 +20,8 @@ from unfog.data.sources import FashionSource, open_source
 from unfog.diagnosis.images.examine import examine_data, glance
 from unfog.diagnosis.images.sizes import recommended_size
 from unfog.diagnosis.images.survey import survey
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.target import EdmF
 from unfog.reporting.findings import Finding, write_findings
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/doctor/planted_faults.py"
@@ -180,6 +182,12 @@ def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Prepared]) 
     np.testing.assert_allclose(facts["data.channels"].facts["std"], x.std((0, 2, 3)), atol=1e-9)
     centred = x - x.mean((0, 2, 3), keepdims=True)
     assert facts["data.sigma_data"].facts["sigma_data"] == pytest.approx(np.sqrt((centred**2).mean()))
+
+
+def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Prepared]) -> None:
+    config = replace(Config(), diffusion=Diffusion(target=EdmF(), sigma_data=3.0))
+    assert by_code(glance(clean[1], config))["data.sigma_data"].severity == "warning"
+    assert by_code(glance(clean[1], replace(config, codec="somewhere")))["data.sigma_data"].severity == "fine"
 
 
 def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Prepared]) -> None:
