@@ -32,6 +32,7 @@ from unfog.errors import Interrupted, RequestError
 from unfog.runs import disk
 from unfog.runs.build import build_network, build_state
 from unfog.runs.choices import Settling
+from unfog.runs.examination import usual_rate
 from unfog.training.methods import Muon
 from unfog.training.profiles import FixedEma, PowerEma
 
@@ -99,6 +100,21 @@ def test_sound_settings_raise_no_alarm(fashion, name, settings):
     findings = examined(settled(fashion, name, **settings), fashion)
     assert len(findings) == 20
     assert severe(findings) == {}, [str(f) for f in findings.values() if f.severity in SEVERE]
+
+
+def test_a_rate_is_judged_by_no_other_optimizer(fashion):
+    settings = {"lr": 1.0, "method": {"kind": "custom", "path": "torch.optim.Adadelta"}}
+    config = settled(fashion, optimizer=settings)
+    found = examined(config, fashion)["settings.lr"]
+    assert found.severity == "fine"
+    assert "torch.optim.Adadelta" in found.evidence
+    assert usual_rate(config) is None
+
+
+def test_trained_weights_have_a_usual_rate_of_their_own(fashion):
+    config = settled(fashion)
+    tuned = replace(config, init=replace(config.init, folder="runs/flowers"))
+    assert usual_rate(tuned) == pytest.approx(0.3 * usual_rate(config))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from unfog.config.init import Init
 from unfog.config.presets import preset
 from unfog.data.settings import Data
 from unfog.diagnosis.settings.length import FOUNDING, KNOWN, MILESTONES, check_length, count, length_guide, milestones
@@ -114,6 +115,16 @@ def test_a_set_that_is_too_small_is_not_told_to_train_until_it_is_learned_by_hea
     for pictures in (25, 40, 200):  # what is advised is nothing that is warned of
         advised = int(check_length(*case(5_000, pictures)).remedy.split("--images ")[1].split()[0])
         assert check_length(*case(advised, pictures)).severity == "fine"
+
+
+def test_weights_that_are_trained_already_have_something_recognisable():
+    config, prepared = case(10_000, pictures=20)
+    assert check_length(config, prepared).severity == "warning"
+    tuned = replace(config, init=Init("runs/flowers"))
+    assert check_length(tuned, prepared).severity == "fine"
+    assert "recognised" not in length_guide(tuned, prepared).evidence
+    long = replace(tuned, training=replace(tuned.training, images=100_000))
+    assert check_length(long, prepared).severity == "warning", "they learn by heart all the same"
 
 
 def test_the_default_hour_of_a_slow_cpu_is_no_fault():

@@ -15,7 +15,7 @@ from unfog.config.tree import Config
 from unfog.data.images import ImageSet
 from unfog.diagnosis.settings.intervals import passes
 from unfog.diagnosis.settings.machine import averages_bytes
-from unfog.diagnosis.settings.rates import usual_learning_rate
+from unfog.diagnosis.settings.rates import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
 from unfog.reporting.progress import size
@@ -30,7 +30,6 @@ AVERAGES = 24
 """Snapshots of a run, left open: an average 0.3 to 2 times as long is rebuilt to within 0.1%."""
 WORTH_AVERAGES = 200
 """Steps from which on they are taken."""
-FINE_TUNING = 0.3  # of the usual learning rate, for weights that are trained already
 MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
 
 
@@ -167,7 +166,7 @@ class Settling:
             return
         # In memory, as that is quick; on the "meta" device it would cost a second of imports.
         parameters = sum(p.numel() for p in build_network(self.config).parameters())
-        share = FINE_TUNING if self.config.init.folder else 1.0
+        share = fine_tuning(self.config)
         usual = usual_learning_rate(parameters, batch, self.config.network, optimizer.method)
         lr = float(f"{share * usual:.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))

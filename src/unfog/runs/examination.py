@@ -22,7 +22,7 @@ from unfog.diagnosis.run.record import RunRecord
 from unfog.diagnosis.run.state import run_state
 from unfog.diagnosis.run.tint import blank, comparison, contrast, measure, saturated, tint
 from unfog.diagnosis.run.trends import run_trends
-from unfog.diagnosis.settings.rates import usual_learning_rate
+from unfog.diagnosis.settings.rates import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import LossAt, midpoints
 from unfog.reporting.charts import Floats
@@ -38,6 +38,7 @@ from unfog.runs.pulse import last_beat
 from unfog.runs.sampling import Drawing, draw
 from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
+from unfog.training.methods import Custom
 
 COMPARED = 2000
 """Training images that drawn ones are compared with as a whole."""
@@ -138,11 +139,13 @@ def images_of(config: Config, skipped: list[str]) -> Prepared | None:
 
 
 def usual_rate(config: Config) -> float | None:
-    """The learning rate that would be chosen for this network and batch; None for a network that is not settled."""
-    if config.network is None:
+    """The learning rate that would be chosen for this run; None for a network that is not settled, and where none is
+    known for the optimiser."""
+    method = config.optimizer.method
+    if config.network is None or isinstance(method, Custom):
         return None
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    return usual_learning_rate(parameters, config.training.batch, config.network, config.optimizer.method)
+    return fine_tuning(config) * usual_learning_rate(parameters, config.training.batch, config.network, method)
 
 
 def by_losses(

@@ -71,21 +71,21 @@ def milestones(side: int) -> dict[str, Range]:
 
 
 def check_length(config: Config, prepared: Prepared) -> Finding:
-    """The length of the run against what pictures need, and against what the set can give."""
+    """The length of the run against what pictures need, which trained weights know, and what the set can give."""
     training, pictures = config.training, len(prepared.train)
     wanted = milestones(config.data.size)["recognisable"]
     epochs = training.images / pictures
     steps = training.images // training.batch
     facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
     said = f"{training.images:,} images in {steps:,} steps, {amount(epochs)} times the {pictures:,} there are"
-    by_heart = MANY_EPOCHS * pictures
-    if by_heart < wanted[0]:
+    by_heart, fresh = MANY_EPOCHS * pictures, not config.init.folder
+    if fresh and by_heart < wanted[0]:
         said += (
             f"; {pictures} are too few: learned by heart after about {count(by_heart)}, before anything is recognised"
         )
         remedy = "more pictures, hundreds at least: these will come back as they are, however long it trains"
         return Finding("settings.length", "warning", said, remedy, facts)
-    if training.images < wanted[0] / 2:
+    if fresh and training.images < wanted[0] / 2:
         need = f"pictures are recognisable after about {count(wanted[0])} to {count(wanted[1])} images"
         remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
         return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
@@ -139,19 +139,19 @@ def length_guide(config: Config, prepared: Prepared, seconds_per_step: float | N
     )
     said += f"{count(guide['good'][0])} to {count(guide['good'][1])}; this run sees {count(training.images)}"
     said += f" in {duration(training.images * pace)}" if pace else ""
-    said += f", which is {_place(training.images, guide)}"
+    said += ", after all that its weights have seen" if config.init.folder else f", {_place(training.images, guide)}"
     return Finding("length.guide", "fine", said, facts=facts, exhibits=exhibits)
 
 
 def _place(images: float, guide: dict[str, Range]) -> str:
     """Where a number of images lies."""
     if images < guide["recognisable"][0]:
-        return "too few for anything to be recognised"
+        return "which is too few for anything to be recognised"
     reached = [name for name, span in guide.items() if images >= span[1]]
     within = [name for name, span in guide.items() if span[0] <= images < span[1]]
     if within:
-        return f"where pictures become {within[-1]}"
-    return f"beyond where they become {reached[-1]}"
+        return f"which is where pictures become {within[-1]}"
+    return f"which is beyond where they become {reached[-1]}"
 
 
 def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int, pace: float | None) -> list[list[str]]:

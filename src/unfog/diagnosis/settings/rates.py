@@ -20,6 +20,8 @@ MP_LR, DIT_LR = 3e-2, 5e-3
 """The same of the magnitude-preserving U-Net and of the transformer (docs/decisions/0013-networks.md)."""
 OF_MUON = 2.0
 """Times the rate of AdamW, for the U-Net, of which it was measured; the others keep theirs."""
+FINE_TUNING = 0.3
+"""Of the usual rate, for weights that are trained already: more would undo what these know."""
 LINEAR_UP_TO = 512
 """Batch beyond which nobody lets the learning rate grow in proportion."""
 HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
@@ -43,6 +45,11 @@ def usual_learning_rate(parameters: int, batch: int, network: Network = None, me
     return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
 
 
+def fine_tuning(config: Config) -> float:
+    """What the usual learning rate is multiplied by: less than 1 for weights that are trained already."""
+    return FINE_TUNING if config.init.folder else 1.0
+
+
 def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
     proportional = min(batch, LINEAR_UP_TO)
@@ -56,6 +63,9 @@ def check_learning_rate(config: Config, parameters: int) -> Finding:
     given = parameters, batch, config.network, config.optimizer.method
     by_root, by_line = (rule(*given) for rule in (usual_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
+    if isinstance(config.optimizer.method, Custom):
+        said = f"lr {peak:.2g} of {config.optimizer.method.path}, of which no usual rate is known"
+        return Finding("settings.lr", "fine", said, facts={"lr": peak, "parameters": parameters})
     mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
     # Half of it is what a cosine leaves on average, and so no sign of anything.
     above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
