@@ -225,6 +225,20 @@ def test_passes_are_counted_as_they_are_made(fashion):
     assert counted["training"] == 3 * 64_000
     plain = interval_checks.passes(replace(config, guidance=1.0), held_out=20)
     assert plain["preview"] == counted["preview"] / 2
+    assert counted["metrics"] == 0
+    drawing = update(config, {"evaluate": {"metrics": ["kid"], "samples": 500, "metrics_every": 300}}, "")
+    # After 300, 600, 900 and the last.
+    assert interval_checks.passes(drawing, held_out=20)["metrics"] == 4 * 500 * 10 * 2 * 2
+    within = update(config, {"evaluate": {"metrics": ["kid"], "share": 0.1}}, "")
+    assert interval_checks.passes(within, held_out=20)["metrics"] == pytest.approx(0.1 * 3 * 64_000)
+
+
+def test_metrics_that_take_longer_than_training_are_told(fashion):
+    evaluate = {"metrics": ["kid"], "samples": 10_000, "metrics_every": 500}
+    found = examined(settled(fashion, evaluate=evaluate), fashion)["settings.asides"]
+    assert found.severity == "warning"
+    assert "drawing for metrics" in found.evidence
+    assert "--evaluate.samples" in found.remedy
 
 
 def test_no_room_for_checkpoints_is_fatal(fashion, monkeypatch):

@@ -190,7 +190,6 @@ class Settling:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
             possible = seconds(budget) / pace * training.batch
-            possible *= 1 - (self.config.evaluate.share if self.config.evaluate.metrics else 0)
             images = seen + self._trained_of(possible)
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
@@ -221,7 +220,7 @@ class Settling:
             training = replace(self.config.training, images=max(1, round(images)))
             config, _ = with_intervals(replace(self.config, training=training))
             costs = passes(config, config.evaluate.images)
-            aside = (costs["preview"] + costs["evaluate"]) * training.images / costs["training"]
+            aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             images = max(possible / 2, possible - aside)
         return round(images)
 

@@ -74,6 +74,8 @@ def times_of(config: Config, step: Range, call: Range, held_out: int) -> dict[st
         f"previews ({previews:,})": call.times(asides["preview"]),
         f"evaluations ({evaluations:,})": call.times(asides["evaluate"]),
     }
+    if asides["metrics"]:
+        found["drawing for metrics"] = call.times(asides["metrics"])
     total = [sum(part[i] for name, part in found.items() if name != "step") for i in (0, 1)]
     found["in all"] = Range(*total)
     picture = call.times(asides["preview"] / (previews * config.preview.images))

@@ -20,19 +20,28 @@ ENOUGH_TO_HOLD_OUT = 100
 
 
 def passes(config: Config, held_out: int) -> dict[str, float]:
-    """Forward passes of one image, in fp32, that the whole run takes: training, previews, evaluation.
+    """Forward passes of one image, in fp32, that the whole run takes: training, previews, evaluation, and the drawing
+    of pictures for metrics; of these the share of the time that they may take, where their number is open.
 
-    A step back costs twice a step ahead, and bf16 or fp16 about two thirds of fp32, which previews and evaluation use.
+    A step back costs twice a step ahead, and bf16 or fp16 about two thirds of fp32, which all but training uses.
     """
     steps = config.training.images // config.training.batch
     calls = (
         config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1) * (2 if config.usual_guidance != 1 else 1)
     )
     measured = min(config.evaluate.images, held_out) * config.evaluate.levels * (config.evaluate.every > 0)
+    training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
+    evaluate, metrics = config.evaluate, 0.0
+    if evaluate.metrics and evaluate.metrics_every >= 0:
+        fixed = evaluate.samples and evaluate.metrics_every
+        # At evaluations, the first after each multiple, and after the last step.
+        often = 1 + max(0, steps - 1) // max(evaluate.metrics_every, evaluate.every, 1)
+        metrics = float(often * evaluate.samples * calls) if fixed else evaluate.share * training
     return {
-        "training": config.training.images * (3.0 if config.training.precision == "fp32" else 2.0),
+        "training": training,
         "preview": times(config.preview.every, steps) * config.preview.images * calls,
         "evaluate": times(config.evaluate.every, steps) * measured,
+        "metrics": metrics,
     }
 
 
@@ -42,22 +51,28 @@ def times(every: int, steps: int) -> int:
 
 
 def check_asides(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
-    """What previews and evaluation take of the time, by the passes through the network that they make."""
+    """What previews, evaluation and metrics take of the time, by the passes through the network that they make."""
     costs, steps = passes(config, held_out), config.training.images // config.training.batch
     whole = sum(costs.values())
     aside = 1 - costs["training"] / whole
     facts = {f"{name}_share": cost / whole for name, cost in costs.items()}
     said = f"previews take about {amount(100 * costs['preview'] / whole)}% of the time and evaluation "
     said += f"{amount(100 * costs['evaluate'] / whole)}%"
+    if costs["metrics"]:
+        said += f", drawing for metrics {amount(100 * costs['metrics'] / whole)}%"
     if seconds_per_step:
         spent = steps * seconds_per_step * (whole / costs["training"] - 1)
         said, facts["seconds"] = f"{said}, {duration(spent)} in all", spent
     if aside <= MOST_ASIDE:
         return Finding("settings.asides", "fine", said, facts=facts)
-    name = "preview" if costs["preview"] >= costs["evaluate"] else "evaluate"
-    interval = _interval(costs, name, config, steps)
-    ends = costs[name] / times(getattr(config, name).every, steps) * 2
-    remedy = f"--{name}.every {interval}" if ends < costs["training"] * MOST_ASIDE / 2 else f"a lower --{name}.images"
+    name = max(("preview", "evaluate", "metrics"), key=costs.__getitem__)
+    if name == "metrics":
+        remedy = f"a lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
+    else:
+        interval = _interval(costs, name, config, steps)
+        ends = costs[name] / times(getattr(config, name).every, steps) * 2
+        rarely = ends < costs["training"] * MOST_ASIDE / 2
+        remedy = f"--{name}.every {interval}" if rarely else f"a lower --{name}.images"
     return Finding("settings.asides", "warning" if steps >= SHORT_RUN else "hint", said, remedy, facts)
 
 
