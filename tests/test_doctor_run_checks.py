@@ -86,6 +86,7 @@ def test_a_loss_no_network_would_need_is_fatal(tmp_path):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: 1.4)))
     assert loss(record, 0.8, 1.3).code == "run.not_learning"
     assert loss(record, 0.99, 0.99).severity == "fatal"
+    assert loss(record, 0.8, 1.3).remedy.endswith(f"unfog find-lr photos --config {tmp_path / 'config.toml'}")
     early = a_record(tmp_path, lines(steps=120, loss=noisy(lambda step: 1.4)))
     assert loss(early, 0.8, 1.3).severity == "warning"
 
@@ -301,6 +302,22 @@ def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
     assert found.facts["share"] == pytest.approx(200 / 300)
     assert found.remedy == f"unfog resume {tmp_path} --preview.every 1000"
     assert 4.0 / (1000 * 0.1) <= 0.05
+
+
+def test_metrics_of_drawn_pictures_are_no_training(tmp_path):
+    events = [{"kind": "measured", "step": step, "seconds": 9.0} for step in range(100, 1001, 100)]
+    record = a_record(tmp_path, lines(images_per_second=lambda step: 3200.0), events, steps=10_000)
+    evaluate = replace(record.config.evaluate, metrics=("kid",), metrics_every=100)
+    found = overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
+    assert found.facts["share"] == pytest.approx(0.9)
+    assert found.remedy == f"unfog resume {tmp_path} --evaluate.metrics-every 1000"
+
+
+def test_images_are_packed_as_the_run_has_them(tmp_path):
+    record = a_record(tmp_path, lines(data_wait=lambda step: 0.4))
+    data = replace(record.config.data, size=128, channels=1, background="#000000", flip=True)
+    record = replace(record, config=replace(record.config, data=data))
+    assert "unfog pack photos OUT --size 128 --data.channels 1 --data.background '#000000'," in data_wait(record).remedy
 
 
 def test_a_run_that_slows_down_is_told(tmp_path):

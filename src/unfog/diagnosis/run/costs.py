@@ -7,6 +7,8 @@ import shlex
 
 import numpy as np
 
+from unfog.config.tree import Config
+from unfog.data.settings import Data
 from unfog.diagnosis.run.record import RunRecord
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
@@ -55,38 +57,49 @@ def data_wait(record: RunRecord) -> Finding | None:
     evidence = f"training waited for images {share:.1%} of the time"
     if share < WAITS:
         return Finding("run.data_wait", "fine", evidence, "", facts, exhibits)
-    source = shlex.quote(without_secrets(record.config.source))
-    remedy = f"decode them once: unfog pack {source} OUT, and train on OUT; or --data.cache disk"
+    remedy = f"decode them once: {_pack(record.config)}, and train on OUT; or --data.cache disk"
     severity: Severity = "warning" if share >= STARVES else "hint"
     return Finding("run.data_wait", severity, evidence, remedy, facts, exhibits)
 
 
+def _pack(config: Config) -> str:
+    """`unfog pack` as this run has its images, since a pack of another size would not do for it."""
+    data, source = config.data, shlex.quote(without_secrets(config.source))
+    command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
+    if data.background != Data().background:
+        command += f" --data.background {shlex.quote(data.background)}"
+    return command
+
+
 def overhead(record: RunRecord) -> Finding | None:
-    """run.overhead: what previews, evaluations and checkpoints take of the run, and the intervals to set."""
+    """run.overhead: what previews, evaluations, checkpoints and metrics of drawn pictures take, and what to set."""
     if record.seconds < 1 or record.step < 1:
         return None
     costs = {
         "preview": _spent(record, "preview", "seconds"),
         "evaluate": _spent(record, "evaluated", "seconds"),
         "checkpoint": _spent(record, "checkpoint", "snapshot_seconds"),
+        "metrics": _spent(record, "measured", "seconds"),
     }
+    config = record.config
+    intervals = {f"{name}.every": getattr(config, name).every for name in costs if name != "metrics"}
+    intervals["evaluate.metrics-every"] = config.evaluate.metrics_every
     total = sum(sum(spent) for spent in costs.values())
     share = min(1.0, total / record.seconds)
     speeds = record.column("images_per_second")[1]
     step = record.batch / float(np.median(speeds)) if len(speeds) and speeds.min() > 0 else record.seconds / record.step
     rows = [("", "times", "seconds", "share of the run", "interval", "interval for 5%")]
     changes = []
-    for name, spent in costs.items():
+    for (name, spent), (flag, now) in zip(costs.items(), intervals.items()):
         if not spent:
             continue
-        now = getattr(record.config, name).every
         # Four times in the run at least.
         better = min(_round_up(sum(spent) / len(spent) / (AIM * step)), _round_down(record.steps / 4))
         rows.append(
             (name, f"{len(spent):,}", f"{sum(spent):,.1f}", f"{sum(spent) / record.seconds:.1%}", f"{now}", f"{better}")
         )
         if sum(spent) > AIM * record.seconds and better > now > 0:
-            changes.append(f"--{name}.every {better}")
+            changes.append(f"--{flag} {better}")
     facts = {"share": share, "seconds": {name: sum(spent) for name, spent in costs.items()}}
     parts = ", ".join(f"{name} {min(1.0, sum(spent) / record.seconds):.0%}" for name, spent in costs.items() if spent)
     evidence = f"previews, evaluations and checkpoints took {share:.0%} of {duration(record.seconds)} ({parts})"

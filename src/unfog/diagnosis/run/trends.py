@@ -101,7 +101,10 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
             f"the loss is {relative:.2f} of what answering 0 would lose, and {beaten:.2f} of what guessing each pixel "
             "by itself would: the network has learned next to nothing"
         )
-        remedy = f"another learning rate: unfog find-lr {shlex.quote(without_secrets(record.config.source))}"
+        source, settings = (
+            shlex.quote(of) for of in (without_secrets(record.config.source), str(record.path / "config.toml"))
+        )
+        remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
     trend = loss_trend(record)
