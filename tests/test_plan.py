@@ -11,12 +11,15 @@ from torch import nn
 
 from unfog.config.tree import Config
 from unfog.data.images import ImageSet
+from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources import open_source
 from unfog.diagnosis.plan.cost import Range, training_time, work_of
 from unfog.diagnosis.plan.devices import DEVICES, GB, find_device
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
+from unfog.runs import disk
 from unfog.runs.choices import Settling
 from unfog.runs.footprint import Traces
 from unfog.runs.microbatch import MARGIN
@@ -202,6 +205,29 @@ def test_steps_that_take_minutes_are_not_timed(monkeypatch):
     assert planned.estimated
     assert planned.config.training.precision == "fp32"
     assert 0 < planned.times["step"].low < planned.times["step"].high
+
+
+def test_processes_that_share_a_cpu_are_not_timed():
+    planned = plan(asked(device="cpu"), processes=2)
+    (reason,) = [choice.reason for choice in planned.choices if choice.name == "precision"]
+    assert reason == "not timed, as several processes share this CPU"
+
+
+def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_path):
+    for i in range(100):
+        Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
+    monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
+    monkeypatch.setattr("unfog.runs.probe.TIMED", 4)
+    monkeypatch.setattr("unfog.runs.plan.available_memory", lambda device: 10**9)
+    config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
+    monkeypatch.setattr("unfog.runs.plan.TOO_SLOW", 1.0)
+    images = 100 * 3 * 16**2
+    assert plan(config).available == 10**9 - images
+    monkeypatch.setattr("unfog.runs.plan.available_memory", lambda device: images)
+    (fatal,) = [finding for finding in plan(config).findings if finding.severity == "fatal"]
+    assert (fatal.code, fatal.remedy) == ("plan.memory", "--data.cache disk")
+    prepared = prepare(open_source(tmp_path), config.data)  # as they are once the run has them
+    assert disk.to_decode(prepared, config) == 0
 
 
 @pytest.mark.slow

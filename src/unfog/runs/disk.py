@@ -42,6 +42,11 @@ def image_bytes(prepared: Prepared, config: Config) -> int:
     return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
 
 
+def to_decode(prepared: Prepared, config: Config) -> int:
+    """Bytes that the run will decode into memory, and that are not there yet."""
+    return image_bytes(prepared, config) if config.data.cache == "memory" and in_file(prepared) else 0
+
+
 def in_file(prepared: Prepared) -> bool:
     """Whether the pixels are in a file, which takes no memory that is not given back."""
     pixels: Any = prepared.train.pixels

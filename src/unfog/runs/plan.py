@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.reporting.findings import Finding, finite
 from unfog.runs.build import blank_batch, build_network
 from unfog.runs.choices import Choice, Settling, choose_device
-from unfog.runs.disk import forecast, image_bytes, in_file, size
+from unfog.runs.disk import forecast, image_bytes, in_file, size, to_decode
 from unfog.runs.folder import next_folder
 from unfog.runs.footprint import Footprint, Traces, images_shape, with_precision
 from unfog.runs.loading import load_images
@@ -161,7 +161,10 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
         together = processes if device.type == "cpu" else 1  # on one device
         available = other.memory - CUDA_CONTEXT if other else available_memory(device) // together
         machine = other.name if other else str(device)
-        fatal = settle_memory(settling, device, available, machine)
+        coming = 0 if other else to_decode(prepared, config)
+        if device.type == "cpu":  # where they come before anything else
+            available = max(0, available - coming)
+        fatal = too_many(coming * processes) or settle_memory(settling, device, available, machine)
         work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
         lengthy = settling.config.training.batch * work.training > TOO_SLOW
         if not other and device.type == "cpu" and (together > 1 or lengthy):
@@ -209,6 +212,14 @@ def settle_length(settling: Settling, work: Work, other: Device | None, untimed:
     settling.intervals()
 
 
+def too_many(images: int) -> list[Finding]:
+    """A fatal finding where so many bytes of images have no room in host memory."""
+    if not images or images < MARGIN * (host := available_memory(torch.device("cpu"))):
+        return []
+    evidence = f"the decoded images take {size(images)} of memory, and there is {size(host)} available"
+    return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
+
+
 def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:
     """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
     training, share, processes = settling.config.training, settling.share(), settling.processes
@@ -247,7 +258,8 @@ def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
     """Precision and length on a device where nothing is measured, from its rates."""
     if settling.config.training.precision == "auto":
         settling.config = replace_training(settling.config, precision=other.precision)
-        reason = f"native to {other.name}" if other.precision != "fp32" else "not timed, as a step takes minutes"
+        why = "several processes share this CPU" if settling.processes > 1 else "a step takes minutes"
+        reason = f"native to {other.name}" if other.precision != "fp32" else f"not timed, as {why}"
         settling.choices.append(Choice("precision", other.precision, reason))
     step = step_of(settling.share(), work, other)
     settling.config = with_length(settling.config, (step.low + step.high) / 2)
