@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -480,6 +481,25 @@ def test_numbers_of_numpy_are_numbers():
     config = update(Config(), table, "")
     assert (config.training.steps, config.optimizer.lr, config.guidance) == (5, 0.5, 2.0)
     assert [type(v) for v in (config.training.steps, config.optimizer.lr, config.guidance)] == [int, float, float]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("train", "muon"),
+        ("train SOURCE", "muon"),
+        ("train SOURCE TOO_MANY", "muon"),
+        ("train --preset ddpm", "adamw"),
+        ("train SOURCE --preset ddpm", "adamw"),
+        ("plan SOURCE --preset ddpm", "adamw"),
+        ("train-codec SOURCE", "adamw"),
+    ],
+)
+def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, value):
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--help"])
+    said = " ".join(re.sub(r"[│╭╰]", " ", capsys.readouterr().out).split())
+    assert f"(default: {value})" in said.partition("--optimizer.method ")[2][:300]
 
 
 def test_lists_leave_the_last_word_to_the_run():

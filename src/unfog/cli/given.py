@@ -92,11 +92,11 @@ def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
         RequestError: they will not do.
     """
     asked = [word for word in words if word not in HELP_FLAGS]
-    default = showing(command, Config())
-    with suppress(RequestError):  # the help text shows what the other flags lead to, where they lead anywhere
-        if asked != list(words):
-            given = given_to(command, [*asked, "SOURCE"], default)
-            default = showing(command, base_config(given, command))
+    default = showing(command, base_config(Given(), command))
+    if asked != list(words):  # the help text shows the recipe that they name
+        for whole in (asked, [*asked, "SOURCE"]):
+            with suppress(RequestError):
+                default = showing(command, base_config(given_to(command, whole, default), command))
     given = given_to(command, words, default)
     base = base_config(given, command)
     config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
