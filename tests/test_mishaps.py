@@ -85,6 +85,17 @@ def test_a_loaded_run_draws_though_its_checkpoint_is_rotated_away(photos, tmp_pa
     assert run.sample(1).shape == (1, 16, 16, 3)
 
 
+def test_a_broken_newest_checkpoint_is_named_where_an_older_one_is_loaded(photos, tmp_path, capsys):
+    run = tmp_path / "run"
+    unfog_command("train", photos, *FLAGS, "--checkpoint.every", 2, "--out", run)
+    weights = run / "checkpoints/00000004/ema.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert unfog.load(run).checkpoint.step == 2
+    assert "checkpoint 00000004 is broken and is passed over: ema.safetensors has" in capsys.readouterr().err
+    unfog.runs.run.Run(run, step=2)
+    assert "broken" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
 def test_closed_streams_stop_nothing(photos, tmp_path, closed):
     words = [sys.executable, "-m", "unfog", "train", photos, *FLAGS, "--out", tmp_path / "run"]

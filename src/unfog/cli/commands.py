@@ -119,7 +119,8 @@ def sample(words: Sequence[str]) -> int:
     if sampler.grid != stored.sampler.grid:
         say(f"  the levels were tuned for {stored.sampler.steps} steps of {stored.sampler.kind}; taking the schedule's")
     strip = Strip(run.config.diffusion.schedule, run.decode) if request.strip else None
-    with Progress("drawing", request.n) as progress:
+    label = f"drawing from step {run.checkpoint.step:,}" if request.ema is None else "drawing"
+    with Progress(label, request.n) as progress:
         pictures = run.sample(
             request.n,
             request.steps,

@@ -23,6 +23,7 @@ from unfog.export.diffusers import from_unet2d, unet2d_settings
 from unfog.export.folder import read_folder
 from unfog.models.codec_folder import describe
 from unfog.models.settings import MPUNet
+from unfog.reporting.progress import warn
 from unfog.runs.build import build_network, shape_of
 from unfog.runs.choices import Choice
 from unfog.runs.folder import RunFolder, printable
@@ -128,7 +129,7 @@ def _in_run(init: Init, folder: Path) -> Found:
             f"its latents: --codec {shown(init.folder)}"
         )
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
-    saved = checkpoint.find(run.checkpoints, which)  # type: ignore[arg-type]
+    saved = checkpoint.find(run.checkpoints, which, warn)  # type: ignore[arg-type]
     file = saved.folder / f"{'ema' if init.weights == 'ema' else 'model'}.safetensors"
     words = "averaged (EMA)" if init.weights == "ema" else "raw"
     return Found(config, file, f"{words} weights of step {saved.step:,}", None)

@@ -18,6 +18,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.reporting.figures import Pixels
+from unfog.reporting.progress import warn
 from unfog.runs.averaged import put_average, put_usual_average
 from unfog.runs.build import build_network
 from unfog.runs.choices import choose_device
@@ -75,7 +76,8 @@ class Run:
         if ema is not None and weights == "raw":
             raise RequestError(f"ema = {ema:g} is of the average, and weights = 'raw' wants none; give one of them")
         self.ema = ema
-        self.checkpoint = checkpoint.find(self.folder.checkpoints, "best" if best else step if ema is None else None)
+        which = "best" if best else step if ema is None else None
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, which, warn)
         # At once, because a run that goes on may remove this checkpoint later.
         self.network: nn.Module = self.network_at(self.checkpoint, self.checkpoint.step if best else step)
         self.calls = 0

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -205,17 +206,25 @@ def newest_whole(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
     return None, broken
 
 
-def find(checkpoints: Path, which: int | Literal["best"] | None) -> Saved:
+def find(
+    checkpoints: Path,
+    which: int | Literal["best"] | None,
+    tell: Callable[[str], None] = lambda broken: None,
+) -> Saved:
     """The whole checkpoint of a step; the best by what the run measures it by for "best", the newest for None.
+
+    `tell` is told of each broken one that the newest was looked for among.
 
     Raises:
         RequestError: there is no such checkpoint.
         RunError: it is broken, or nothing has been saved.
     """
     if which is None:
-        saved, _ = newest(checkpoints)
+        saved, broken = newest(checkpoints)
         if saved is None:
             raise RunError(f"nothing has been saved in {checkpoints} yet; go on with unfog resume")
+        for one in broken:
+            tell(str(one))
         return saved
     found, _ = described(checkpoints)
     wanted = best_of(found) if which == "best" else next((saved for saved in found if saved.step == which), None)
