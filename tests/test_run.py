@@ -21,6 +21,7 @@ from unfog.models.settings import SIZES
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.choices import Settling, round_number, seconds
 from unfog.runs.pictures import Strip
+from unfog.runs.sampling import find_labels
 from unfog.training import checkpoint
 
 SETTINGS = {
@@ -118,6 +119,16 @@ def test_labels_by_name_and_number_choose_the_class(run):
     for wrong in ("bagg", 10, -1):
         with pytest.raises(RequestError, match="no class of this run"):
             run.sample(1, label=wrong)
+
+
+def test_a_class_whose_name_is_a_number_is_not_another_ones_number():
+    classes = ("1", "2", "3")
+    assert find_labels([0, np.int64(1), 2], classes) == (0, 1, 2)
+    assert find_labels(["1", "2", "3"], classes) == (0, 1, 2)
+    assert find_labels(["1", "b"], ("a", "b")) == (1, 1)
+    for wrong in ("0", 3, -1):
+        with pytest.raises(RequestError, match="no class of this run; there is 1, 2, 3"):
+            find_labels([wrong], classes)
 
 
 def test_guidance(run):

@@ -35,7 +35,7 @@ class Sample:
     sampler: Kind | None = None
     """Left open: as the run is set."""
     label: tuple[str, ...] = ()
-    """Classes by name or number; pictures cycle through them. Left open: all classes."""
+    """Classes by name, or by number where no name is one; pictures cycle through them. Left open: all classes."""
     guidance: float | None = None
     """Classifier-free guidance: above 1, pictures keep closer to their class. Left open: as the run is set."""
     guidance_interval: tuple[float, float] | None = None

@@ -145,7 +145,7 @@ class Run:
             n: how many.
             steps: of the sampler; None as the run is set.
             seed: another one gives other pictures.
-            label: class names or numbers that the pictures cycle through; () is all classes.
+            label: class names (text) or numbers (integers, from 0) that the pictures cycle through; () is all classes.
             guidance: strength of guidance; 1 is none, None as the run is set. It leads away from pictures of no class
                 (classifier-free), or from what `guide` would draw.
             sampler: None as the run is set.
@@ -168,7 +168,7 @@ class Run:
             RequestError: a setting, an image or a mask that will not do; a guide that does not fit, or is not there.
         """
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
-        labels = find_labels([str(word) for word in words], self.classes)
+        labels = find_labels(words, self.classes)
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")
         weaker, scale = self._guided(guide, guidance)

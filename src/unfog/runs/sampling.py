@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -177,16 +178,23 @@ def picture_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
     return grid(pictures, columns)
 
 
-def find_labels(words: Sequence[str], classes: Sequence[str]) -> tuple[int, ...]:
-    """Labels by class name or number; all classes if there are no words. RequestError for one that is none."""
+def find_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
+    """Labels by class name or number; all classes if there are no words. RequestError for one that is none.
+
+    An integer is the number of a class, and a text its name; where no name is a number, a text may be one, too.
+    """
     if words and not classes:
         raise RequestError(f"label = {words[0]!r}, but this run has no classes; leave --label away")
-    labels = []
+    labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
     for word in words:
-        if word in classes:
-            labels.append(list(classes).index(word))
-        elif word.isdecimal() and int(word) < len(classes):
-            labels.append(int(word))
-        else:
-            raise RequestError(f"label = {word!r} is no class of this run; there is {', '.join(classes)}")
+        text, label = str(word), -1
+        if isinstance(word, Integral) and not isinstance(word, bool):
+            label = int(word)
+        elif text in classes:
+            label = list(classes).index(text)
+        elif text.isdecimal() and not names_are_numbers:
+            label = int(text)
+        if not 0 <= label < len(classes):
+            raise RequestError(f"label = {text!r} is no class of this run; there is {', '.join(classes)}")
+        labels.append(label)
     return tuple(labels) or tuple(range(len(classes)))
