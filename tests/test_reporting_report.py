@@ -111,6 +111,17 @@ def test_report_says_what_the_run_folder_says(run_dir):
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 5
 
 
+def test_what_a_run_went_through_needs_attention(tmp_path):
+    troubles = ("rolled_back", "disk_full", "not_removed", "averages_left_out")
+    with Recorder(tmp_path, Log(every=1), total=400) as run:
+        for kind in (*troubles, "rolled_back"):
+            run.event(kind, 7, reason="why it was")
+    text = "\n".join(page(tmp_path).texts)
+    assert "roll-backs\n2\n" in text
+    listed = text.partition("Needs attention")[2].partition("Events")[0]
+    assert all(kind in listed for kind in troubles)
+
+
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):
     parsed = page(run_dir)
     assert len(parsed.images) == 13

@@ -29,7 +29,8 @@ _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
 _EVENTS = 300  # latest events shown, at most
 _ENDINGS = ("finished", "failed", "stopped")
-_TROUBLES = ("warning", "step_refused", "sink_failed", "failed")
+_TROUBLES = ("warning", "step_refused", "rolled_back", "disk_full", "not_removed", "averages_left_out")
+_TROUBLES += ("sink_failed", "failed")
 _SHOWN_TROUBLES = 20
 _DEEPEST = 8  # lists in lists that are written out
 _T = TypeVar("_T")
@@ -165,6 +166,9 @@ def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
     refused = len(_of_kind(run, "step_refused"))
     if refused:
         facts.append(("steps refused", f"{refused:,}", "not finite; weights untouched"))
+    rolled_back = len(_of_kind(run, "rolled_back"))
+    if rolled_back:
+        facts.append(("roll-backs", f"{rolled_back:,}", "to earlier weights, as the run diverged"))
     return facts
 
 
