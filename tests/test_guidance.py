@@ -302,6 +302,26 @@ def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path
     ]
 
 
+def test_tuned_levels_do_not_outlive_their_sampler_in_a_resume(run, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    tuned = replace(run.config.sampler, steps=3, grid="tuned", tuned=(0.9, 0.5, 0.1))
+    RunFolder(copy).write_config(replace(run.config, sampler=tuned))
+    for words, grid in (
+        (["--sampler.order", "3"], "tuned"),
+        (["--sampler.steps", "4", "--sampler.grid", "karras"], "karras"),
+        (["--sampler.kind", "heun", "--sampler.grid", "tuned"], "tuned"),
+        (["--sampler.kind", "heun"], "schedule"),
+    ):
+        RunFolder(copy).write_config(replace(run.config, sampler=tuned))
+        assert command(["resume", str(copy), *words]) == 0
+        assert RunFolder(copy).read_config().sampler.grid == grid, words
+        said = "the levels were tuned for 3 steps of dpmpp; taking the schedule's"
+        assert (said in capsys.readouterr().err) == (grid == "schedule")
+    RunFolder(copy).write_config(replace(run.config, sampler=tuned))
+    assert unfog.resume(copy, sampler={"steps": 4}).config.sampler == replace(tuned, steps=4, grid="schedule")
+
+
 def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
     folder, lines = RunFolder(tmp_path), ["sampler.steps: 20 -> 5", "log.every: 1 -> 2"]
     for text in ("", '{"kind": "tuned"}\n', '{"kind": "tuned", "sampler": [5]}\n', '{"kind": "started"}\n[]\n{'):

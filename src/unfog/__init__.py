@@ -140,8 +140,8 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     Raises:
         As `train`, and RequestError for a setting that cannot change.
     """
-    from unfog.config.toml import update
-    from unfog.config.tree import nested, with_length_of, without_length
+    from unfog.config.tree import nested
+    from unfog.runs.changes import changed_by
     from unfog.runs.folder import RunFolder
     from unfog.runs.run import Run
     from unfog.runs.train import resume as go_on
@@ -149,9 +149,7 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     folder = RunFolder(Path(path_text(path, "path")))
     if "source" in settings:
         settings["source"] = _place(settings["source"], settings)
-    stored = folder.read_config()
-    config = update(without_length(stored), nested(settings), "")
-    _, done = go_on(folder, with_length_of(stored, config), force)
+    _, done = go_on(folder, changed_by(folder.read_config(), nested(settings)), force)
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)

@@ -112,12 +112,12 @@ def sample(words: Sequence[str]) -> int:
     from unfog.runs.pictures import Strip, write_pictures
     from unfog.runs.run import Run
     from unfog.runs.sampling import find_labels
+    from unfog.runs.tuned import say_if_left
 
     find_labels(request.label, stored.classes)  # before the weights are read
     edit = edit_of(stored, request.image, request.mask, request.strength, request.repeats)
     run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
-    if sampler.grid != stored.sampler.grid:
-        say(f"  the levels were tuned for {stored.sampler.steps} steps of {stored.sampler.kind}; taking the schedule's")
+    say_if_left(stored.sampler, sampler)
     strip = Strip(run.config.diffusion.schedule, run.decode) if request.strip else None
     label = f"drawing from step {run.checkpoint.step:,}" if request.ema is None else "drawing"
     with Progress(label, request.n) as progress:

@@ -23,7 +23,7 @@ from unfog.config.toml import read_toml, update
 from unfog.config.tree import Config, with_length_of, without_length
 from unfog.errors import RequestError
 from unfog.models.codec_settings import Autoencoder, Latents
-from unfog.runs.changes import check_changes
+from unfog.runs.changes import changed_by, check_changes
 from unfog.runs.folder import RunFolder, next_folder
 
 HELP_FLAGS = ("-h", "--help")
@@ -75,7 +75,7 @@ def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, Given]:
     given = given_to("resume", words, default)
     folder = check_run(Path(given.positionals[0]))
     stored = folder.read_config()
-    config = with_length_of(stored, update(without_length(stored), given.table.get("settings", {}), ""))
+    config = changed_by(stored, given.table.get("settings", {}))
     if "source" in given.table:
         config = replace(config, source=given.table["source"])
         check_source(config.source)

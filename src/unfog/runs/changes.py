@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from unfog.config.tree import Config, shareable
+from unfog.config.request import changed_sampler
+from unfog.config.toml import update
+from unfog.config.tree import Config, shareable, with_length_of, without_length
 from unfog.data.lazy import UNREAD
 from unfog.errors import RequestError
 
@@ -166,6 +169,22 @@ def changes(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
         name = f"{where}.{f.name}" if where else f.name
         found += changes(getattr(old, f.name), getattr(new, f.name), name)
     return found
+
+
+def changed_by(stored: Config, table: Mapping[str, Any]) -> Config:
+    """A run's settings with those of a nested table, which a resume is given.
+
+    Levels that were tuned for another sampler or number of steps are left, unless their grid is itself given.
+
+    Raises:
+        RequestError: there is no such setting, or it cannot have this value.
+    """
+    config = with_length_of(stored, update(without_length(stored), table, ""))
+    given, now = table.get("sampler", {}), config.sampler
+    usual = changed_sampler(stored.sampler, now.kind, now.steps).grid
+    if usual == stored.sampler.grid or not isinstance(given, Mapping) or {"grid", "tuned"} & set(given):
+        return config
+    return replace(config, sampler=replace(now, grid=usual))
 
 
 def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:

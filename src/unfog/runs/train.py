@@ -36,7 +36,7 @@ from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
 from unfog.runs.shards import lost_shards
 from unfog.runs.signals import StopSignals
-from unfog.runs.tuned import without_tuned
+from unfog.runs.tuned import say_if_left, without_tuned
 from unfog.training import checkpoint, rotation
 from unfog.training.averages import forget_after
 from unfog.training.meeting import device_of, processes
@@ -103,6 +103,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     config = config or stored
     check_request(config)
     tell_of_foreign_code(config)
+    say_if_left(stored.sampler, config.sampler)
     check_still_there(config.source)
     device = choose_device(device_of(config.training.device))
     timeout = config.training.timeout

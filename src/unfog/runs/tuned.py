@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unfog.diffusion.sampler import Sampler
+from unfog.reporting.progress import counted, say
 from unfog.reporting.records import Events, read_events
 from unfog.runs.folder import RunFolder
 
@@ -19,6 +20,12 @@ def note(folder: RunFolder, step: int, sampler: Sampler) -> None:
     """Write down what was found with the weights of this step, and is the run's from now on."""
     with closing(Events(folder.events)) as events:
         events.write(EVENT, step, {"sampler": asdict(sampler)})
+
+
+def say_if_left(before: Sampler, now: Sampler) -> None:
+    """Say so where levels that were tuned give way to the schedule's, as they were for another sampler."""
+    if (before.grid, now.grid) == ("tuned", "schedule"):
+        say(f"  the levels were tuned for {counted(before.steps, 'step')} of {before.kind}; taking the schedule's")
 
 
 def without_tuned(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
