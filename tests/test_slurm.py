@@ -99,6 +99,8 @@ def test_bash_reads_what_is_written(here, words, run):
     ("words", "said"),
     [
         (("--nodes", 2), "has to follow --"),
+        (("--nodes", 2, "train", "fashion"), "train or resume has to follow --, and there is no --; write"),
+        (("--nodes", 2, "fashion"), "unfog slurm takes flags alone, so what is 'fashion'?"),
         (("--", "sample", "x"), "has to follow --, not 'sample'"),
         (("--", "train", "nowhere"), "nowhere is neither"),
         (("--", "train", "fashion", "--steps", "x"), "--steps got 'x'"),

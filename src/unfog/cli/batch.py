@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from unfog.cli.given import given_to, resuming_asked_for, training_asked_for
+from unfog.cli.given import HELP_FLAGS, given_to, resuming_asked_for, training_asked_for
 from unfog.cli.requests import Slurm
 from unfog.config.places import why
 from unfog.config.text import shown
@@ -18,6 +18,8 @@ from unfog.runs.folder import next_folder
 
 def slurm(words: Sequence[str]) -> int:
     """`unfog slurm`."""
+    if "--" not in words and {"train", "resume"} & set(words) and not set(HELP_FLAGS) & set(words):
+        raise no_command("and there is no --")
     at = words.index("--") if "--" in words else len(words)
     given = given_to("slurm", words[:at], Slurm())
     job = update(Slurm(), given.table, "")
@@ -54,5 +56,9 @@ def to_repeat(command: Sequence[str]) -> tuple[Path, str, list[str]]:
         if config.training.budget and "budget" in given.table["settings"]["training"]:
             raise RequestError("a --budget would begin anew with each job; give --steps or --images")
         return folder.path, config.source, ["resume", *words]
-    what = f"not {shown(name)}" if name else "and there is none"
-    raise RequestError(f"train or resume has to follow --, {what}; write unfog slurm --nodes 2 -- train SOURCE")
+    raise no_command(f"not {shown(name)}" if name else "and there is none")
+
+
+def no_command(what: str) -> RequestError:
+    """What to say where no command of ours stands where it has to."""
+    return RequestError(f"train or resume has to follow --, {what}; write unfog slurm --nodes 2 -- train SOURCE")

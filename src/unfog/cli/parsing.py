@@ -244,6 +244,8 @@ def _wrong_count(free: Sequence[str], given: Given, prog: str, metavars: Sequenc
         missing, usage = metavars[len(free)], " ".join([prog, *metavars])
         return f"{missing} is missing{''.join(lists)}; write {usage} before all else (see {prog} --help)"
     extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
+    if not metavars:
+        return f"{prog} takes flags alone, so what is {shown(extra)}? (see {prog} --help)"
     count = "one" if len(metavars) == 1 else f"{len(metavars)} names,"
     return (
         f"{prog} takes {count} {' '.join(metavars)}, which is {shown(taken)}, so what is {shown(extra)}? "
