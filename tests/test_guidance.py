@@ -116,6 +116,8 @@ def test_the_interval_of_a_run(run):
     for interval in ((0.6, 0.4), (0.5, 0.5), (-0.1, 1.0), (0.0, 1.1)):
         with pytest.raises(RequestError, match=r"guidance_interval = .* 0.2 0.75 leaves out"):
             run.sample(**asked, guidance_interval=interval)
+    with pytest.raises(RequestError, match="guidance_interval needs guidance"):
+        run.sample(**asked, guidance=1.0, guidance_interval=(0.2, 0.8))
 
 
 def test_a_younger_checkpoint_guides(run):

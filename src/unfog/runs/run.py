@@ -172,6 +172,8 @@ class Run:
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")
         weaker, scale = self._guided(guide, guidance)
+        if guidance_interval is not None and scale == 1:
+            raise RequestError("guidance_interval needs guidance, and 1 is none; give --guidance 2, or leave it away")
         precision = of_type(SamplingPrecision, precision, "precision")
         weaker = weaker and replace(weaker, dtype=DTYPES.get(precision))
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
