@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -280,11 +281,15 @@ def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
     said = finish(command("resume", folder, "--sampler.order", 3, "--guidance", 2, "--lr", 0.1))
     assert "changed: sampler.order: 2 -> 3" in said
     assert "is at its end" in said
+    assert re.search(r"not applied: optimizer.lr: \S+ -> 0.1, as nothing is left to train", said)
+    assert said.count("not applied") == 1
     after = unfog.load(folder).config
     assert after == replace(before, sampler=replace(before.sampler, order=3), guidance=2.0)
     events = [row for row in read_events(folder / "events.jsonl") if row["kind"] == "changed"]
     assert [row["setting"].split(":")[0] for row in events] == ["sampler.order", "guidance"]
-    assert "changed" not in finish(command("resume", folder))
+    said = finish(command("resume", folder, "--steps", 36))
+    assert "changed" not in said
+    assert "not applied" not in said
     assert "equal to the bit" in finish(command("resume", folder, "--verify"))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from unfog.config.request import check_request, check_source
 from unfog.config.toml import read_toml
-from unfog.config.tree import Config
+from unfog.config.tree import LENGTH, Config
 from unfog.data.augment import Augment
 from unfog.data.images import Prepared
 from unfog.diagnosis.images.examine import glance
@@ -145,7 +145,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 
 
 def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
-    """Store what a run that is at its end draws by from now on, and record it; nothing else can change there."""
+    """Store what a run that is at its end draws by from now on, and record it; say what else was asked for in vain."""
     changed = replace(stored, **{name: getattr(asked, name) for name in DRAWS})
     if lines := check_changes(stored, changed):
         folder.write_config(changed)
@@ -153,6 +153,11 @@ def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) ->
             for line in lines:
                 say(f"  changed: {line}")
                 events.write("changed", step, {"setting": line})
+    # A length that is passed already is said by whoever asks; of averages, nobody may have asked.
+    silent = (*(f"training.{name}: " for name in LENGTH), "averages.every: 0 -> -1")
+    for line in check_changes(changed, asked, force=True):
+        if not line.startswith(silent):
+            say(f"  not applied: {line}, as nothing is left to train")
 
 
 def check_still_there(source: str) -> None:
