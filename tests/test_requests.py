@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import unfog
+from unfog.cli.given import training_asked_for
 from unfog.cli.main import main
 from unfog.config import kinds
 from unfog.config.presets import preset
@@ -359,6 +360,16 @@ def test_odd_places(refused, here, tmp_path):
     assert "is a file" in refused("train", "fashion")
     for out, said in (("file", "is a file"), ("photos", "it is not empty"), (long, "too long")):
         assert said in refused("sample", "run", "--out", out)
+
+
+def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    assert training_asked_for(["fashion", "--out=~/new", "--steps", "1"])[1] == here / "new"
+    for words in (["train", "fashion", "--out=~/photos"], ["sample", "~/run", "--out=~/photos"]):
+        assert f"{here}/photos cannot be" in refused(*words)
+    assert f"{here}/nosuch is not a run" in refused("sample", "~/nosuch")
+    with pytest.raises(RequestError, match=f"{here}/nosuch is not a run"):
+        unfog.load("~/nosuch")
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")

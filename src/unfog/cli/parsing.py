@@ -6,6 +6,7 @@ Reading is done here, so that whatever is wrong is said in a line; the help text
 from __future__ import annotations
 
 import difflib
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -211,7 +212,7 @@ def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             given.put(flag, spelled, _following(flag, spelled, value, left, flags, keep))
     if len(free) != len(metavars):
         raise RequestError(_wrong_count(free, given, prog, metavars))
-    given.positionals = free
+    given.positionals = [os.path.expanduser(word) for word in free]
     return given
 
 

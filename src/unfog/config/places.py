@@ -15,11 +15,11 @@ _LONGEST_NAME = 255  # bytes, on every usual file system
 
 
 def path_text(value: object, name: str) -> str:
-    """A path from Python as text. RequestError if it is none."""
+    """A path from Python as text, with ~ as the home that it stands for. RequestError if it is none."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
         raise RequestError(f"{name} = {shown(value)} is no path; give a text or a pathlib.Path")
-    return text
+    return os.path.expanduser(text)
 
 
 def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:

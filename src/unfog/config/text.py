@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import types
 import typing
@@ -97,7 +98,7 @@ def from_words(annotation: Any, words: Sequence[str]) -> Any:
         if not _NUMBER.fullmatch(word.strip()):
             raise Unfit("no number; write it as 0.001 or 1e-3")
         return float(word)
-    return annotation(word)  # a text or a path
+    return Path(os.path.expanduser(word)) if annotation is Path else annotation(word)  # --out=~/x, as shells leave it
 
 
 def _whole(word: str) -> int:
