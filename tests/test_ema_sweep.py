@@ -12,7 +12,7 @@ import unfog
 from conftest import NETWORK
 from unfog.cli.commands import ema_sweep as command
 from unfog.cli.commands import sample
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import ema_sweep
 from unfog.runs.averaged import SWEEP_FILE, chosen
@@ -183,6 +183,14 @@ def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 pictures: sliced needs at least 10"):
         unfog.ema_sweep(run, metric="sliced", n=3, widths=[0.1])
+
+
+def test_a_sweep_that_cannot_be_written_is_printed(run, capsys):
+    (run / SWEEP_FILE).mkdir()
+    with pytest.raises(RunError, match=r"cannot be written to: .*what was found is above"):
+        unfog.ema_sweep(run, widths=[0.1, 0.2], n=8)
+    rows = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert {"0.1", "0.2"} <= {row[0] for row in rows if row}
 
 
 def test_what_cannot_be_written_stops_no_run(run, whole):

@@ -20,7 +20,7 @@ from unfog.config.tree import Config
 from unfog.diffusion.guidance import Autoguided, Within
 from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events
 from unfog.runs.folder import RunFolder
 from unfog.runs.labels import labels_like
@@ -372,6 +372,19 @@ def test_tuning_what_cannot_be_is_refused(run, asked, message):
     with pytest.raises(RequestError, match=message):
         unfog.tune(run.path, **asked)
     assert (run.path / "config.toml").read_bytes() == before
+
+
+def test_levels_that_cannot_be_written_are_printed(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 8)
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy)
+    (copy / "events.jsonl").unlink()
+    (copy / "events.jsonl").mkdir()
+    with pytest.raises(RunError, match="cannot be written to"):
+        unfog.tune(copy, sampler="ddim", steps=2, pictures=2, tries=2)
+    said = capsys.readouterr().err
+    assert "Sampler(kind='ddim', steps=2" in said
+    assert all(f"  {grid} " in said for grid in BUILT_IN)
 
 
 def test_a_run_that_is_being_trained_is_not_tuned(run):

@@ -25,6 +25,7 @@ from unfog.config.tree import Config
 from unfog.diffusion.noise import Cosine
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
+from unfog.runs.folder import RunFolder
 
 pytestmark = pytest.mark.timeout(60)  # a request that is not refused would train for an hour
 
@@ -360,6 +361,8 @@ def test_odd_places(refused, here, tmp_path):
     assert "is a file" in refused("train", "fashion")
     for out, said in (("file", "is a file"), ("photos", "it is not empty"), (long, "too long")):
         assert said in refused("sample", "run", "--out", out)
+    (here / "run/pictures").symlink_to(here / "file/pictures")  # before weights are read, where no --out is given
+    assert "is a file" in refused("sample", "run")
 
 
 def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
@@ -376,6 +379,11 @@ def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
 def test_places_without_permission(refused, here):
     (here / "shut").mkdir(mode=0o500)
     assert "may not be written to" in refused("train", "fashion", "--out", "shut/run")
+    (here / "run").chmod(0o500)
+    assert "may not be written to" in refused("sample", "run")
+    with pytest.raises(RequestError, match="may not be written to"):
+        RunFolder(here / "run").check_writable()
+    (here / "run").chmod(0o700)
     (here / "blind").mkdir(mode=0o000)
     assert "ermission" in refused("train", "blind")
 

@@ -105,8 +105,7 @@ def sample(words: Sequence[str]) -> int:
     sampler = changed_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
     check_device(request.device)
-    if request.out is not None:
-        check_out(request.out, what="the folder of the pictures")
+    check_out(request.out or free_name(request.run / "pictures"), what="the folder of the pictures")
     from unfog.reporting.progress import Progress, result, say
     from unfog.runs.edits import edit_of
     from unfog.runs.pictures import Strip, write_pictures

@@ -90,6 +90,12 @@ class Swept:
             for row in self.rows
         ]
 
+    def lines(self) -> list[str]:
+        """The table as text."""
+        rows = self.table()
+        wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return ["  ".join(cell.rjust(width) for cell, width in zip(row, wide)).rstrip() for row in rows]
+
     def finding(self) -> Finding:
         """What a person is told, with the chart."""
         best, usual_row = self.best, next((row for row in self.rows if row.width == self.before), None)
@@ -141,6 +147,7 @@ def ema_sweep(
 
     Raises:
         RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
+        RunError: the run cannot be written to; the table is printed.
         Interrupted: a stop was requested.
     """
     if metric not in USUAL_N:
@@ -156,6 +163,7 @@ def ema_sweep(
     asked = possible(kept, config, widths, step)
     step = mixture(kept, asked[0], step).step
     place = choose_device(device)
+    folder.check_writable()
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
@@ -172,7 +180,8 @@ def ema_sweep(
                 rows.append(Row(width, value, error, mix.error))
     before = getattr(config.ema, "width", 0.0)
     swept = Swept(metric, n, step, by, before, tuple(rows))
-    write(swept, folder)
+    with folder.keeping(swept.lines):
+        write(swept, folder)
     return swept
 
 
@@ -271,10 +280,8 @@ def write(swept: Swept, folder: RunFolder) -> None:
 
 def tell(swept: Swept) -> None:
     """Print the table, and say what is best; the width alone is the result, on stdout."""
-    rows = swept.table()
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        say("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, wide)).rstrip())
+    for line in swept.lines():
+        say(f"  {line}")
     say(f"  {swept.finding()}")
     say(f"  {PAGE_FILE} shows it; this run is sampled with it from now on, until {SWEEP_FILE} is removed")
     result(f"{swept.best.width:g}")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from unfog.config.places import check_out
+from unfog.config.places import check_out, why
 from unfog.config.toml import read_toml, to_toml
 from unfog.config.tree import Config, shareable
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
+from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 from unfog.runs.pulse import last_beat
 
@@ -124,6 +126,25 @@ class RunFolder:
         if config.codec and (self.path / CODEC / "config.json").is_file():
             config = replace(config, codec=str((self.path / CODEC).absolute()))  # wherever the run is now
         return config
+
+    def check_writable(self) -> None:
+        """RequestError if nothing can be written into the run, as far as looking can tell."""
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
+
+    @contextmanager
+    def keeping(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
+        """Write what took long to find into the run; if that fails, say it rather than lose it.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            for line in found():
+                say(f"  {line}")
+            raise RunError(f"{self.path} cannot be written to: {why(error)}; what was found is above") from None
 
     def check_is_run(self) -> None:
         """RequestError if this is no run."""

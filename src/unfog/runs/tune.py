@@ -85,7 +85,7 @@ def tune(
 
     Raises:
         RequestError: a setting that will not do, or the run is being trained.
-        RunError: the run has no whole checkpoint.
+        RunError: the run has no whole checkpoint, or cannot be written to; what was found is printed.
     """
     for name, value, least in (("steps", steps, 2), ("pictures", pictures, 1), ("tries", tries, 1)):
         if of_type(int, value, name) < least:
@@ -103,11 +103,12 @@ def tune(
         raise RequestError(f"sampler = {kind} {why}, so there is nothing to tune; choose ddim, heun, dpmpp or unipc")
     base: Sampler = update(own, {"kind": kind, "steps": steps, "grid": "logsnr"}, "sampler")
     check_sampler(base, run.config.diffusion.schedule)
-    with run.folder.locked():  # at once, rather than after minutes
-        pass
+    with run.folder.locked():  # at once, rather than after minutes, as this is
+        if store:
+            run.folder.check_writable()
     tuned = _search(run, base, pictures, tries)
     if store:
-        with run.folder.locked():
+        with run.folder.locked(), run.folder.keeping(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
             config = run.folder.read_config()
             note(run.folder, run.checkpoint.step, tuned.sampler)
             run.folder.write_config(replace(config, sampler=tuned.sampler))
