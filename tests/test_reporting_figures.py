@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from unfog.reporting.charts import POINTS, Axis, line_chart
-from unfog.reporting.figures import data_uri, grid, png, save_png, strip
+from unfog.reporting.figures import data_uri, grid, legible, png, save_png, strip
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -57,6 +57,20 @@ def test_labels_begin_rows_and_are_written(images):
         np.testing.assert_array_equal(sheet[y : y + 10, x : x + 12], images[index])
     written = [(sheet[row * 12 : row * 12 + 10, :left] < 200).any() for row in range(4)]
     assert written == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("Ärger, café", "Arger, cafe"),
+        ("cafe\u0301", "cafe"),
+        ("Größe", "class 3"),
+        ("кошка", "class 3"),
+        ("犬", "class 3"),
+    ],
+)
+def test_a_name_that_the_font_lacks_is_no_row_of_boxes(name, written):
+    assert legible(name, "class 3") == written
 
 
 def test_strip_lines_levels_up_under_their_captions(images):

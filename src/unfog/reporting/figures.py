@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -140,6 +141,14 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
     for i, name in enumerate(names):
         draw.text((width - 6, i * (height + gap) + height / 2), name, (_INK,) * 3, _font(), anchor="rm")
     return np.asarray(image)
+
+
+def legible(name: str, otherwise: str) -> str:
+    """A name without its accents, as the font of our pictures has none; `otherwise` if it lacks a letter even so."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
+    font = _font()
+    no_glyph = bytes(font.getmask("\uffff"))
+    return otherwise if any(bytes(font.getmask(c)) == no_glyph for c in plain) else plain
 
 
 def _fitted(text: str, width: int) -> str:

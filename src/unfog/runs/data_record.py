@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from unfog.data.images import Prepared, spread
 from unfog.data.lazy import far_shards_of
 from unfog.data.ledger import ACTIONS, PLAIN, Ledger, as_text
 from unfog.data.stream import ImageStream
-from unfog.reporting.figures import Pixels, grid, png
+from unfog.reporting.figures import Pixels, grid, legible, png
 from unfog.reporting.records import write_atomic
 from unfog.runs.folder import RunFolder
 from unfog.runs.sampling import to_pixels
@@ -121,7 +121,7 @@ def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
     batches = [stream.batch(position, 1) for position in chosen]
     for position, batch in zip(list(chosen), batches):
         if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
-            chosen[position] = images.classes[int(batch.label[0])]
+            chosen[position] = _class_name(images.classes, int(batch.label[0]))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         x0, _ = augment(torch.cat([batch.pixels for batch in batches]))
@@ -159,4 +159,9 @@ def _spread(prepared: Prepared, index: NDArray[np.int64], free: list[int], count
     labels = images.labels[index[free]]
     classes = spread(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
-    return {free[i]: images.classes[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}
+    names = {label: _class_name(images.classes, label) for label in classes}
+    return {free[i]: names[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}
+
+
+def _class_name(classes: Sequence[str], label: int) -> str:
+    return legible(classes[label], f"class {label}")
