@@ -20,8 +20,8 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.choices import Settling, round_number, seconds
-from unfog.runs.pictures import Strip
-from unfog.runs.sampling import find_labels
+from unfog.runs.pictures import IN_GRID, Strip, write_pictures
+from unfog.runs.sampling import find_labels, picture_grid
 from unfog.training import checkpoint
 
 SETTINGS = {
@@ -90,8 +90,6 @@ def test_same_seed_gives_the_same_pictures_whatever_the_count_and_batch(run):
 
 def test_preview_is_what_sample_draws_without_flags(run):
     pictures = unfog.load(run.path).sample(12)
-    from unfog.runs.sampling import picture_grid
-
     preview = np.asarray(Image.open(run.path / "samples/00000060.png"))
     assert np.array_equal(preview, picture_grid(pictures, run.classes))
 
@@ -163,6 +161,14 @@ def test_sample_command(run, tmp_path):
     assert np.array_equal(np.asarray(Image.open(tmp_path / "p/000001.png")), run.sample(3, label="bag")[1, :, :, 0])
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures")
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures-2")
+
+
+def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
+    pictures = np.random.default_rng(0).integers(0, 256, (IN_GRID + 1, 1, 1, 1), np.uint8)
+    write_pictures(tmp_path, pictures, [], None)
+    assert len(list(tmp_path.glob("0*.png"))) == IN_GRID + 1
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), picture_grid(pictures[:IN_GRID], []))
+    assert "grid.png shows the first 1,000 of 1,001 pictures" in capsys.readouterr().err
 
 
 def test_strip_shows_the_noise_levels_that_it_names():

@@ -13,10 +13,12 @@ from torch import Tensor
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Schedule
 from unfog.reporting.figures import Pixels, save_png, strip
+from unfog.reporting.progress import say
 from unfog.runs.codec import Decode
 from unfog.runs.edits import edits_grid
 from unfog.runs.sampling import picture_grid, to_pixels
 
+IN_GRID = 1000  # pictures, at most: one of ten thousand takes more memory than drawing them, and few programs open it
 LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
@@ -75,11 +77,14 @@ def write_pictures(
 ) -> None:
     """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched.
 
-    The grid of what was made of an image begins with that, and with the mask.
+    The grid of what was made of an image begins with that, and with the mask. It has the first thousand pictures.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, picture in enumerate(pictures):
         save_png(folder / f"{number:06d}.png", picture)
-    save_png(folder / "grid.png", edits_grid(edit, pictures) if edit else picture_grid(pictures, classes))
+    if len(pictures) > IN_GRID:
+        say(f"  grid.png shows the first {IN_GRID:,} of {len(pictures):,} pictures")
+    first = pictures[:IN_GRID]
+    save_png(folder / "grid.png", edits_grid(edit, first) if edit else picture_grid(first, classes))
     if watched is not None:
         save_png(folder / "strip.png", watched.picture())
