@@ -152,6 +152,14 @@ def test_sampling_leaves_the_global_generator_alone(run):
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_training_leaves_the_global_generator_alone(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    unfog.train("fashion", out=tmp_path / "run", steps=2, **SETTINGS)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_sample_command(run, tmp_path):
     done = unfog_command("sample", run.path, "-n", 3, "--out", tmp_path / "p", "--label", "bag", "--strip")
     assert done.stdout.strip() == str(tmp_path / "p")

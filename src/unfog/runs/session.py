@@ -174,8 +174,10 @@ class Session:
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
 
     def train(self) -> None:
-        """Train to the end, or until a stop is requested."""
-        train_state(self.config, self.state, self.stream, self, self.world, self.saved)
+        """Train to the end, or until a stop is requested; the caller's random numbers are then what they were."""
+        device = self.state.precision.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            train_state(self.config, self.state, self.stream, self, self.world, self.saved)
 
     def _introduce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
