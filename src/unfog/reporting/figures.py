@@ -8,6 +8,7 @@ import math
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +147,7 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
 def legible(name: str, otherwise: str) -> str:
     """A name without its accents, as the font of our pictures has none; `otherwise` if it lacks a letter even so."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
-    font = _font()
+    font: Any = _font()  # whose masks are bytes, of which its types do not tell
     no_glyph = bytes(font.getmask("\uffff"))
     return otherwise if any(bytes(font.getmask(c)) == no_glyph for c in plain) else plain
 

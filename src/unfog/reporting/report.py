@@ -29,8 +29,9 @@ _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
 _EVENTS = 300  # latest events shown, at most
 _ENDINGS = ("finished", "failed", "stopped")
-_TROUBLES = ("warning", "step_refused", "rolled_back", "disk_full", "not_removed", "averages_left_out")
-_TROUBLES += ("sink_failed", "failed")
+_TROUBLES = frozenset(
+    ["warning", "step_refused", "rolled_back", "disk_full", "not_removed", "averages_left_out", "sink_failed", "failed"]
+)
 _SHOWN_TROUBLES = 20
 _DEEPEST = 8  # lists in lists that are written out
 _T = TypeVar("_T")
