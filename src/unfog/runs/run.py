@@ -76,7 +76,7 @@ class Run:
         if ema is not None and weights == "raw":
             raise RequestError(f"ema = {ema:g} is of the average, and weights = 'raw' wants none; give one of them")
         self.ema = ema
-        which = "best" if best else step if ema is None else None
+        which: int | Literal["best"] | None = "best" if best else step if ema is None else None
         self.checkpoint = checkpoint.find(self.folder.checkpoints, which, warn)
         # At once, because a run that goes on may remove this checkpoint later.
         self.network: nn.Module = self.network_at(self.checkpoint, self.checkpoint.step if best else step)

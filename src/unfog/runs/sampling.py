@@ -188,7 +188,7 @@ def find_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, .
     labels, names_are_numbers = [], any(name.isdecimal() for name in classes)
     for word in words:
         text, label = str(word), -1
-        if isinstance(word, Integral) and not isinstance(word, bool):
+        if not isinstance(word, bool) and isinstance(word, Integral):
             label = int(word)
         elif text in classes:
             label = list(classes).index(text)
