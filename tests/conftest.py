@@ -12,11 +12,20 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 # A change is judged by the same examples as the one before it; HYPOTHESIS_PROFILE=search tries others each time.
-settings.register_profile("steady", derandomize=True)
-settings.register_profile("search", max_examples=1000)
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 NETWORK = "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8,dropout=0.1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobodys_cache(tmp_path_factory):
+    """What a module's own fixtures make is made before a test has its cache; nor is that a person's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patched.delenv("UNFOG_INCEPTION", raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,16 @@ import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from unfog.config.toml import update
+from unfog.config.tree import Config
 from unfog.errors import RunError
+from unfog.runs.saving import Saver
 from unfog.training import checkpoint, rotation, snapshot
 from unfog.training.precision import Precision
 from unfog.training.profiles import PowerEma
@@ -342,3 +346,56 @@ def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
     saved, _ = checkpoint.described(tmp_path)
     assert "bytes of" in checkpoint.damage(saved[0])
     assert time.perf_counter() - started < 5
+
+
+def test_moments_of_another_network_are_refused(tmp_path):
+    folder = write(trained(), tmp_path)
+    held = checkpoint.read_tensors(folder / "optimizer.safetensors")
+    snapshot.save_file(held | {"exp_avg/nosuch": torch.ones(1)}, folder / "optimizer.safetensors")
+    with pytest.raises(RunError, match=r"moments in .* do not fit the network: exp_avg/nosuch is of no parameter"):
+        checkpoint.load(folder, fresh())
+
+
+def test_a_roll_back_comes_back_to_a_regular_step_at_which_all_was_well():
+    """Else it would come back to the beginning of the divergence, or a run that was stopped in between elsewhere."""
+    config = update(Config(), {"checkpoint": {"every": 5}, "training": {"patience": 3}}, "")
+    state = fresh()
+
+    def anchor(at, ordinary, strange):
+        state.guard.ordinary, state.guard.strange = ordinary, strange
+        return Saver._is_anchor(SimpleNamespace(config=config), state, at)
+
+    assert anchor(0, 0, 0), "the beginning, always"
+    assert anchor(10, 3, 0)
+    assert not anchor(11, 3, 0), "somebody asked for it"
+    assert not anchor(10, 2, 0), "too soon after a roll-back"
+    assert not anchor(10, 9, 1), "trouble has begun"
+
+
+def test_a_disk_that_refuses_now_and_then_is_tried_again(tmp_path, monkeypatch):
+    write_really, refusals = snapshot.write, [errno.EIO, errno.ESTALE]
+
+    def write(taken, folder):
+        if refusals:
+            raise OSError(refusals.pop(), "a moment ago")
+        return write_really(taken, folder)
+
+    monkeypatch.setattr(snapshot, "write", write)
+    monkeypatch.setattr("unfog.training.writer.RETRY", 0.01)
+    writer = Writer(tmp_path, Checkpoint())
+    writer.submit(snapshot.take(trained(), 3))
+    assert writer.wait(20)
+    assert [news.kind for news in writer.news()] == ["checkpoint"]
+    refusals += [errno.EIO] * 3
+    writer.submit(snapshot.take(trained(), 4))
+    with pytest.raises(RunError, match="could not be written"):
+        writer.wait(20)
+
+
+def test_a_roll_back_is_noted_with_where_it_went(tmp_path):
+    state = trained()
+    folder = write(state, tmp_path, anchor=True)
+    state.seen += 80
+    checkpoint.roll_back(folder, state)
+    assert state.guard.anchor == 24
+    assert (state.guard.strange, state.guard.refused, state.guard.ordinary) == (0, 0, 0)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from test_training import CPU
+from unfog.config.tree import Config
 from unfog.data import cache, survey
 from unfog.data import prepare as preparing
 from unfog.data.images import Prepared
@@ -20,6 +23,8 @@ from unfog.data.settings import Data
 from unfog.data.sources import FolderSource, open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
+from unfog.runs.build import held_out_set
+from unfog.training.settings import Evaluate
 
 MEMORY = Data(size=16, cache="memory")
 
@@ -408,3 +413,30 @@ def test_a_lot_of_trouble_is_summed_up(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         Data(**wrong)  # type: ignore[arg-type]
+
+
+def test_held_out_images_that_are_measured_are_spread_over_all(tmp_path):
+    prepared = run(fill(tmp_path / "set", 300), Data(size=16, cache="memory", held_out=0.2))
+    config = replace(Config(), data=prepared.settings, evaluate=Evaluate(images=4))
+    held_out, n = held_out_set(prepared, config, CPU), len(prepared.held_out)
+    assert n > 40
+    wanted = prepared.held_out.pixels[[0, (n - 1) // 3, 2 * (n - 1) // 3, n - 1]]
+    assert torch.equal(held_out.x0, torch.from_numpy(wanted) / 127.5 - 1)
+
+
+def test_an_entry_is_of_these_settings(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for i in range(20):
+        Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(folder / f"{i}.png")
+    asked = Data(size=16, cache="disk", channels=3)
+    for colour, value in (("white", 255), ("black", 0), ("white", 255)):
+        assert (run(folder, replace(asked, background=colour)).train.pixels[0] == value).all()
+    assert run(folder, replace(asked, channels=1)).train.pixels.shape[1] == 1
+
+
+def test_an_entry_is_of_this_share_held_out(tmp_path):
+    folder = fill(tmp_path / "set", 200)
+    counts = [len(run(folder, Data(size=16, cache="disk", held_out=share)).held_out) for share in (0, 0.3, 0.1)]
+    assert counts[0] == 0
+    assert counts[1] > counts[2] > 0

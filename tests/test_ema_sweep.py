@@ -238,3 +238,9 @@ def test_killed_and_resumed_leaves_the_same_snapshots(run, whole):
     assert (run / "checkpoints/00000048/ema2.safetensors").read_bytes() == (
         whole / "checkpoints/00000048/ema2.safetensors"
     ).read_bytes()
+
+
+def test_a_run_stopped_between_two_snapshots_is_sampled_as_of_the_last(run):
+    (run / SWEEP_FILE).write_text(json.dumps({"width": 0.05}))
+    (run / "averages/00000048.safetensors").unlink()
+    assert torch.equal(weights(unfog.load(run)), weights(Run(run, ema=0.05, step=46)))

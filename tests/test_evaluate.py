@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import unfog
 from conftest import NETWORK
-from unfog.data.images import Prepared
+from unfog.data.images import ImageSet, Prepared
+from unfog.data.settings import Data
 from unfog.diagnosis.run.memorised import memorised, nearest_features
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import store
@@ -27,6 +28,7 @@ from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, pair
 from unfog.evaluation.metrics import measure
 from unfog.evaluation.store import entry
 from unfog.reporting.report import write_report
+from unfog.runs.copies import Unseen, by_features, by_pixels
 from unfog.runs.drawn import DrawnPictures
 from unfog.runs.evaluation import Asked, Evaluation
 from unfog.runs.labels import labels_like
@@ -74,10 +76,11 @@ def _shared_cache(cache, monkeypatch, _own_cache):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
-    os.environ["UNFOG_CACHE"] = str(cache)
     images, labels = blobs()
     out = tmp_path_factory.mktemp("evaluate") / "run"
-    unfog.train(images, labels=labels, out=out, steps=24, **SETTINGS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("UNFOG_CACHE", str(cache))
+        unfog.train(images, labels=labels, out=out, steps=24, **SETTINGS)
     return out
 
 
@@ -361,3 +364,58 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
 
 def test_metrics_are_split_at_commas():
     assert Asked(metrics=("kid, fid", "bits")).metrics == ("kid", "fid", "bits")
+
+
+def test_noise_of_a_measurement_is_of_its_image_its_level_and_the_seed():
+    held_out = HeldOut(torch.zeros(10, 1, 4, 4), None, midpoints(5))
+
+    def first(x0, label, u, noise):
+        return noise[:, 0, 0, 0], noise[:, 0, 0, 0]
+
+    noise = held_out.losses(first, batch=4)[0]
+    assert len(noise.unique()) == 50
+    assert torch.equal(held_out.losses(first, batch=10)[0], noise)
+    assert not torch.isin(held_out.losses(first, batch=4, seed=1)[0], noise).any()
+
+
+ASKED = [{}, {"guidance": 3.0}, {"seed": 1}, {"steps": 2}, {"sampler": "ddim"}, {"batch": 5}, {"precision": "bf16"}]
+
+
+def test_what_is_asked_for_otherwise_is_drawn_and_measured_anew(run):
+    for more in ASKED:
+        run.evaluate("kid", **{"n": 10, "features": "pixels", "batch": 10, **more})
+    assert len(list((run.path / "evaluations" / "drawn").iterdir())) == len(ASKED)
+    assert len(list((run.path / "evaluations").glob("*.json"))) == len(ASKED)
+
+
+def test_what_is_compared_otherwise_is_measured_anew_of_the_same_pictures(run):
+    asked = [{}, {"reference": "held-out"}, {"features": "texture"}, {"metrics": "kid,coverage"}]
+    for more in asked:
+        run.evaluate(**{"metrics": "kid", "n": 10, "features": "pixels", "batch": 10, **more})
+    assert len(list((run.path / "evaluations").glob("*.json"))) == len(asked)
+    assert len(list((run.path / "evaluations" / "drawn").iterdir())) == 1
+
+
+def without_held_out():
+    """140 pictures of noise to train on, and 40 others."""
+    pixels = np.random.default_rng(0).integers(0, 256, (180, 3, 8, 8), dtype=np.uint8)
+    train, none = (ImageSet(part, None, tuple(map(str, range(len(part)))), ()) for part in (pixels[:140], pixels[:0]))
+    return Prepared(Data(size=8, channels=3), train, none, None), pixels[140:]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_copies_are_told_where_nothing_is_held_out_by_pixels(copied):
+    """Training images say then how near an unseen one usually comes, each without itself."""
+    prepared, fresh = without_held_out()
+    drawn = (prepared.train.pixels[:40] if copied else fresh).transpose(0, 2, 3, 1)
+    assert by_pixels(drawn, prepared, lambda done: None).severity == ("warning" if copied else "fine")
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_copies_are_told_where_nothing_is_held_out_by_features(copied):
+    prepared, fresh = without_held_out()
+    drawn = prepared.train.pixels[:40] if copied else fresh
+    of, rows = (lambda pixels: torch.from_numpy(pixels).flatten(1) / 255), np.arange(140)
+    real, unseen = of(prepared.train.pixels), of(Unseen(prepared).pixels)
+    found = by_features(drawn.transpose(0, 2, 3, 1), of(drawn), real, rows, unseen, prepared)
+    assert found.severity == ("warning" if copied else "fine")

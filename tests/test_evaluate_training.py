@@ -8,18 +8,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import unfog
 from conftest import NETWORK, without_clock
+from test_training import positions
 from unfog.config.tree import Config
+from unfog.data.images import spread
+from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
+from unfog.evaluation.features import open_features
+from unfog.evaluation.metrics import measure
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs import measuring
 from unfog.runs.changes import keys_of
+from unfog.runs.loading import load_images
 from unfog.runs.measuring import FEWEST, TIMES, Costs, due, fit, timed
 from unfog.runs.run import Run
+from unfog.runs.sampling import draw, usual
+from unfog.runs.signals import StopSignals
 from unfog.training import checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -257,3 +267,47 @@ def test_what_is_asked_for_on_a_resume_is_tried_out_before_it_goes_on(measured, 
         unfog.resume(folder, steps=28, evaluate=few)
     assert (folder / "config.toml").read_text() == before
     assert len(list((folder / "checkpoints").iterdir())) == len(list((measured / "checkpoints").iterdir()))
+
+
+def test_snapshots_of_what_was_rolled_back_are_gone(tmp_path, monkeypatch):
+    step_of, undisturbed = positions(), Objective.__call__
+
+    def disturbed(self, network, x0, *rest):
+        loss = undisturbed(self, network, x0, *rest)
+        wrong = step_of.get(torch.initial_seed()) in (10, 11)
+        return loss._replace(per_image=loss.per_image * math.nan) if wrong else loss
+
+    monkeypatch.setattr(Objective, "__call__", disturbed)
+    settings = SETTINGS | {"training": {"patience": 2}, "averages": {"every": 2}, "data": {"held_out": 0}}
+    out = unfog.train(images(120), out=tmp_path / "run", steps=16, **settings).path
+    (back,) = [event for event in read_events(out / "events.jsonl") if event["kind"] == "rolled_back"]
+    assert (back["step"], back["to"]) == (12, 8)
+    kept = sorted(int(path.stem) for path in (out / "averages").iterdir())
+    assert kept == [2, 4, 6, 8, 12, 14, 16]
+
+
+def test_pictures_are_drawn_in_the_proportions_of_the_classes(tmp_path, monkeypatch):
+    drawn = []
+
+    def spy(network, config, drawing, *rest, **more):
+        drawn.append(drawing)
+        return draw(network, config, drawing, *rest, **more)
+
+    monkeypatch.setattr(measuring, "draw", spy)
+    labels = (np.arange(200) % 4 == 0).astype(np.int64)
+    evaluate = {**METRICS, "samples": 40, "metrics_every": 4}
+    unfog.train(images(), labels=labels, out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
+    assert [one.count for one in drawn] == [10, 40]
+    assert 8 <= sum(drawn[-1].labels) <= 12
+    assert len(drawn[-1].labels) == 40
+
+
+def test_values_are_those_of_the_average_drawn_by_hand(measured):
+    run = Run(measured, step=24)
+    rows = read_metrics(measured / "metrics.jsonl")
+    pictures = draw(run.network, run.config, usual(run.config, 20, 8)).transpose(0, 3, 1, 2)
+    train = load_images(run.config, StopSignals())[0].train
+    texture = open_features("texture")
+    real = texture(torch.from_numpy(train.pixels[spread(len(train), 60)]))
+    fake = texture(torch.from_numpy(np.ascontiguousarray(pictures)))
+    assert rows[-1]["kid"] == pytest.approx(measure(["kid"], real, fake)[0].value, rel=1e-4)

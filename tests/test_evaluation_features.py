@@ -1,5 +1,4 @@
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,10 @@ from torch import Tensor, nn
 from unfog.errors import RequestError
 from unfog.evaluation.features import is_inception, open_features
 from unfog.evaluation.networks import INCEPTION_FILE, inception_path, parse_file
-from unfog.evaluation.resize import tf1_bilinear
+from unfog.evaluation.resize import antialiased, tf1_bilinear
+
+INCEPTION = inception_path()
+"""Of whoever runs the tests, which have a cache of their own later."""
 
 
 def pixels(n: int = 4, channels: int = 3, side: int = 12, seed: int = 0) -> Tensor:
@@ -157,8 +159,9 @@ def test_inception_that_is_not_there_says_where_it_goes(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("UNFOG_INCEPTION" not in os.environ, reason="UNFOG_INCEPTION names no file")
-def test_inception_sees_what_tensorflow_would_have_given_it():
+@pytest.mark.skipif(not INCEPTION.is_file(), reason="there is no Inception network in the cache folder")
+def test_inception_sees_what_tensorflow_would_have_given_it(monkeypatch):
+    monkeypatch.setenv("UNFOG_INCEPTION", str(INCEPTION))
     features, x = open_features("inception"), pixels(2, side=32)
     resized = [[one_by_one(channel.numpy().astype(float), 299) for channel in image] for image in x]
     network = torch.jit.load(inception_path()).eval()
@@ -215,3 +218,9 @@ def test_a_pickle_is_not_run(tmp_path):
 def test_options_stand_after_the_path():
     found = parse_file("C:/nets/a.pt.b.pt:size=96,range=unit,resize=tf1")
     assert (found.path, found.size, found.range, found.resize) == ("C:/nets/a.pt.b.pt", 96, "unit", "tf1")
+
+
+def test_shrinking_smooths_first():
+    stripes = torch.zeros(1, 1, 64, 64)
+    stripes[..., ::2] = 255
+    assert (antialiased(stripes, 13)[..., 2:-2] - 127.5).abs().max() < 5

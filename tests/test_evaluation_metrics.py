@@ -243,3 +243,41 @@ def test_known_statistics_of_the_reference_change_nothing():
 def test_what_cannot_be_compared_is_refused(names, real, fake, match):
     with pytest.raises(RequestError, match=match):
         measure(names, real, fake)
+
+
+def test_parts_are_drawn_from_all_of_a_set_whatever_its_order():
+    """Real images come class by class; cut in that order, parts would be of one class each."""
+    x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
+    y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
+    whole, parts = kernel_distance(x, y), kernel_distance(x, y, block=100)
+    assert abs(parts.value - whole.value) < 4 * parts.error
+
+
+def test_neighbours_do_not_depend_on_where_features_lie():
+    names = ["precision", "recall", "density", "coverage"]
+    plain, far = ([one.value for one in measure(names, REAL + at, FAKE + at)] for at in (0, 1e6))
+    assert far == plain
+
+
+def test_the_error_of_a_frechet_distance_of_lopsided_features_is_the_jackknife():
+    """Of normal features the two terms of a picture's influence do not correlate, so a wrong sign would not show."""
+    x, y = normal(400, 2, 0).exp(), 1.5 * normal(300, 2, 1).exp()
+    value = lambda a, b: frechet_distance(statistics(a), statistics(b))  # noqa: E731
+    left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(len(x))])
+    right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(len(y))])
+    variance = (len(x) - 1) * left.var(correction=0) + (len(y) - 1) * right.var(correction=0)
+    assert frechet_with_error(x, y).error == pytest.approx(variance.sqrt().item(), rel=0.1)
+
+
+def test_few_pictures_are_not_cut_into_parts_of_one():
+    found = kernel_distance(normal(200, 4, 0), normal(7, 4, 1), block=40)
+    assert math.isfinite(found.value)
+    assert 0 < found.error < math.inf
+
+
+def test_the_line_is_drawn_through_parts_of_all_of_a_set():
+    """Real images come class by class; in that order, halves would be of one class each."""
+    x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
+    y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
+    whole = frechet_distance(statistics(x), statistics(y))
+    assert abs(extrapolated(x, y, 2, 0, whole) - whole) < 1

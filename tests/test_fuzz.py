@@ -550,3 +550,14 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved, tmp_path, name):
     os.mkfifo(there / name)
     with pytest.raises(RunError):
         checkpoint.newest(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("key", ["step", "images"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, "x", None, [], -math.inf])
+def test_numbers_that_no_step_can_be_make_no_checkpoint(saved, tmp_path, key, value):
+    folder, manifest = saved
+    there = copied(folder, tmp_path)
+    (there / "manifest.json").write_text(signed({**manifest, key: value}))
+    found, broken = checkpoint.described(there.parent)
+    assert not found
+    assert broken[0].reason.startswith("manifest.json: ")

@@ -223,3 +223,11 @@ def test_float32_and_differentiable_within_autocast() -> None:
 def test_a_chance_beyond_one_is_refused() -> None:
     with pytest.raises(RequestError, match="label_dropout"):
         Objective(DDPM, 10, 1.5)
+
+
+def test_reference_of_latents_is_by_their_own_deviation():
+    """Which no range bounds; of pixels it is the highest that there can be."""
+    x0, noise = 3 * torch.randn(2, 64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    diffusion = Diffusion(Flow(), LogitNormal(), FlowVelocity(), Plain(), sigma_data=3.0)
+    loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0, noise=noise / 3)
+    torch.testing.assert_close(loss.per_image, loss.reference, rtol=0.2, atol=0)

@@ -26,7 +26,7 @@ from unfog.runs.microbatch import MARGIN
 from unfog.runs.plan import plan, settle_memory
 from unfog.runs.probe import seconds_per_step
 from unfog.runs.timing import time_finding, times_of, told_time
-from unfog.training.settings import Optimizer, Training
+from unfog.training.settings import Evaluate, Optimizer, Training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = UNet((8,), attention=(True,), mid_attention=False, norm_groups=4, head_channels=8)
@@ -249,3 +249,33 @@ def test_a_plan_for_this_machine_measures_it():
     assert not planned.estimated
     assert 0 < planned.times["step"].low == planned.times["step"].high < 60
     assert planned.times["in all"].low > planned.times["training (1,000 steps)"].low
+
+
+def test_a_budget_begins_after_what_was_seen(monkeypatch):
+    def length(seen):
+        found = Settling(asked(batch=64, steps=0, budget="3m", precision="fp32"), None, CPU, lambda: False)
+        monkeypatch.setattr(found, "seconds_per_step", lambda: 0.3)
+        found.length(seen=seen)
+        return found.config.training.images
+
+    assert length(64 * 5000) == 64 * 5000 + length(0)
+
+
+@pytest.mark.parametrize(("fp32", "bf16", "name"), [(0.1, 0.05, "bf16"), (0.1, 0.2, "fp32"), (0.1, 0.099, "fp32")])
+def test_the_faster_precision_is_chosen(monkeypatch, fp32, bf16, name):
+    monkeypatch.setattr("unfog.runs.choices.imitates_bf16", lambda: False)
+    found = Settling(asked(precision="auto"), None, CPU, lambda: False)
+    monkeypatch.setattr(found, "_seconds_per_step", lambda of, limit=3.0: {"fp32": fp32, "bf16": bf16}[of])
+    found.precision()
+    assert found.config.training.precision == name
+
+
+def test_a_budget_leaves_the_metrics_their_share(monkeypatch):
+    def length(**evaluate):
+        config = replace(asked(batch=64, steps=0, budget="30m", precision="fp32"), evaluate=Evaluate(**evaluate))
+        found = Settling(config, None, CPU, lambda: False)
+        monkeypatch.setattr(found, "seconds_per_step", lambda: 0.3)
+        found.length()
+        return found.config.training.images
+
+    assert length(metrics=("kid",), share=0.25) / length() == pytest.approx(1 / 1.25, rel=0.02)

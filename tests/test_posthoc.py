@@ -168,13 +168,6 @@ def test_what_began_without_or_with_others_takes_no_snapshots(tmp_path):
     assert back.second is None
 
 
-def test_after_a_roll_back_only_what_is_behind_it_counts(trained):
-    folder, _, _ = trained
-    kept = kept_in(folder)
-    assert [one.updates for one in kept] == [one.step for one in kept]  # no step was refused
-    assert forget_after(folder.with_name("nosuch"), 3) is None
-
-
 def test_refused_steps_count_for_nothing(tmp_path):
     """Position goes on, updates do not: the profile is one of updates."""
     state = fresh()
@@ -293,3 +286,19 @@ def test_the_second_average_is_another_one():
             Averages(**wrong)
     assert averages.MOST_AVERAGES == 48
     assert Kept._fields == ("path", "step", "updates", "widths")
+
+
+def test_the_newest_snapshot_stays_wherever_it_is(tmp_path):
+    for step in (10, 20, 30, 490, 505):
+        said = {SAID: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
+        save_file({"0/a": torch.ones(1)}, tmp_path / f"{step:08d}.safetensors", said)
+    thin(tmp_path, 10, 505)
+    assert [one.step for one in kept_in(tmp_path)] == [20, 505]
+
+
+def test_the_last_step_has_a_snapshot_of_the_averages():
+    every = Every(0, 0, 0, 0, averages=4)
+    assert "averages" in every.due(8, last=False)
+    assert "averages" not in every.due(9, last=False)
+    assert "averages" in every.due(9, last=True)
+    assert "averages" not in every._replace(averages=0).due(9, last=True)

@@ -378,3 +378,16 @@ def test_of_images_known_by_their_files_it_is_said_which_copy_is_the_same():
         with pytest.raises(RequestError, match="not those that this run was trained on") as refused:
             check_changes(replace(Config(), fingerprint=before), replace(Config(), fingerprint=now))
         assert ("cp -a" in str(refused.value)) == told
+
+
+def test_what_drawn_pictures_depend_on_makes_another_choice():
+    by_kid = replace(Config(), evaluate=Evaluate(metrics=("kid",), best="kid"))
+    for name, changed in {
+        "evaluate": replace(by_kid, evaluate=replace(by_kid.evaluate, features="pixels")),
+        "reference": replace(by_kid, evaluate=replace(by_kid.evaluate, reference=50)),
+        "sampler": replace(by_kid, sampler=replace(by_kid.sampler, steps=7)),
+        "guidance": replace(by_kid, guidance=2.0),
+        "interval": replace(by_kid, guidance_interval=(0.1, 0.9)),
+    }.items():
+        assert keys_of(changed)["best"] != keys_of(by_kid)["best"], name
+        assert keys_of(changed)["training"] == keys_of(by_kid)["training"], name

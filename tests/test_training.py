@@ -17,13 +17,13 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.guard import Guard
-from unfog.training.loop import Every, train
+from unfog.training.loop import Every, Stopwatch, train
 from unfog.training.passes import micro_batches, seed_at
 from unfog.training.precision import Precision
 from unfog.training.profiles import FixedEma, PowerEma
 from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, Training, learning_rate
-from unfog.training.state import TrainState
+from unfog.training.state import TrainState, Window
 
 CPU = torch.device("cpu")
 NEVER = Every(0, 0, 0, 0)
@@ -627,3 +627,97 @@ def test_what_is_due_after_a_step():
 def test_settings_that_train_on_nothing_are_refused(wrong):
     with pytest.raises(RequestError):
         Training(**wrong)
+
+
+def test_the_noise_scale_does_not_see_the_loss_scale():
+    records = []
+    for precision in ("fp32", "fp16"):
+        diary = run(linear_state(precision), denoising, Diary(), Every(10, 0, 0, 0), microbatch=2)
+        records.append(diary.records[0][2])
+    for name in ("gradient_signal", "gradient_noise"):
+        assert records[1][name] == pytest.approx(records[0][name], rel=0.5)
+
+
+def test_another_choice_forgets_the_best_so_far():
+    into, keys = state(), {"training": "a", "repeat": "a", "measure": "a"}
+    into.adopt(keys)
+    into.best = 0.3  # of the held-out loss
+    into.adopt(keys | {"best": "kid:one"})
+    assert into.best is None
+    assert into.judge({"kid": 0.7})
+    into.adopt(keys | {"best": "kid:one"})
+    assert into.best == 0.7
+    into.adopt(keys | {"best": "kid:another"})
+    assert into.best is None
+
+
+def test_what_was_not_measured_is_never_the_best():
+    into = state()
+    assert not into.judge({"loss": 1.0})
+    assert not into.judge({"held_out_loss": math.nan})
+    assert [into.judge({"held_out_loss": value}) for value in (0.5, 0.6, math.nan, 0.4)] == [True, False, False, True]
+    assert into.best == 0.4
+
+
+def test_the_log_weighs_uneven_levels_as_even_ones():
+    window, u = Window(CPU), torch.tensor([0.05, 0.06, 0.95])
+    loss, importance = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([2.0, 0.5, 1.0])
+    window.add(loss, u, importance)
+    record = window.close()
+    assert record["loss"] == pytest.approx((2 * 1 + 0.5 * 2 + 6) / 3.5)
+    assert record["loss_by_level"] == [pytest.approx(3 / 2.5), *[None] * 8, 6.0]
+
+
+def test_the_stopwatch_counts_what_is_training(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    watch = Stopwatch()
+    for seconds, images in ((3, 60), (2, 20)):
+        now[0] += seconds
+        with watch.paused():  # a preview
+            now[0] += 50
+        now[0] += 1
+        watch.images, watch.data_wait = images, 0.5
+        assert watch.lap() == {"images_per_second": images / (seconds + 1), "data_wait": 0.5 / (seconds + 1)}
+
+
+def test_an_overflow_that_no_scale_helps_is_refused():
+    """From 65,536 the scale is halved sixteen times; what is infinite after that is so for another reason."""
+
+    def steep(model, x0, label, condition=None):
+        per_image = (model(x0) * 0).square().sum((1, 2, 3)).sqrt()  # 0, and its slope is none
+        return Loss(per_image + 0.5, torch.full((len(x0),), 0.5), torch.ones(len(x0)))
+
+    into = linear_state("fp16")
+    diary = run(into, steep, images=8 * 20, patience=100)
+    assert [place for place, _, _ in diary.refusals] == [17, 18, 19, 20]
+    assert into.updates == 0
+
+
+def test_the_guard_remembers_the_last_steps_alone():
+    """And a checkpoint stays small: the file that it is in may have a megabyte."""
+    guard = Guard()
+    for i in range(200):
+        guard.judge(0.1 + 1e-4 * i)
+    assert guard.recent == pytest.approx([0.1 + 1e-4 * i for i in range(136, 200)])
+
+
+def test_twice_the_loss_of_no_answer_is_never_ordinary():
+    guard = Guard()
+    for _ in range(64):
+        guard.judge(1.5)
+    assert guard.judge(1.9)
+    assert not guard.judge(2.1)
+
+
+def test_refused_steps_are_counted_by_window():
+    diary = run(linear_state(), overflow_at([1]), images=64, every=Every(4, 0, 0, 0))
+    assert [record["refused"] for _, _, record in diary.records] == [1, 0]
+
+
+def test_what_is_better_than_ever_is_kept_between_checkpoints_too():
+    losses, saved, diary = iter([0.9, 0.5, 0.7, 0.4, 0.6, 0.3, 0.35, 0.8]), [], Diary()
+    diary.evaluate = lambda state: {"held_out_loss": next(losses)}
+    diary.save = lambda state, for_best=False: saved.append((state.seen // 8, for_best))
+    run(linear_state(), diary=diary, every=NEVER._replace(evaluate=1, checkpoint=4), images=64)
+    assert saved == [(1, True), (2, True), (4, False), (6, True), (8, False)]

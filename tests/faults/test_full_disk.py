@@ -111,7 +111,7 @@ def test_killed_while_the_disk_is_full(whole, small_disk, faults):
         run = disk.path / "run"
         job = begun(run)
         filler = disk.fill(leave=300_000)  # room for the beginning of a checkpoint
-        job.until(lambda: FULL_DISK in job.said)
+        assert job.until(lambda: FULL_DISK in job.said)
         job.kill()
         last = steps_saved(run)[-1]
         filler.unlink()

@@ -195,7 +195,7 @@ def test_stopped_for_a_while_by_the_system(whole, tmp_path, faults):
     run = tmp_path / "run"
     with faults.tried("suspended and woken") as attempt:
         job = train(USUAL, run)
-        job.until(lambda: len(steps_saved(run)) > 2)
+        assert job.until(lambda: len(steps_saved(run)) > 2)
         job.ask("SIGSTOP", run)
         job.outlives(1)
         job.ask("SIGCONT", run)
