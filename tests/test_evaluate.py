@@ -419,3 +419,11 @@ def test_copies_are_told_where_nothing_is_held_out_by_features(copied):
     real, unseen = of(prepared.train.pixels), of(Unseen(prepared).pixels)
     found = by_features(drawn.transpose(0, 2, 3, 1), of(drawn), real, rows, unseen, prepared)
     assert found.severity == ("warning" if copied else "fine")
+
+
+def test_figures_of_another_arithmetic_are_measured_anew_of_the_same_pictures(run, monkeypatch):
+    for arithmetic in (2, 1, 2):
+        monkeypatch.setattr("unfog.runs.evaluate.ARITHMETIC", arithmetic)
+        run.evaluate("kid", n=10, features="pixels", batch=10)
+    assert len(list((run.path / "evaluations").glob("*.json"))) == 2
+    assert len(list((run.path / "evaluations" / "drawn").iterdir())) == 1

@@ -21,7 +21,7 @@ from unfog.evaluation.sliced import PIXEL_METRICS
 from unfog.reporting.figures import Pixels
 from unfog.reporting.progress import Progress, counted, duration, say, size
 from unfog.runs.drawn import DrawnPictures, digest_of
-from unfog.runs.evaluation import FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
+from unfog.runs.evaluation import ARITHMETIC, FORMAT, HELD_OUT, LOSSES, METRICS, WHERE_ASKED, Asked, Chosen, Evaluation
 from unfog.runs.labels import labels_like
 from unfog.runs.loading import load_images
 from unfog.runs.measures import forget_drawn, measure_all
@@ -168,7 +168,7 @@ def key_of(run: Run, chosen: Chosen) -> str:
     features = chosen.features.digest if chosen.features else ""
     reference = (chosen.reference.fingerprint, len(chosen.rows))
     settings = (chosen.metrics, chosen.drawing.count, features, reference, chosen.against, drawing_key(run, chosen))
-    return hashlib.sha256(repr((FORMAT, settings)).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((FORMAT, ARITHMETIC, settings)).encode()).hexdigest()[:12]
 
 
 def drawing_key(run: Run, chosen: Chosen) -> str:

@@ -22,6 +22,8 @@ from unfog.runs.sampling import Drawing
 from unfog.training.settings import Evaluate, SamplingPrecision, names_in
 
 FORMAT = 1
+ARITHMETIC = 2
+"""Of how figures come of pictures and images: those that another one gave are measured anew."""
 LOSSES = ("held_out", "bits")
 """Metrics of the held-out images, for which nothing is drawn."""
 WHERE_ASKED = ("fid_infinity",)
