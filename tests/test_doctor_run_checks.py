@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unfog.config.presets import preset
-from unfog.diagnosis.run.costs import data_wait, memory, noise_scale, overhead, pace, unused
+from unfog.diagnosis.run.costs import _round_down, _round_up, data_wait, memory, noise_scale, overhead, pace, unused
 from unfog.diagnosis.run.losses import (
     Looked,
     answers,
@@ -501,3 +501,11 @@ def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
     for ema, updates, low, high in ((PowerEma(), 1000, 100, 150), (FixedEma(), 300, 25, 40), (FixedEma(), 1, 1, 1)):
         horizon = ema_horizon(replace(record, config=replace(record.config, ema=ema)), updates)
         assert low <= horizon <= high
+
+
+@pytest.mark.parametrize(
+    ("x", "down", "up"),
+    [(0.3, 1, 1), (1, 1, 1), (3, 2, 5), (7, 5, 10), (1900, 1000, 2000), (2500, 2000, 5000), (4900, 2000, 5000)],
+)
+def test_intervals_are_round_numbers(x, down, up):
+    assert (_round_down(x), _round_up(x)) == (down, up)

@@ -125,7 +125,8 @@ def _round_up(x: float) -> int:
 
 def _round_down(x: float) -> int:
     """The largest of 1, 2, 5, 10, … that is at most x; 1 for less."""
-    return next(n for n in (_round_up(x), _round_up(x / 2.5), 1) if n <= max(x, 1))
+    power = 10 ** math.floor(math.log10(max(x, 1.0)))
+    return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
 
 
 def pace(record: RunRecord) -> Finding | None:
