@@ -310,7 +310,7 @@ def test_metrics_of_drawn_pictures_are_no_training(tmp_path):
     evaluate = replace(record.config.evaluate, metrics=("kid",), metrics_every=100)
     found = overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
     assert found.facts["share"] == pytest.approx(0.9)
-    assert found.remedy == f"unfog resume {tmp_path} --evaluate.metrics-every 1000"
+    assert found.remedy == f"unfog resume {tmp_path} --evaluate.metrics-every 2000"
 
 
 def test_images_are_packed_as_the_run_has_them(tmp_path):
