@@ -13,6 +13,8 @@ from unfog.config.tree import Config, shareable, with_length_of, without_length
 from unfog.data.lazy import UNREAD
 from unfog.errors import RequestError
 
+# What pictures are drawn by.
+DRAWS = ("sampler", "guidance", "guidance_interval")
 # What these govern can change without making the weights so far meaningless or the order of images another.
 FREE = (
     "training.steps",
@@ -33,7 +35,7 @@ FREE = (
     "training.checkpointing",
     "training.compile",
     "optimizer.",
-    "sampler.",
+    *DRAWS,
     "log.",
     "preview.",
     "evaluate.",
@@ -49,8 +51,6 @@ FREE = (
     "network.dropout",
     "source",  # where the images are; that they are the same is checked
     "label_dropout",
-    "guidance",
-    "guidance_interval",
 )
 # These make it another run from here on, although the weights go on to mean what they did.
 WITH_FORCE = (
@@ -63,8 +63,6 @@ WITH_FORCE = (
     "fingerprint",
 )
 
-# What pictures are drawn by.
-DRAWS = ("sampler", "guidance", "guidance_interval")
 # What neither the weights nor the losses depend on.
 INDIFFERENT = (
     "init.",  # of what it started from, a run is told once
