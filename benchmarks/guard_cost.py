@@ -22,20 +22,20 @@ from typing import Any
 
 import torch
 
-from unfog.config.kinds import parse, words_of
 from unfog.config.presets import preset
-from unfog.config.tree import Config, Network
+from unfog.config.schema import Config, Network
+from unfog.config.spec_strings import parse, words_of
 from unfog.data.prepare import prepare
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
+from unfog.process.heartbeat import Pulse
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events
 from unfog.reporting.settings import Log
-from unfog.runs.folder import RunFolder
-from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
-from unfog.runs.signals import StopSignals
 from unfog.training import loop
-from unfog.training.guard import Guard
 from unfog.training.settings import Checkpoint, Evaluate, Preview
+from unfog.training.stability.divergence import Guard
 
 spent: dict[str, float] = defaultdict(float)
 
@@ -118,7 +118,7 @@ def main() -> None:
     clocked(Pulse, "_beat", "heartbeat")
     clocked(loop, "train", "all")
     from unfog.runs import session as sessions
-    from unfog.runs.saving import Saver
+    from unfog.runs.saver import Saver
 
     sessions.train = loop.train  # it has the name already
     clocked(Saver, "pass_on_news", "news of the writer")

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
-from unfog.reporting.figures import save_png
-from unfog.runs.sampling import picture_grid
+from unfog.data.sources.source import open_source
+from unfog.pipeline.generate import picture_grid
+from unfog.reporting.image_grids import save_png
 
 COMMON = (
     "--network tiny --size 16 --images 16000 --log.every 25 --preview.every -1 --evaluate.every -1 "

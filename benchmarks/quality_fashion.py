@@ -24,9 +24,9 @@ from torch.nn import functional as F
 import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
+from unfog.pipeline.generate import picture_grid
 from unfog.reporting.records import read_metrics
-from unfog.runs.sampling import picture_grid
 
 COUNT = 1000
 
@@ -112,7 +112,9 @@ def main(out: Path, variants: list[str]) -> None:
             x = as_input(pictures.transpose(0, 3, 1, 2))
             share = (network(x).argmax(1).numpy() == labels).mean()
             row.append(f"guidance {guidance}: FD {frechet(network.body(x), reference):6.2f} right {share:.3f}")
-            unfog.reporting.figures.save_png(out / f"{name}-{guidance}.png", picture_grid(pictures[:100], run.classes))
+            unfog.reporting.image_grids.save_png(
+                out / f"{name}-{guidance}.png", picture_grid(pictures[:100], run.classes)
+            )
         logged = read_metrics(folder / "metrics.jsonl")
         speed = np.median([row["images_per_second"] for row in logged if "images_per_second" in row])
         images = run.config.training.images

@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from unfog.models.networks import build_model
+from unfog.models.registry import build_model
 from unfog.models.settings import DiT
-from unfog.training import snapshot
-from unfog.training.joint import Post
-from unfog.training.meeting import processes
+from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.sharded import Post
+from unfog.training.checkpoints.writer import Writer
+from unfog.training.distributed.coordination import Together
+from unfog.training.distributed.rendezvous import processes
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.hooks import Silent
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
-from unfog.training.protocols import Silent
 from unfog.training.settings import Checkpoint, Optimizer
 from unfog.training.state import TrainState
-from unfog.training.together import Together
-from unfog.training.writer import Writer
 
 
 class Saves(Silent):

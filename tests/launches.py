@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import NETWORK
-from unfog.training.checkpoint import read_tensors
+from unfog.training.checkpoints.format import read_tensors
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = (

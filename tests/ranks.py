@@ -15,21 +15,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from unfog.data.augment import Augment
+from unfog.data.augmentation.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import RunError
-from unfog.models.networks import build_model
+from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.training import checkpoint, joint, snapshot
-from unfog.training.distributed import ALONE
-from unfog.training.local import whole
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import sharded as joint
+from unfog.training.checkpoints import snapshot
+from unfog.training.distributed.rendezvous import processes
+from unfog.training.distributed.sharded_tensors import whole
+from unfog.training.distributed.world import ALONE
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.meeting import processes
-from unfog.training.methods import Muon
+from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
-from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.data.augment import Augment, to_model_range
-from unfog.data.nonleaking import CONDITIONS, Geometry, draw
+from unfog.data.augmentation.affine import warp
+from unfog.data.augmentation.augment import Augment, to_model_range
+from unfog.data.augmentation.nonleaking import CONDITIONS, Geometry, draw
 from unfog.data.settings import Data
-from unfog.data.warp import warp
 from unfog.errors import RequestError
-from unfog.training.passes import seed_at
+from unfog.training.micro_batches import seed_at
 
 
 def photos(n: int = 4, channels: int = 3, height: int = 16, width: int = 16) -> Tensor:

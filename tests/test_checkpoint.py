@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import nn
 
+from unfog.config.schema import Config
 from unfog.config.toml import update
-from unfog.config.tree import Config
 from unfog.errors import RunError
-from unfog.runs.saving import Saver
-from unfog.training import checkpoint, rotation, snapshot
+from unfog.runs.saver import Saver
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation, snapshot
+from unfog.training.checkpoints.writer import Writer
+from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Checkpoint, Optimizer
 from unfog.training.state import TrainState
-from unfog.training.writer import Writer
 
 
 def fresh(precision: str = "fp32", width: int = 4) -> TrainState:
@@ -160,7 +161,7 @@ def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, m
         return write_really(taken, folder)
 
     monkeypatch.setattr(snapshot, "write", write)
-    monkeypatch.setattr("unfog.training.writer.RETRY", 0.02)
+    monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.02)
     writer = Writer(tmp_path, Checkpoint())
     writer.submit(snapshot.take(trained(), 3))
     assert not writer.wait(0.3)
@@ -381,7 +382,7 @@ def test_a_disk_that_refuses_now_and_then_is_tried_again(tmp_path, monkeypatch):
         return write_really(taken, folder)
 
     monkeypatch.setattr(snapshot, "write", write)
-    monkeypatch.setattr("unfog.training.writer.RETRY", 0.01)
+    monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.01)
     writer = Writer(tmp_path, Checkpoint())
     writer.submit(snapshot.take(trained(), 3))
     assert writer.wait(20)

@@ -13,18 +13,18 @@ from torch.distributions import Normal, kl_divergence
 
 import unfog
 from unfog.cli.main import main
-from unfog.config.codec import CodecSettings, codec_recipe, with_codec
-from unfog.config.tree import Config
+from unfog.config.autoencoder_recipe import CodecSettings, codec_recipe, with_codec
+from unfog.config.resume_rules import flat
+from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.codec_folder import describe
-from unfog.models.codec_settings import FACTORS, WIDTHS, Autoencoder, Latents
+from unfog.models.autoencoder_folder import describe
+from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
+from unfog.pipeline.autoencoder_folder import open_codec, write_codec
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
-from unfog.runs.changes import flat
-from unfog.runs.codec import open_codec, write_codec
-from unfog.runs.folder import RunFolder
 from unfog.runs.train import resume
-from unfog.training.codec import CodecLoss, bands, blurred, divergence, psnr
+from unfog.training.autoencoder_loss import CodecLoss, bands, blurred, divergence, psnr
 
 SMALL = Autoencoder(factor=4, latent_channels=3, channels=(8, 16), norm_groups=4)
 
@@ -210,7 +210,7 @@ def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("unfog.runs.codec.sync", killed)
+        patch.setattr("unfog.pipeline.autoencoder_folder.sync", killed)
         with pytest.raises(KeyboardInterrupt):
             write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3))
     assert describe(str(tmp_path / "codec")).sha256() == first

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from unfog.errors import RequestError
-from unfog.models.codec_folder import describe
-from unfog.runs.codec import open_codec
+from unfog.models.autoencoder_folder import describe
+from unfog.pipeline.autoencoder_folder import open_codec
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.config.kinds import parse
+from unfog.commands.verify import verify
+from unfog.config.spec_strings import parse
 from unfog.data.latents import Normalise
-from unfog.diagnosis.settings.overfit import overfit_one_batch
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.guidance import Autoguided
@@ -23,30 +23,30 @@ from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
+from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
 from unfog.errors import RequestError
+from unfog.inference.generated import digest_of
+from unfog.inference.guide import check_guide
+from unfog.inference.held_out_metrics import LEVELS, bits
+from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.codec_settings import Autoencoder
-from unfog.models.networks import build_model
+from unfog.models.autoencoder_settings import Autoencoder
+from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
+from unfog.pipeline.autoencoder_folder import codec_of, encoded_edit, write_codec
+from unfog.pipeline.build import as_it_is, held_out_set, normalisation, shape_of
+from unfog.pipeline.edit import edit_of
+from unfog.pipeline.generate import to_pixels
+from unfog.pipeline.load_data import load_images
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.build import as_it_is, held_out_set, normalisation, shape_of
-from unfog.runs.codec import codec_of, encoded_edit, write_codec
-from unfog.runs.drawn import digest_of
-from unfog.runs.edits import edit_of
-from unfog.runs.folder import RunFolder
-from unfog.runs.guide import check_guide
-from unfog.runs.held_out_metrics import LEVELS, bits
-from unfog.runs.in_small import evaluated_in_small
-from unfog.runs.loading import load_images
-from unfog.runs.run import Run
-from unfog.runs.sampling import to_pixels
-from unfog.runs.signals import StopSignals
-from unfog.runs.verify import verify
-from unfog.training.culprit import find_culprit
-from unfog.training.passes import seed_at
+from unfog.runs.dry_run_parts import evaluated_in_small
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.micro_batches import seed_at
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Evaluate, Optimizer
+from unfog.training.stability.nan_debug import find_culprit
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -157,8 +157,8 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
 @pytest.mark.slow
 @pytest.mark.parametrize(("network", "seen", "answer"), [*QUICK, ("unet", "latents", "learned")])
 def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
-    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 4)
-    monkeypatch.setattr("unfog.runs.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=2.0))
+    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.commands.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=2.0))
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
     one = edit_of(run.config, photos / "a" / "000.png", halves(), None, None)
@@ -222,7 +222,7 @@ def test_weights_have_a_digest_in_every_network(kind):
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
     drawn = []
-    monkeypatch.setattr("unfog.runs.sampling.decoder", lambda config, device: lambda x0: drawn.append(x0) or x0)
+    monkeypatch.setattr("unfog.pipeline.generate.decoder", lambda config, device: lambda x0: drawn.append(x0) or x0)
     assert on_latents.config.sampler.clip
     on_latents.sample(8)  # the network answers next to nothing, so that noise as loud as it was is what comes out
     assert float(drawn[0].abs().max()) > 1.5
@@ -322,7 +322,7 @@ def test_a_guide_sees_the_same_latents(on_latents):
 
 
 def test_tuned_on_latents(on_latents, monkeypatch):
-    monkeypatch.setattr("unfog.runs.tune.MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 8)
     found = unfog.tune(on_latents.path, steps=2, pictures=2, tries=2, store=False, device="cpu")
     assert found.reference < min(found.errors.values())
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unfog.config import kinds
+from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
+from unfog.config.schema import SHORT, Config, nested
 from unfog.config.toml import from_toml, read_toml, to_toml, update
-from unfog.config.tree import SHORT, Config, nested
 from unfog.diffusion.noise import Cosine, LogNormal
 from unfog.diffusion.weighting import MinSnr
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
-from unfog.training.profiles import FixedEma, PowerEma
+from unfog.training.ema_schedules import FixedEma, PowerEma
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import unfog
-from unfog.cli.given import asked_for
-from unfog.models.networks import build_model
+from unfog.cli.parsed_requests import asked_for
+from unfog.models.registry import build_model
 
 QUALITY = Path(unfog.__file__).parents[2] / "benchmarks" / "quality"
 

@@ -15,12 +15,12 @@ from conftest import NETWORK
 from counting import Counting
 from unfog.config.presets import preset
 from unfog.config.toml import update
-from unfog.data.images import ImageSet
+from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
-from unfog.runs.build import augmentation, build_state, loss_function
-from unfog.runs.sampling import draw, usual
+from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.pipeline.generate import draw, usual
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.protocols import Silent
 
 CPU = torch.device("cpu")
 BATCH, SIDE, STEPS = 8, 8, 3

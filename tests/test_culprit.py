@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 from conftest import NETWORK
-from unfog.config.kinds import parse
-from unfog.data.augment import to_model_range
+from unfog.config.spec_strings import parse
+from unfog.data.augmentation.augment import to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.culprit import Culprit, find_culprit
-from unfog.training.passes import micro_batches, seed_at
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.micro_batches import micro_batches, seed_at
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Optimizer
+from unfog.training.stability.nan_debug import Culprit, find_culprit
 from unfog.training.state import TrainState
 
 PASSES = list(micro_batches(100, 8, 3))  # of 3, 3 and 2 images

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import Facts, decode, header
-from unfog.data.formats.files import Unusable, open_image
+from unfog.data.sources.image_files import Unusable, open_image
 
 WHITE = (255, 255, 255)
 

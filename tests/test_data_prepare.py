@@ -12,18 +12,19 @@ import torch
 from PIL import Image
 
 from test_training import CPU
-from unfog.config.tree import Config
-from unfog.data import cache, survey
+from unfog.config.schema import Config
+from unfog.data import cache
 from unfog.data import prepare as preparing
-from unfog.data.images import Prepared
-from unfog.data.ledger import Ledger
-from unfog.data.packs import writing as packing
+from unfog.data import scan as survey
+from unfog.data.dataset import Prepared
+from unfog.data.packs import pack_writer as packing
 from unfog.data.prepare import prepare, survey_of
+from unfog.data.report import Ledger
 from unfog.data.settings import Data
-from unfog.data.sources import FolderSource, open_source
+from unfog.data.sources.source import FolderSource, open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
-from unfog.runs.build import held_out_set
+from unfog.pipeline.build import held_out_set
 from unfog.training.settings import Evaluate
 
 MEMORY = Data(size=16, cache="memory")
@@ -261,7 +262,7 @@ def test_an_entry_that_another_process_has_made_meanwhile_is_used(
 def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     folder = fill(tmp_path / "set", 120)
     source = folder if kind == "folder" else Path(shutil.make_archive(str(folder), "zip", folder))
 
@@ -318,7 +319,7 @@ def test_a_cache_that_cannot_be_written_is_explained_or_done_without(
 
 
 def test_no_room_for_the_cache_is_found_before_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.data.packs.writing.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
+    monkeypatch.setattr("unfog.data.packs.pack_writer.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
     with pytest.raises(RequestError, match=r"has no room for 0\.0 GB"):
         run(fill(tmp_path / "set", 20), Data(cache="disk"))
 
@@ -360,7 +361,7 @@ def test_a_cache_in_a_folder_of_other_things_leaves_them_alone(
 
 
 def test_an_interrupted_preparation_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     folder, calls = fill(tmp_path / "set", 120), []
     asked = Data(size=16, cache="disk")
 

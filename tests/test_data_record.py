@@ -16,20 +16,20 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
-from unfog.config.tree import Config
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet, Prepared
-from unfog.data.ledger import ACTIONS, PLAIN, Ledger, Quarantined
-from unfog.data.packs.writing import write_pack
+from unfog.config.schema import Config
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, survey_of
+from unfog.data.report import ACTIONS, PLAIN, Ledger, Quarantined
+from unfog.data.scan import held_out_split
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
-from unfog.data.survey import held_out_split
-from unfog.runs import data_record
-from unfog.runs.data_record import contact_sheet, data_json, write_data_record
-from unfog.runs.folder import RunFolder
-from unfog.runs.loading import load_images
-from unfog.runs.signals import StopSignals
+from unfog.data.sources.source import open_source
+from unfog.pipeline import data_report as data_record
+from unfog.pipeline.data_report import contact_sheet, data_json, write_data_record
+from unfog.pipeline.load_data import load_images
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 

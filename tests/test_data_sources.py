@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data.formats.files import Unusable
 from unfog.data.prepare import prepare
+from unfog.data.scan import held_out_split
 from unfog.data.settings import Data
-from unfog.data.sources import FASHION, FashionSource, FolderSource, labels_of, member_of, open_source
-from unfog.data.survey import held_out_split
+from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.source import FASHION, FashionSource, FolderSource, labels_of, member_of, open_source
 from unfog.errors import RequestError
 
 

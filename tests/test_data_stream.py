@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfog.data.images import ImageSet, spread
+from unfog.data.dataset import ImageSet, spread
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError

@@ -22,17 +22,17 @@ from launches import (
     weights,
     workers,
 )
-from unfog.data.augment import Augment
+from unfog.data.augmentation.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.rows import part_of
-from unfog.runs.folder import CODEC, RunFolder
-from unfog.runs.launch import earlier_attempt, note_launch
-from unfog.training.distributed import World
-from unfog.training.meeting import device_of
-from unfog.training.passes import passes_of, seed_at, seeded
-from unfog.training.vigil import Sign, blamed
+from unfog.process.launch import earlier_attempt, note_launch
+from unfog.process.run_folder import CODEC, RunFolder
+from unfog.sharded_rng import part_of
+from unfog.training.distributed.rendezvous import device_of
+from unfog.training.distributed.watchdog import Sign, blamed
+from unfog.training.distributed.world import World
+from unfog.training.micro_batches import passes_of, seed_at, seeded
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -139,7 +139,7 @@ def test_who_hangs_is_named_with_what_it_was_at():
 
 CUT_OFF = """
 import time
-from unfog.training.vigil import Vigil
+from unfog.training.distributed.watchdog import Vigil
 
 class Silence:
     def set(self, key, value): pass
@@ -178,7 +178,7 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
     assert earlier_attempt("photos", other.path) is None
     assert earlier_attempt("photos", tmp_path / "none") is None
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unfog.runs.launch.next_folder", lambda source: tmp_path / "photos-3")
+    monkeypatch.setattr("unfog.process.launch.next_folder", lambda source: tmp_path / "photos-3")
     assert earlier_attempt("photos", None) == mine
 
 

@@ -12,16 +12,16 @@ import pytest
 from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
-from unfog.config.tree import Config
-from unfog.data.images import ImageSet, Prepared
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import FashionSource, open_source
-from unfog.diagnosis.images.examine import examine_data, glance
-from unfog.diagnosis.images.sizes import recommended_size
-from unfog.diagnosis.images.survey import survey
+from unfog.data.sources.source import FashionSource, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
+from unfog.doctor.images.data_checks import examine_data, glance
+from unfog.doctor.images.pixel_statistics import survey
+from unfog.doctor.images.size_checks import recommended_size
 from unfog.reporting.findings import Finding, write_findings
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/doctor/planted_faults.py"
@@ -165,7 +165,7 @@ def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Prepared], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = survey(clean[1])
-    monkeypatch.setattr("unfog.diagnosis.images.survey._PIECE_BYTES", 7 * 3 * 28 * 28)
+    monkeypatch.setattr("unfog.doctor.images.pixel_statistics._PIECE_BYTES", 7 * 3 * 28 * 28)
     calls: list[tuple[int, int]] = []
     pieces = survey(clean[1], progress=lambda done, total: calls.append((done, total)))
     for a, b in zip(once.seen, pieces.seen):

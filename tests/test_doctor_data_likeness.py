@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.data.images import ImageSet, Prepared
+from unfog.data.dataset import ImageSet, Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import FashionSource, open_source
-from unfog.diagnosis.images.copies import copy_findings, find_copies
-from unfog.diagnosis.images.likeness import candidates, compare, groups, perceptual_hash, thumbnails
-from unfog.diagnosis.images.survey import survey
+from unfog.data.sources.source import FashionSource, open_source
+from unfog.doctor.images.duplicates import copy_findings, find_copies
+from unfog.doctor.images.near_duplicates import candidates, compare, groups, perceptual_hash, thumbnails
+from unfog.doctor.images.pixel_statistics import survey
 
 CLOTHES = FashionSource().tiles[:, None]
 
@@ -159,7 +159,7 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
 
 
 def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.diagnosis.images.copies.MOST_NAMES", 5)
+    monkeypatch.setattr("unfog.doctor.images.duplicates.MOST_NAMES", 5)
     train = CLOTHES[:40].copy()
     train[20:] = train[:20]
     looked = survey(as_prepared(train, train[:0]))
@@ -169,7 +169,7 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.diagnosis.images.copies._MOST_PAIRS", 10)
+    monkeypatch.setattr("unfog.doctor.images.duplicates._MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = survey(as_prepared(trousers, trousers[:0]))
     copies = find_copies(looked)

@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 
 import unfog
+from unfog.doctor.run.run_checks import examine_run
 from unfog.errors import RequestError
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
-from unfog.runs.examination import examine_run
-from unfog.runs.folder import RunFolder
-from unfog.training import checkpoint, snapshot
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
 
 STEPS = 200
 SMALL = "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4"
@@ -116,7 +117,7 @@ def test_a_tint_in_the_average_is_found_and_named(run):
 
 
 def test_an_average_that_was_never_updated_is_behind(run):
-    from unfog.runs.build import build_network
+    from unfog.pipeline.build import build_network
 
     fresh = build_network(RunFolder(run).read_config()).state_dict()
     rewrite_average(run, lambda ema, model: [ema[name].copy_(fresh[name]) for name in ema])
@@ -140,7 +141,7 @@ def test_a_network_that_answers_nothing_has_not_learned(run):
 
 def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypatch):
     """The drawn pictures are training images with a little noise on them."""
-    import unfog.runs.examination as examination
+    import unfog.doctor.run.run_checks as examination
 
     def copies(network, config, drawing, *rest):
         chosen = np.random.default_rng(0).choice(240, drawing.count)
@@ -231,7 +232,7 @@ def test_where_every_checkpoint_is_damaged_it_is_told(run):
 
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_was_read_before(run, monkeypatch):
     """The images are read after the weights, which takes long; until then the run has made newer ones."""
-    import unfog.runs.examination as examination
+    import unfog.doctor.run.run_checks as examination
 
     images_of = examination.images_of
 

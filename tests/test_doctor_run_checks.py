@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from unfog.config import resume_rules as changes
 from unfog.config.presets import preset
-from unfog.diagnosis.run.costs import _round_down, _round_up, data_wait, memory, noise_scale, overhead, pace, unused
-from unfog.diagnosis.run.losses import (
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
+from unfog.doctor.run.cost_checks import _round_down, _round_up, data_wait, memory, noise_scale, overhead, pace, unused
+from unfog.doctor.run.loss_checks import (
     Looked,
     answers,
     average_against_raw,
@@ -20,15 +25,10 @@ from unfog.diagnosis.run.losses import (
     losses,
     overfitting,
 )
-from unfog.diagnosis.run.record import AFRESH, RunRecord
-from unfog.diagnosis.run.state import how_it_ended, where_it_is
-from unfog.diagnosis.run.trends import loss, loss_trend, rate, run_trends, stability
-from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective
-from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
-from unfog.runs import changes
-from unfog.training.profiles import FixedEma, PowerEma
+from unfog.doctor.run.loss_trends import loss, loss_trend, rate, run_trends, stability
+from unfog.doctor.run.run_record import AFRESH, RunRecord
+from unfog.doctor.run.run_status import how_it_ended, where_it_is
+from unfog.training.ema_schedules import FixedEma, PowerEma
 
 LR = 1e-3
 

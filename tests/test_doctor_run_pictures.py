@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.diagnosis.run.memorised import COPY, features, memorised, nearest
-from unfog.diagnosis.run.tint import blank, comparison, measure, saturated, tint
+from unfog.doctor.run.color_statistics import blank, comparison, measure, saturated, tint
+from unfog.inference.nearest_images import COPY, features, memorised, nearest
 
 # Copies.
 
@@ -42,7 +42,7 @@ def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
 def test_the_nearest_are_found_across_chunks(monkeypatch):
     bank, queries = blobs(100, 0), torch.from_numpy(blobs(4, 1))
     whole = nearest(queries, bank)
-    monkeypatch.setattr("unfog.diagnosis.run.memorised.CHUNK", 7)
+    monkeypatch.setattr("unfog.inference.nearest_images.CHUNK", 7)
     parts = nearest(queries, bank)
     assert torch.equal(whole.image, parts.image)
     assert torch.allclose(whole.distance, parts.distance)

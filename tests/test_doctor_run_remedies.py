@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 import unfog
-from unfog.cli.given import KINDS
-from unfog.cli.parsing import flags_of
+from unfog.cli.parse import flags_of
+from unfog.cli.parsed_requests import KINDS
 
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "diagnosis").rglob("*.py"), *(ROOT / "runs" / f"{n}.py" for n in ("rehearsal", "in_small"))]

@@ -7,34 +7,34 @@ import numpy as np
 import pytest
 import torch
 
-import unfog.data.augment
+import unfog.data.augmentation.augment
 from conftest import NETWORK
 from unfog.config.presets import preset
 from unfog.config.toml import update
-from unfog.data.images import ImageSet, Prepared
+from unfog.data.dataset import ImageSet, Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
-from unfog.diagnosis.settings import intervals as interval_checks
-from unfog.diagnosis.settings import machine
-from unfog.diagnosis.settings import rates as rate_checks
-from unfog.diagnosis.settings.examine import examine_settings
-from unfog.diagnosis.settings.machine import check_precision
-from unfog.diagnosis.settings.noise import check_range, check_timesteps, some
-from unfog.diagnosis.settings.overfit import LEARNED, STUCK, Lesson, overfit_one_batch
-from unfog.diagnosis.settings.rates import half_from, share_before, usual_learning_rate
+from unfog.data.sources.source import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
+from unfog.doctor.run.run_checks import usual_rate
+from unfog.doctor.settings import interval_checks
+from unfog.doctor.settings import learning_rate_checks as rate_checks
+from unfog.doctor.settings import machine_checks as machine
+from unfog.doctor.settings.learning_rate_checks import half_from, share_before, usual_learning_rate
+from unfog.doctor.settings.machine_checks import check_precision
+from unfog.doctor.settings.noise_checks import check_range, check_timesteps, some
+from unfog.doctor.settings.overfit_one_batch import LEARNED, STUCK, Lesson, overfit_one_batch
+from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import Interrupted, RequestError
-from unfog.runs import disk
-from unfog.runs.build import build_network, build_state
-from unfog.runs.choices import Settling
-from unfog.runs.examination import usual_rate
-from unfog.training.methods import Muon
-from unfog.training.profiles import FixedEma, PowerEma
+from unfog.pipeline.build import build_network, build_state
+from unfog.planning import disk
+from unfog.planning.auto_settings import Settling
+from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.optimizer_settings import Muon
 
 CPU = torch.device("cpu")
 SEVERE = ("fatal", "warning")
@@ -188,10 +188,10 @@ def test_labels_beyond_the_classes_are_fatal(fashion):
 
 
 def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monkeypatch):
-    augment = unfog.data.augment.Augment()
+    augment = unfog.data.augmentation.augment.Augment()
     assert check_range(some(fashion.train), augment).severity == "fine"
     for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
-        monkeypatch.setattr(unfog.data.augment, "to_model_range", wrong)
+        monkeypatch.setattr(unfog.data.augmentation.augment, "to_model_range", wrong)
         assert check_range(some(fashion.train), augment).severity == "fatal"
 
 

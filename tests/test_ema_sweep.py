@@ -12,13 +12,13 @@ import unfog
 from conftest import NETWORK
 from unfog.cli.commands import ema_sweep as command
 from unfog.cli.commands import sample
+from unfog.commands import ema_sweep
+from unfog.commands.ema_sweep import PAGE_FILE, Row, Swept
 from unfog.errors import RequestError, RunError
+from unfog.inference.ema_weights import SWEEP_FILE, chosen
+from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs import ema_sweep
-from unfog.runs.averaged import SWEEP_FILE, chosen
-from unfog.runs.ema_sweep import PAGE_FILE, Row, Swept
-from unfog.runs.run import Run
-from unfog.training.posthoc import kept_in
+from unfog.training.checkpoints.posthoc_ema import kept_in
 
 STEPS, EVERY = 48, 2
 SETTINGS = {
@@ -178,7 +178,7 @@ def test_what_is_of_another_type_is_refused_in_a_line(run, asked, said):
 
 
 def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
-    monkeypatch.setattr("unfog.runs.ema_sweep.draw", lambda *given: pytest.fail("pictures were drawn"))
+    monkeypatch.setattr("unfog.commands.ema_sweep.draw", lambda *given: pytest.fail("pictures were drawn"))
     with pytest.raises(RequestError, match=r"fd is refused: 40 pictures .* 192 features of pixels.*--metric kid"):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 pictures: sliced needs at least 10"):

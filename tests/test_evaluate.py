@@ -17,26 +17,26 @@ from safetensors.torch import load_file
 
 import unfog
 from conftest import NETWORK
-from unfog.data.images import ImageSet, Prepared
+from unfog.data.dataset import ImageSet, Prepared
 from unfog.data.settings import Data
-from unfog.diagnosis.run.memorised import memorised, nearest_features
 from unfog.errors import RequestError, RunError
-from unfog.evaluation import store
+from unfog.evaluation import feature_store as store
+from unfog.evaluation.feature_store import entry
 from unfog.evaluation.features import open_features
-from unfog.evaluation.frechet import statistics
+from unfog.evaluation.frechet_distance import statistics
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired
 from unfog.evaluation.metrics import measure
-from unfog.evaluation.store import entry
+from unfog.inference.generated import DrawnPictures
+from unfog.inference.memorization import Unseen, by_features, by_pixels
+from unfog.inference.nearest_images import memorised, nearest_features
+from unfog.inference.results import Asked, Evaluation
+from unfog.inference.run import Run
+from unfog.pipeline.class_labels import labels_like
+from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
-from unfog.runs.copies import Unseen, by_features, by_pixels
-from unfog.runs.drawn import DrawnPictures
-from unfog.runs.evaluation import Asked, Evaluation
-from unfog.runs.labels import labels_like
-from unfog.runs.loading import load_images
-from unfog.runs.run import Run
-from unfog.runs.sampling import Drawing, draw
-from unfog.runs.signals import StopSignals
-from unfog.training.distributed import World
+from unfog.training.distributed.world import World
 
 SETTINGS = {
     "network": NETWORK,
@@ -423,7 +423,7 @@ def test_copies_are_told_where_nothing_is_held_out_by_features(copied):
 
 def test_figures_of_another_arithmetic_are_measured_anew_of_the_same_pictures(run, monkeypatch):
     for arithmetic in (2, 1, 2):
-        monkeypatch.setattr("unfog.runs.evaluate.ARITHMETIC", arithmetic)
+        monkeypatch.setattr("unfog.inference.evaluate.ARITHMETIC", arithmetic)
         run.evaluate("kid", n=10, features="pixels", batch=10)
     assert len(list((run.path / "evaluations").glob("*.json"))) == 2
     assert len(list((run.path / "evaluations" / "drawn").iterdir())) == 1

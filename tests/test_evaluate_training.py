@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 import unfog
 from conftest import NETWORK, without_clock
 from test_training import positions
-from unfog.config.tree import Config
-from unfog.data.images import spread
+from unfog.config.resume_rules import keys_of
+from unfog.config.schema import Config
+from unfog.data.dataset import spread
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
+from unfog.inference.run import Run
+from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs import measuring
-from unfog.runs.changes import keys_of
-from unfog.runs.loading import load_images
-from unfog.runs.measuring import FEWEST, TIMES, Costs, due, fit, timed
-from unfog.runs.run import Run
-from unfog.runs.sampling import draw, usual
-from unfog.runs.signals import StopSignals
-from unfog.training import checkpoint
+from unfog.runs import metrics_hook as measuring
+from unfog.runs.metrics_hook import FEWEST, TIMES, Costs, due, fit, timed
+from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
 METRICS = {"images": 8, "levels": 2, "every": 4, "metrics": ["kid", "sliced"], "samples": 20, "reference": 60}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
+from unfog.evaluation.feature_networks import INCEPTION_FILE, inception_path, parse_file
 from unfog.evaluation.features import is_inception, open_features
-from unfog.evaluation.networks import INCEPTION_FILE, inception_path, parse_file
 from unfog.evaluation.resize import antialiased, tf1_bilinear
 
 INCEPTION = inception_path()

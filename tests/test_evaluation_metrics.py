@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.evaluation import kernel, manifold
+from unfog.evaluation import kernel_distance as kernel
+from unfog.evaluation import precision_recall as manifold
+from unfog.evaluation.feature_networks import INCEPTION
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet import extrapolated, frechet_distance, frechet_with_error, statistics
-from unfog.evaluation.kernel import kernel_distance
+from unfog.evaluation.frechet_distance import extrapolated, frechet_distance, frechet_with_error, statistics
+from unfog.evaluation.kernel_distance import kernel_distance
 from unfog.evaluation.metrics import METRICS, check_count, measure
-from unfog.evaluation.networks import INCEPTION
 
 
 def uniform(n: int, width: int, seed: int) -> Tensor:
@@ -79,7 +80,7 @@ def test_a_set_is_at_no_distance_from_itself():
 
 def test_statistics_of_blocks_are_those_of_the_whole(monkeypatch):
     x = normal(1000, 5, 0, place=1e4)  # far from 0, where a one-pass covariance loses half of its digits
-    monkeypatch.setattr("unfog.evaluation.frechet.ROWS", 64)
+    monkeypatch.setattr("unfog.evaluation.frechet_distance.ROWS", 64)
     found = statistics(x)
     assert torch.allclose(found.mean, x.mean(0), rtol=1e-14)
     assert torch.allclose(found.covariance, torch.cov(x.T), rtol=1e-9, atol=1e-12)

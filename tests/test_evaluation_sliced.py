@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
-from unfog.evaluation import sliced
+from unfog.evaluation import sliced_wasserstein as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
-from unfog.evaluation.sliced import measure_pixels, sliced_wasserstein
+from unfog.evaluation.sliced_wasserstein import measure_pixels, sliced_wasserstein
 
 
 @pytest.fixture(scope="module")

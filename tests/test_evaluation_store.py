@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError, RunError
-from unfog.evaluation import store
+from unfog.evaluation import feature_store as store
+from unfog.evaluation.feature_store import entry, features_of, statistics_of
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet import statistics
-from unfog.evaluation.store import entry, features_of, statistics_of
+from unfog.evaluation.frechet_distance import statistics
 
 
 class Source:
@@ -114,7 +114,7 @@ def test_ranks_compute_their_share_and_read_the_others():
 WORKER = """
 import sys, numpy as np, torch, torch.distributed as dist
 from safetensors.torch import save_file
-from unfog.evaluation import store
+from unfog.evaluation import feature_store as store
 from unfog.evaluation.features import open_features
 rank, net, rendezvous, out = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unfog.errors import RequestError
-from unfog.export.diffusers import Network, from_unet2d, from_unet2d_state, to_unet2d, to_unet2d_state
+from unfog.export.diffusers_unet import Network, from_unet2d, from_unet2d_state, to_unet2d, to_unet2d_state
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 

@@ -19,24 +19,27 @@ import torch
 import unfog
 from conftest import NETWORK
 from far import EACH, SHARDS, Server, png, serving, shard
-from unfog.data import ahead, bulk
-from unfog.data.ahead import Course
-from unfog.data.formats import far_shards, member_cache, remote
-from unfog.data.formats.far_shards import Care
-from unfog.data.formats.member_cache import MemberCache
+from unfog.cache_folder import cache_folder
+from unfog.data import decode_pool as bulk
+from unfog.data import prefetch as ahead
 from unfog.data.latents import Wanted, encoded
 from unfog.data.lazy import LazyPixels
+from unfog.data.prefetch import Course
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
-from unfog.data.sources import open_source
+from unfog.data.sources import remote_files as remote
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
+from unfog.data.webdataset import byte_range_cache as member_cache
+from unfog.data.webdataset import remote_shards as far_shards
+from unfog.data.webdataset.byte_range_cache import MemberCache
+from unfog.data.webdataset.remote_shards import Care
 from unfog.errors import RequestError, RunError
+from unfog.pipeline.failed_shards import Missing, told_elsewhere
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
 from unfog.reporting.settings import Log
-from unfog.runs.folder import RunFolder
-from unfog.runs.shards import Missing, told_elsewhere
-from unfog.storage import cache_folder
 
 pytest.importorskip("aiohttp")
 
@@ -282,7 +285,7 @@ def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
 SEVERAL = """
 import random, sys
 from pathlib import Path
-from unfog.data.formats import member_cache
+from unfog.data.webdataset import byte_range_cache as member_cache
 member_cache.PART = 2**18
 cache, dice = member_cache.MemberCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
 found = 0

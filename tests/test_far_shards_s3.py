@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from far import EACH, shard
-from unfog.data import bulk
-from unfog.data.formats import remote
-from unfog.data.formats.far_shards import Care
-from unfog.data.images import ImageSet
+from unfog.data import decode_pool as bulk
+from unfog.data.dataset import ImageSet
 from unfog.data.lazy import far_shards_of
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources import remote_files as remote
+from unfog.data.sources.source import open_source
+from unfog.data.webdataset.remote_shards import Care
 from unfog.errors import RunError
 
 s3fs = pytest.importorskip("s3fs")

@@ -11,24 +11,24 @@ from PIL import Image
 from torch import nn
 
 from conftest import NETWORK
-from unfog.config.kinds import parse, words_of
+from unfog.commands.find_lr import chart, find_lr
 from unfog.config.presets import preset
-from unfog.config.tree import Network
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet
+from unfog.config.schema import Network
+from unfog.config.spec_strings import parse, words_of
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
-from unfog.diagnosis.lr import range as lr_range
-from unfog.diagnosis.lr.range import LOWEST, RAMP, LrRange, Probe, Subject, find_lr_range
-from unfog.diagnosis.lr.suggestion import Ramp, Trial, beyond, how_it_ends, smoothed, suggest
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
-from unfog.runs.find_lr import chart, find_lr
-from unfog.runs.microbatch import Fit
+from unfog.planning import lr_range_test as lr_range
+from unfog.planning.lr_range_test import LOWEST, RAMP, LrRange, Probe, Subject, find_lr_range
+from unfog.planning.lr_suggestion import Ramp, Trial, beyond, how_it_ends, smoothed, suggest
+from unfog.planning.microbatch import Fit
+from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
@@ -290,11 +290,15 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys)
 
 
 def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys):
-    monkeypatch.setattr("unfog.runs.choices.choose_microbatch", lambda *given, **more: Fit(3, False, "memory is short"))
-    timed = []
-    monkeypatch.setattr("unfog.runs.choices.imitates_bf16", lambda: False)  # nothing is timed on a CPU that does
     monkeypatch.setattr(
-        "unfog.runs.choices.seconds_per_step",
+        "unfog.planning.auto_settings.choose_microbatch", lambda *given, **more: Fit(3, False, "memory is short")
+    )
+    timed = []
+    monkeypatch.setattr(
+        "unfog.planning.auto_settings.imitates_bf16", lambda: False
+    )  # nothing is timed on a CPU that does
+    monkeypatch.setattr(
+        "unfog.planning.auto_settings.seconds_per_step",
         lambda config, *rest: timed.append(config.training.microbatch) or 1.0,
     )
     asked = configured(folder)

@@ -17,22 +17,23 @@ import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from unfog.cli.given import KINDS, training_asked_for
 from unfog.cli.main import in_a_line
-from unfog.cli.parsing import flags_of, read_words
-from unfog.config import kinds
+from unfog.cli.parse import flags_of, read_words
+from unfog.cli.parsed_requests import KINDS, training_asked_for
+from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
+from unfog.config.schema import Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
-from unfog.config.tree import Config
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import noise_levels
 from unfog.errors import RequestError, RunError
 from unfog.models.settings import UNet
+from unfog.pipeline.build import build_state
 from unfog.reporting.records import Metrics, read_events, read_metrics
 from unfog.reporting.report import write_report
-from unfog.runs.build import build_state
-from unfog.training import checkpoint, snapshot
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
 
 
 def fuzz(examples: int):

@@ -24,16 +24,16 @@ from PIL import Image
 
 from conftest import NETWORK
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
-from unfog.data.augment import Augment
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import Prepared
 from unfog.data.decode import decode
-from unfog.data.formats.files import Unusable, open_image
-from unfog.data.images import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.image_files import Unusable, open_image
+from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
-from unfog.runs.data_record import write_data_record
-from unfog.runs.folder import RunFolder
+from unfog.pipeline.data_report import write_data_record
+from unfog.process.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="most of these files cannot exist there")
 
@@ -521,7 +521,7 @@ import os, sys
 from PIL import Image
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 Image.init()
 if os.geteuid() == 0:
     os.setgroups([])

@@ -10,20 +10,20 @@ from safetensors.torch import load_file, save_file
 
 import unfog
 from conftest import NETWORK
-from unfog.cli.given import asked_for
-from unfog.config.tree import Config
+from unfog.cli.parsed_requests import asked_for
+from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, Linear
 from unfog.diffusion.target import FlowVelocity, V
 from unfog.errors import RequestError
-from unfog.export.diffusers import Network, to_unet2d
+from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.reporting.records import read_events
-from unfog.runs.in_small import filled
-from unfog.runs.initial import started_from
-from unfog.runs.objectives import objective_of
-from unfog.runs.run import Run
+from unfog.runs.diffusers_scheduler import objective_of
+from unfog.runs.dry_run_parts import filled
+from unfog.runs.init_weights import started_from
 
 QUICK = {
     "device": "cpu",
@@ -168,7 +168,7 @@ def test_run_to_run_with_and_without_classes(photos, tmp_path):
 
 
 def test_a_search_for_a_rate_begins_with_the_weights(photos, tmp_path, monkeypatch):
-    from unfog.runs import find_lr
+    from unfog.commands import find_lr
 
     old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": NETWORK, "lr": 1e-2})
     search, subjects = find_lr.find_lr_range, []

@@ -13,30 +13,30 @@ from PIL import Image
 
 import unfog
 from conftest import without_clock
-from unfog.cli.given import training_asked_for
+from unfog.cli.parsed_requests import training_asked_for
+from unfog.commands.verify import verify
 from unfog.config.presets import default
+from unfog.config.resume_rules import keys_of
+from unfog.config.schema import nested
 from unfog.config.toml import update
-from unfog.config.tree import nested
 from unfog.data import latents
-from unfog.data.augment import Augment, to_model_range
+from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.cache import cache_folder, remove_abandoned
-from unfog.data.images import ImageSet
+from unfog.data.dataset import ImageSet
 from unfog.data.latents import Normalise, Wanted, as_images, encoded, statistics
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.codec_settings import Autoencoder, Latents
-from unfog.runs.build import build_network, shape_of
-from unfog.runs.changes import keys_of
-from unfog.runs.codec import encode_pixels, open_codec, write_codec
-from unfog.runs.folder import RunFolder
-from unfog.runs.latents import fitted
-from unfog.runs.loading import load_images
-from unfog.runs.signals import StopSignals
+from unfog.models.autoencoder_settings import Autoencoder, Latents
+from unfog.pipeline.autoencoder_folder import encode_pixels, open_codec, write_codec
+from unfog.pipeline.build import build_network, shape_of
+from unfog.pipeline.encode_latents import fitted
+from unfog.pipeline.load_data import load_images
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.runs.train import resume
-from unfog.runs.verify import verify
 
 CPU = torch.device("cpu")
 SETTINGS = {

@@ -8,7 +8,15 @@ import pytest
 from unfog.config.init import Init
 from unfog.config.presets import preset
 from unfog.data.settings import Data
-from unfog.diagnosis.settings.length import FOUNDING, KNOWN, MILESTONES, check_length, count, length_guide, milestones
+from unfog.doctor.settings.length_checks import (
+    FOUNDING,
+    KNOWN,
+    MILESTONES,
+    check_length,
+    count,
+    length_guide,
+    milestones,
+)
 
 
 def case(images, pictures=8_000, side=64, batch=64):

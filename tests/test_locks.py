@@ -12,7 +12,7 @@ import pytest
 
 from unfog.errors import RequestError
 from unfog.locks import LOCK, lock_of
-from unfog.runs.folder import RunFolder
+from unfog.process.run_folder import RunFolder
 
 HOLDS = """
 import sys, time

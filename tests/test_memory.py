@@ -17,8 +17,8 @@ from test_training import Diary, denoising, linear_state, reconstruction, run, w
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
 from unfog.training.loop import Every
-from unfog.training.memory import is_out_of_memory
 from unfog.training.noise_scale import noise_scale
+from unfog.training.stability.out_of_memory import is_out_of_memory
 
 
 class Refused(Diary):
@@ -142,7 +142,7 @@ LIMITED = """
 import resource, sys, threading, time, torch
 from pathlib import Path
 from unfog.cli.main import main
-from unfog.runs.choices import Settling
+from unfog.planning.auto_settings import Settling
 
 Settling.microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
 room, events = int(sys.argv[1]) * 2**20, Path(sys.argv[2])

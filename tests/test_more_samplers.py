@@ -11,7 +11,7 @@ from diffusers import DPMSolverMultistepScheduler, EulerDiscreteScheduler, UniPC
 from torch import Tensor
 
 from test_sampler import CASES, MEAN, STD, compare, exact_denoiser, fake_network, normal, trailing, twin
-from unfog.config.request import check_sampler
+from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, Linear, LogNormal, Path, Schedule

@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from unfog.models import mp_layers
+from unfog.models import edm2_layers as mp_layers
+from unfog.models.edm2_layers import (
+    MPAttention,
+    MPBlock,
+    MPConv,
+    MPEmbedding,
+    MPLinear,
+    Weights,
+    mp_cat,
+    mp_silu,
+    mp_sum,
+)
+from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.layers import sinusoids, unit_rms
-from unfog.models.mp_layers import MPAttention, MPBlock, MPConv, MPEmbedding, MPLinear, Weights, mp_cat, mp_silu, mp_sum
-from unfog.models.mpunet import MPUNetModel
 from unfog.models.settings import MPUNet
+from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Optimizer
 from unfog.training.state import TrainState
 

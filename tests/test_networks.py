@@ -7,27 +7,28 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from unfog.config import kinds
+from unfog.config import spec_strings as kinds
+from unfog.config.schema import Config, Network
 from unfog.config.toml import from_toml, to_toml
-from unfog.config.tree import Config, Network
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
-from unfog.diagnosis.plan.cost import work_of
-from unfog.diagnosis.settings.rates import usual_learning_rate
 from unfog.diffusion.objective import Objective
+from unfog.doctor.settings.learning_rate_checks import usual_learning_rate
 from unfog.errors import RequestError
-from unfog.export.diffusers import Network as Exported
-from unfog.export.diffusers import to_unet2d
-from unfog.models.networks import build_model
+from unfog.export.diffusers_unet import Network as Exported
+from unfog.export.diffusers_unet import to_unet2d
+from unfog.models.registry import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
-from unfog.runs.build import build_network, build_state
-from unfog.runs.choices import Settling
-from unfog.runs.footprint import Traces, trace_step
-from unfog.training import checkpoint, snapshot
+from unfog.pipeline.build import build_network, build_state
+from unfog.planning.auto_settings import Settling
+from unfog.planning.flops import work_of
+from unfog.planning.memory_estimate import Traces, trace_step
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, Training
 
 CPU = torch.device("cpu")

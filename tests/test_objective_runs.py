@@ -9,8 +9,8 @@ import pytest
 
 import unfog
 from conftest import NETWORK, without_clock
-from unfog.runs.in_small import export_difference
-from unfog.training import checkpoint
+from unfog.runs.dry_run_parts import export_difference
+from unfog.training.checkpoints import format as checkpoint
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 COMMON = {

@@ -12,18 +12,20 @@ from torch import nn
 
 import unfog
 from conftest import NETWORK
-from unfog.config.kinds import parse, spell, words_of
 from unfog.config.presets import preset
-from unfog.config.tree import Network, nested
+from unfog.config.schema import Network, nested
+from unfog.config.spec_strings import parse, spell, words_of
 from unfog.errors import RequestError
-from unfog.models.networks import build_model
+from unfog.models.registry import build_model
 from unfog.models.settings import SIZES
 from unfog.models.unet import UNetModel
-from unfog.runs.footprint import Traces, held_by, snapshot_of, with_precision
-from unfog.training import checkpoint, optim, snapshot
-from unfog.training.methods import AdamW, Custom, Method, Muon
+from unfog.planning.memory_estimate import Traces, held_by, snapshot_of, with_precision
+from unfog.training import optimizers as optim
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.optimizer_settings import AdamW, Custom, Method, Muon
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
 

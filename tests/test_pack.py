@@ -21,19 +21,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from unfog.config.tree import Config
-from unfog.data.images import Prepared
-from unfog.data.packs import writing as packing
-from unfog.data.packs.files import seal
-from unfog.data.packs.journal import BusyError, clear
+from unfog.commands.pack import pack
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
+from unfog.data.packs import pack_writer as packing
 from unfog.data.packs.pack import Pack, PackSource, verify_pack
-from unfog.data.packs.writing import write_pack
+from unfog.data.packs.pack_files import seal
+from unfog.data.packs.pack_journal import BusyError, clear
+from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
-from unfog.runs.packing import pack
 
 ASKED = Data(size=16)
 
@@ -107,12 +107,12 @@ def test_statistics_are_those_of_the_pixels(made: Path) -> None:
 
 KILLED = """
 import sys
-import unfog.data.bulk as bulk
+import unfog.data.decode_pool as bulk
 from pathlib import Path
-from unfog.data.packs.writing import write_pack
+from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import survey_of
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 bulk._CHUNK = 16
 survey, key = survey_of(open_source(sys.argv[1]), Data(size=16))
 print("ready", flush=True)
@@ -123,7 +123,7 @@ write_pack(survey.sampled(), Path(sys.argv[2]), key, "")
 def test_killed_again_and_again_it_comes_out_the_same(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     whole = contents(packed(photos, tmp_path / "whole"))
     assert sorted(whole) == sorted([*Pack.open(tmp_path / "whole").manifest["files"], "pack.json"])
     out, journal, kills = tmp_path / "out", tmp_path / "out/journal.jsonl", 0
@@ -149,7 +149,7 @@ def test_killed_again_and_again_it_comes_out_the_same(
 def test_what_a_crash_leaves_behind_is_put_right(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     whole, out = contents(packed(photos, tmp_path / "whole")), tmp_path / "out"
     interrupted(photos, out, 100)
     sizes = {path.name: path.stat().st_size for path in out.iterdir()}
@@ -181,7 +181,7 @@ def interrupted(source: Path, out: Path, at: int, asked: Data = ASKED) -> None:
 def test_what_was_begun_of_other_images_or_settings_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     photos, config = fill(tmp_path / "photos", 60), Config()
     for change, said in (("none", "going on at image 32"), ("settings", "the settings"), ("images", "the images")):
         out = tmp_path / change
@@ -203,7 +203,7 @@ def test_what_was_begun_of_other_images_or_settings_is_not_lost(
 def test_an_image_in_colour_that_turns_up_late_makes_all_rgb_also_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     photos = fill(tmp_path / "photos", 90, "L", classes=1)
     Image.new("RGB", (20, 20), "red").save(photos / "class 0/0071.png")  # not one of those looked at first
     whole = packed(photos, tmp_path / "whole")
@@ -276,9 +276,9 @@ def test_a_pack_that_another_process_finishes_at_that_moment_stays(
 def test_no_room_is_found_before_decoding_and_a_full_disk_is_gone_on_from(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     with monkeypatch.context() as patched:
-        patched.setattr("unfog.data.packs.writing.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
+        patched.setattr("unfog.data.packs.pack_writer.shutil.disk_usage", lambda folder: type("", (), {"free": 1000}))
         with pytest.raises(RequestError, match=r"no room for 0.0 GB .*give another folder"):
             packed(photos, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -467,7 +467,7 @@ def test_a_damaged_journal_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, object],
 ) -> None:
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 16)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 16)
     source, stopped, whole = begun
     out = tmp_path / "out"
     shutil.copytree(stopped, out)
@@ -523,7 +523,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
     """(images, what is left of an attempt to pack them, the files of the pack)."""
     folder = tmp_path_factory.mktemp("begun")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unfog.data.bulk._CHUNK", 16)
+        patch.setattr("unfog.data.decode_pool._CHUNK", 16)
         source = fill(folder / "photos", 40)
         interrupted(source, folder / "stopped", 32)
         return source, folder / "stopped", contents(packed(source, folder / "whole"))

@@ -19,12 +19,12 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.data import lazy
-from unfog.data.formats import arrays
-from unfog.data.formats.arrays import store
-from unfog.data.formats.files import Unusable
 from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources import arrays
+from unfog.data.sources.arrays import store
+from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 
 RGB = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
@@ -201,7 +201,7 @@ def as_parquet(one: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", [saved, as_parquet])
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
-    from unfog.data.formats.hub import HubSource, is_parquet
+    from unfog.data.sources.huggingface import HubSource, is_parquet
 
     names = ["cat", "dog", "owl"]
     place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
@@ -221,7 +221,7 @@ def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable
 
 
 def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     words = [["b", "a"][i % 2] for i in range(12)]
     text = HubSource(str(saved(dataset(datasets, label_text=words, label=None, labels=words), tmp_path / "a")), "a")
@@ -236,7 +236,7 @@ def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None
 
 
 def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     def left_out(one: Any, name: str) -> str:
         source = HubSource(str(saved(one, tmp_path / name)), name)
@@ -259,7 +259,7 @@ def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_pa
 
 
 def test_true_and_false_are_classes(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     one = dataset(datasets).add_column("label", [i % 3 == 0 for i in range(12)])
     source = HubSource(str(saved(one, tmp_path / "a")), "a")
@@ -269,7 +269,7 @@ def test_true_and_false_are_classes(datasets: Any, tmp_path: Path) -> None:
 
 
 def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     splits = datasets.DatasetDict({"test": dataset(datasets, 3), "train": dataset(datasets, 5)})
     place = str(saved(splits, tmp_path / "set"))
@@ -285,7 +285,7 @@ def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tm
 
 
 def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     png = BytesIO()
     Image.fromarray(RGB[0]).save(png, "PNG")
@@ -301,7 +301,7 @@ def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: P
 
 
 def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.formats.hub import HubSource
+    from unfog.data.sources.huggingface import HubSource
 
     place = saved(datasets.Dataset.from_dict({"text": ["a"]}), tmp_path / "text")
     with pytest.raises(RequestError, match=r"no column of images: text \(string\); cast one"):

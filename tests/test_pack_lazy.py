@@ -15,26 +15,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from unfog.cache_folder import cache_folder
+from unfog.commands import find_lr
 from unfog.config.presets import preset
-from unfog.data import ahead, bulk, lazy
+from unfog.data import decode_pool as bulk
+from unfog.data import lazy
+from unfog.data import prefetch as ahead
 from unfog.data import prepare as preparing
-from unfog.data.augment import Augment, to_model_range
-from unfog.data.formats.files import Unreachable, Unusable
-from unfog.data.formats.folder import FolderSource
-from unfog.data.images import Prepared
+from unfog.data.augmentation.augment import Augment, to_model_range
+from unfog.data.dataset import Prepared
 from unfog.data.lazy import LazyPixels, Rows
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.folder import FolderSource
+from unfog.data.sources.image_files import Unreachable, Unusable
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
-from unfog.diagnosis.settings.overfit import Lesson
 from unfog.diffusion.objective import Objective
+from unfog.doctor.run import run_checks as examination
+from unfog.doctor.settings.overfit_one_batch import Lesson
 from unfog.errors import RequestError, RunError
-from unfog.runs import examination, find_lr
-from unfog.runs.build import held_out_set
-from unfog.runs.data_record import contact_sheet, data_json
-from unfog.runs.signals import StopSignals
-from unfog.storage import cache_folder
+from unfog.pipeline.build import held_out_set
+from unfog.pipeline.data_report import contact_sheet, data_json
+from unfog.process.signals import StopSignals
 
 ASKED = Data(size=8, channels=3, cache="none")
 
@@ -509,7 +512,7 @@ def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, m
 def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that began with it would go on without, which is refused."""
     monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
-    monkeypatch.setattr("unfog.data.bulk._CHUNK", 100)
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 100)
     total, source, asked = 2 * 300 * 64**2 * 3, open_source(photos), replace(ASKED, cache="auto", size=64)
 
     def room() -> int:

@@ -9,23 +9,23 @@ import torch
 from PIL import Image
 from torch import nn
 
-from unfog.config.tree import Config
-from unfog.data.images import ImageSet
+from unfog.commands.plan import plan, settle_memory
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
-from unfog.diagnosis.plan.cost import Range, training_time, work_of
-from unfog.diagnosis.plan.devices import DEVICES, GB, find_device
+from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
-from unfog.runs import disk
-from unfog.runs.choices import Settling
-from unfog.runs.footprint import Traces
-from unfog.runs.microbatch import MARGIN
-from unfog.runs.plan import plan, settle_memory
-from unfog.runs.probe import seconds_per_step
-from unfog.runs.timing import time_finding, times_of, told_time
+from unfog.planning import disk
+from unfog.planning.accelerators import DEVICES, GB, find_device
+from unfog.planning.auto_settings import Settling
+from unfog.planning.flops import Range, training_time, work_of
+from unfog.planning.memory_estimate import Traces
+from unfog.planning.microbatch import MARGIN
+from unfog.planning.step_benchmark import seconds_per_step
+from unfog.planning.timing import time_finding, times_of, told_time
 from unfog.training.settings import Evaluate, Optimizer, Training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -172,7 +172,7 @@ def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(settling
 
 
 def test_what_is_not_known_is_null_in_json(monkeypatch):
-    monkeypatch.setattr("unfog.runs.plan.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**6)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     planned = plan(asked(device="cpu", steps=1, precision="fp32"))
@@ -200,7 +200,7 @@ def test_a_budget_is_kept_with_all_that_a_run_does_besides(monkeypatch):
 
 
 def test_steps_that_take_minutes_are_not_timed(monkeypatch):
-    monkeypatch.setattr("unfog.runs.plan.TOO_SLOW", 1.0)
+    monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
     planned = plan(asked(device="cpu"))
     assert planned.estimated
     assert planned.config.training.precision == "fp32"
@@ -217,13 +217,13 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
-    monkeypatch.setattr("unfog.runs.probe.TIMED", 4)
-    monkeypatch.setattr("unfog.runs.plan.available_memory", lambda device: 10**9)
+    monkeypatch.setattr("unfog.planning.step_benchmark.TIMED", 4)
+    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**9)
     config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
-    monkeypatch.setattr("unfog.runs.plan.TOO_SLOW", 1.0)
+    monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
     images = 100 * 3 * 16**2
     assert plan(config).available == 10**9 - images
-    monkeypatch.setattr("unfog.runs.plan.available_memory", lambda device: images)
+    monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: images)
     (fatal,) = [finding for finding in plan(config).findings if finding.severity == "fatal"]
     assert (fatal.code, fatal.remedy) == ("plan.memory", "--data.cache disk")
     prepared = prepare(open_source(tmp_path), config.data)  # as they are once the run has them
@@ -236,7 +236,7 @@ def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.data.prepare.cache.make", None)
-    monkeypatch.setattr("unfog.runs.probe.TIMED", 4)
+    monkeypatch.setattr("unfog.planning.step_benchmark.TIMED", 4)
     planned = plan(replace(asked(device="cpu", precision="fp32", batch=2), source=str(tmp_path), data=Data(size=16)))
     assert "decodes first" in planned.disk[0]
     assert planned.times["step"].low > 0
@@ -263,7 +263,7 @@ def test_a_budget_begins_after_what_was_seen(monkeypatch):
 
 @pytest.mark.parametrize(("fp32", "bf16", "name"), [(0.1, 0.05, "bf16"), (0.1, 0.2, "fp32"), (0.1, 0.099, "fp32")])
 def test_the_faster_precision_is_chosen(monkeypatch, fp32, bf16, name):
-    monkeypatch.setattr("unfog.runs.choices.imitates_bf16", lambda: False)
+    monkeypatch.setattr("unfog.planning.auto_settings.imitates_bf16", lambda: False)
     found = Settling(asked(precision="auto"), None, CPU, lambda: False)
     monkeypatch.setattr(found, "_seconds_per_step", lambda of, limit=3.0: {"fp32": fp32, "bf16": bf16}[of])
     found.precision()

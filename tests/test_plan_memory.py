@@ -13,20 +13,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unfog.config.tree import Config
+from unfog.config.schema import Config
 from unfog.data.settings import Data
-from unfog.diagnosis.plan import memory
-from unfog.diagnosis.plan.memory import CUDA_BLOCK, MB, _control_group, available_memory, peak_of
-from unfog.diagnosis.plan.trace import Trace, record
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
-from unfog.runs.build import build_network
-from unfog.runs.choices import Settling
-from unfog.runs.footprint import Traces, trace_step
-from unfog.runs.glance import at_most
-from unfog.runs.microbatch import MARGIN, choose_microbatch, largest
+from unfog.pipeline.build import build_network
+from unfog.planning import peak_memory as memory
+from unfog.planning.auto_settings import Settling
+from unfog.planning.memory_bound import at_most
+from unfog.planning.memory_estimate import Traces, trace_step
+from unfog.planning.memory_trace import Trace, record
+from unfog.planning.microbatch import MARGIN, choose_microbatch, largest
+from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, peak_of
 from unfog.training.settings import Averages, Training
 
 CPU = torch.device("cpu")
@@ -129,13 +129,13 @@ import sys, torch, numpy as np
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from test_plan_memory import config
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.runs.build import build_state
+from unfog.pipeline.build import build_state
 from unfog.training.loop import Every, train
-from unfog.training.protocols import Silent
+from unfog.training.hooks import Silent
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
@@ -202,7 +202,7 @@ def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch
     takes = {n: Traces(config(8), "cpu").training(n, False) for n in (4, 8)}
 
     def settled(available, resuming, **training):
-        monkeypatch.setattr("unfog.runs.microbatch.available_memory", lambda device: available)
+        monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
         settling = Settling(config(8, **training), None, CPU, lambda: False)
         settling.microbatch(resuming)
         return settling.config.training.microbatch, [choice.name for choice in settling.choices]
@@ -313,7 +313,7 @@ def test_where_the_system_says_nothing_a_little_is_taken_to_be_there(monkeypatch
 @pytest.mark.slow
 def test_available_memory_is_limited_by_the_address_space():
     script = (
-        "import resource, torch; from unfog.diagnosis.plan.memory import available_memory as a;"
+        "import resource, torch; from unfog.planning.peak_memory import available_memory as a;"
         "n = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmSize'));"
         "resource.setrlimit(resource.RLIMIT_AS, (n + 2**28, -1)); print(a(torch.device('cpu')))"
     )

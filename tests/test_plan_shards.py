@@ -10,17 +10,17 @@ import torch
 
 from launches import TORCHRUN, ended, output, started  # noqa: F401  a fixture
 from test_plan_memory import live
-from unfog.config.tree import Config
+from unfog.commands.plan import plan
+from unfog.config.schema import Config
 from unfog.data.settings import Data
-from unfog.diagnosis.plan.devices import GB
 from unfog.errors import RequestError
 from unfog.models.settings import DiT
-from unfog.runs.build import build_network
-from unfog.runs.choices import Settling
-from unfog.runs.footprint import Traces, trace_step
-from unfog.runs.glance import at_most
-from unfog.runs.microbatch import MARGIN
-from unfog.runs.plan import plan
+from unfog.pipeline.build import build_network
+from unfog.planning.accelerators import GB
+from unfog.planning.auto_settings import Settling
+from unfog.planning.memory_bound import at_most
+from unfog.planning.memory_estimate import Traces, trace_step
+from unfog.planning.microbatch import MARGIN
 from unfog.training.settings import Averages, Optimizer, Training
 
 pytestmark = pytest.mark.usefixtures("ended")
@@ -90,7 +90,7 @@ def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatc
     takes = {n: Traces(share, "cpu", 2).training(n, False) for n in (4, 12)}
 
     def settled(available, processes, **training):
-        monkeypatch.setattr("unfog.runs.microbatch.available_memory", lambda device: available)
+        monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
         settling = Settling(config(24, **training), None, CPU, lambda: False, processes)
         settling.microbatch()
         return settling.config.training.microbatch, [choice.reason for choice in settling.choices]
@@ -149,14 +149,14 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 import numpy as np
 from test_plan_shards import CPU, config
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.runs.build import build_state
+from unfog.pipeline.build import build_state
 from unfog.training.loop import Every, train
-from unfog.training.meeting import processes
-from unfog.training.protocols import Silent
+from unfog.training.distributed.rendezvous import processes
+from unfog.training.hooks import Silent
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))

@@ -12,12 +12,14 @@ from torch import nn
 
 from test_training import CPU, Diary, denoising, run
 from unfog.errors import RequestError, RunError
-from unfog.training import averages, checkpoint, snapshot
-from unfog.training.averages import AverageWriter, forget_after, spacing, take, thin, write
+from unfog.training.checkpoints import ema_snapshots as averages
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.ema_snapshots import AverageWriter, forget_after, spacing, take, thin, write
+from unfog.training.checkpoints.posthoc_ema import SAID, Kept, coefficients, inner, kept_in, mixture, rebuild
+from unfog.training.ema_schedules import FixedEma, PowerEma
 from unfog.training.loop import Every
-from unfog.training.posthoc import SAID, Kept, coefficients, inner, kept_in, mixture, rebuild
 from unfog.training.precision import Precision
-from unfog.training.profiles import FixedEma, PowerEma
 from unfog.training.settings import MOST_AVERAGES, Averages, Optimizer
 from unfog.training.state import TrainState
 

@@ -12,9 +12,9 @@ from textwrap import dedent
 
 import pytest
 
-from unfog.runs import pulse as module
-from unfog.runs.pulse import Pulse, last_beat
-from unfog.runs.signals import StopSignals
+from unfog.process import heartbeat as module
+from unfog.process.heartbeat import Pulse, last_beat
+from unfog.process.signals import StopSignals
 
 
 def wait_until(condition, seconds=10.0):
@@ -115,8 +115,8 @@ def test_stop_cuts_off_what_does_not_look(tmp_path):
         import time
         from pathlib import Path
         from unfog.errors import Interrupted
-        from unfog.runs.pulse import Pulse
-        from unfog.runs.signals import StopSignals
+        from unfog.process.heartbeat import Pulse
+        from unfog.process.signals import StopSignals
         with StopSignals() as stop, Pulse(Path({str(tmp_path)!r}), stop) as pulse:
             print("ready", flush=True)
             try:
@@ -201,8 +201,8 @@ def test_a_killed_session_is_told_from_one_that_lives(tmp_path):
     body = f"""
         import time
         from pathlib import Path
-        from unfog.runs.pulse import Pulse
-        from unfog.runs.signals import StopSignals
+        from unfog.process.heartbeat import Pulse
+        from unfog.process.signals import StopSignals
         with Pulse(Path({str(tmp_path)!r}), StopSignals(), interval=0.5) as pulse:
             pulse.doing = "training"
             print("ready", flush=True)
@@ -225,8 +225,8 @@ def test_a_killed_session_is_told_from_one_that_lives(tmp_path):
 def test_it_does_not_keep_a_process_alive(tmp_path):
     body = f"""
         from pathlib import Path
-        from unfog.runs.pulse import Pulse
-        from unfog.runs.signals import StopSignals
+        from unfog.process.heartbeat import Pulse
+        from unfog.process.signals import StopSignals
         pulse = Pulse(Path({str(tmp_path)!r}), StopSignals()).__enter__()
     """
     with python(body) as process:
@@ -234,7 +234,7 @@ def test_it_does_not_keep_a_process_alive(tmp_path):
 
 
 def test_it_loads_no_torch():
-    with python("import sys, unfog.runs.pulse; print('torch' in sys.modules)") as process:
+    with python("import sys, unfog.process.heartbeat; print('torch' in sys.modules)") as process:
         assert process.communicate()[0] == "False\n"
 
 

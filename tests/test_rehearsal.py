@@ -12,17 +12,19 @@ from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.target import V
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
-from unfog.runs import in_small as small
-from unfog.runs import looks, rehearsal, session
-from unfog.runs.choices import Settling
-from unfog.runs.in_small import in_small
-from unfog.runs.rehearsal import rehearse
-from unfog.runs.signals import StopSignals
+from unfog.planning.auto_settings import Settling
+from unfog.process.signals import StopSignals
+from unfog.runs import dry_run as rehearsal
+from unfog.runs import dry_run_parts as small
+from unfog.runs import previews as looks
+from unfog.runs import session
+from unfog.runs.dry_run import rehearse
+from unfog.runs.dry_run_parts import in_small
 
 ATTENTIVE = "unet:channels=8/8,attention=0/1,mid_attention=1,norm_groups=4,head_channels=4"
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from unfog.reporting.charts import POINTS, Axis, line_chart
-from unfog.reporting.figures import data_uri, grid, legible, png, save_png, strip
+from unfog.reporting.image_grids import data_uri, grid, legible, png, save_png, strip
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from unfog.errors import RequestError
-from unfog.reporting.figures import grid
+from unfog.reporting.image_grids import grid
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.report_charts import charts, column, smooth

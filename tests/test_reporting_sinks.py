@@ -17,7 +17,7 @@ from unfog.reporting import recorder as recorder_module
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.reporting.settings import Log
-from unfog.reporting.sinks import open_sink
+from unfog.reporting.trackers import open_sink
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 

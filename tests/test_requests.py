@@ -16,16 +16,16 @@ import pytest
 from PIL import Image
 
 import unfog
-from unfog.cli.given import training_asked_for
 from unfog.cli.main import main
-from unfog.config import kinds
+from unfog.cli.parsed_requests import training_asked_for
+from unfog.config import spec_strings as kinds
 from unfog.config.presets import preset
+from unfog.config.schema import Config
 from unfog.config.toml import to_toml
-from unfog.config.tree import Config
 from unfog.diffusion.noise import Cosine
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.runs.folder import RunFolder
+from unfog.process.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(60)  # a request that is not refused would train for an hour
 
@@ -477,7 +477,7 @@ def test_no_folder_is_left_by_images_that_cannot_be_used(refused, here):
 
 
 def test_drawing_from_python(here):
-    from unfog.runs.run import Run
+    from unfog.inference.run import Run
 
     run = Run.__new__(Run)  # what is wrong is seen before the network is needed
     run.config = preset("default")
@@ -523,7 +523,7 @@ def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, valu
 
 
 def test_lists_leave_the_last_word_to_the_run():
-    from unfog.cli.parsing import read_words
+    from unfog.cli.parse import read_words
     from unfog.cli.run_requests import Sample
 
     for words in (
@@ -537,7 +537,7 @@ def test_lists_leave_the_last_word_to_the_run():
 
 
 def test_ways_to_write_a_flag():
-    from unfog.cli.parsing import read_words
+    from unfog.cli.parse import read_words
     from unfog.cli.requests import Train
 
     def read(words: str) -> dict:

@@ -18,7 +18,8 @@ import unfog
 from conftest import NETWORK, without_clock
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
-from unfog.training import checkpoint, rotation
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
 
 FLAGS = [
     *("--network", NETWORK, "--precision", "fp32", "--device", "cpu", "--batch", "8", "--microbatch", "3"),
@@ -430,7 +431,7 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
 
 CRASH = """
 import os, pathlib, shutil, sys, threading
-import unfog.training.checkpoint as c, unfog.training.snapshot as s
+import unfog.training.checkpoints.format as c, unfog.training.checkpoints.snapshot as s
 calls, limit = 0, int(sys.argv[1])
 def deadly(function):
     def call(*a, **k):
@@ -463,7 +464,7 @@ def test_killed_inside_a_save_or_a_rotation(whole, tmp_path, call):
 
 CRASH_IN_AVERAGES = """
 import os, sys
-import unfog.training.averages as a
+import unfog.training.checkpoints.ema_snapshots as a
 calls, limit = 0, int(sys.argv[1])
 def deadly(function):
     def call(*args):

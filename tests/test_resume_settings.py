@@ -13,20 +13,20 @@ from torch.overrides import TorchFunctionMode
 import unfog
 from conftest import NETWORK, without_clock
 from unfog.config.presets import default
+from unfog.config.resume_rules import FREE, WITH_FORCE, among, check_changes, flat, keys_of
+from unfog.config.schema import Config, nested
 from unfog.config.toml import from_toml, update
-from unfog.config.tree import Config, nested
-from unfog.data.augment import Augment
+from unfog.data.augmentation.augment import Augment
 from unfog.data.lazy import UNREAD
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
+from unfog.pipeline.build import build_state, loss_function
 from unfog.reporting.records import read_metrics
-from unfog.runs.build import build_state, loss_function
-from unfog.runs.changes import FREE, WITH_FORCE, among, check_changes, flat, keys_of
-from unfog.training import checkpoint
-from unfog.training.averages import narrow
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.ema_snapshots import narrow
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.protocols import Silent
 from unfog.training.settings import Averages, Evaluate
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)

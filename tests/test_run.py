@@ -18,11 +18,11 @@ from unfog.diffusion.noise import VP, Cosine, LogitNormal
 from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
+from unfog.pipeline.generate import find_labels, picture_grid
+from unfog.pipeline.image_files import IN_GRID, Strip, write_pictures
+from unfog.planning.auto_settings import Settling, round_number, seconds
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.choices import Settling, round_number, seconds
-from unfog.runs.pictures import IN_GRID, Strip, write_pictures
-from unfog.runs.sampling import find_labels, picture_grid
-from unfog.training import checkpoint
+from unfog.training.checkpoints import format as checkpoint
 
 SETTINGS = {
     "network": NETWORK,
@@ -95,16 +95,16 @@ def test_preview_is_what_sample_draws_without_flags(run):
 
 
 def test_weights_are_ema_unless_raw(run):
-    raw = unfog.runs.run.Run(run.path, weights="raw")
+    raw = unfog.inference.run.Run(run.path, weights="raw")
     assert not np.array_equal(raw.sample(2), run.sample(2))
-    early = unfog.runs.run.Run(run.path, step=55)
+    early = unfog.inference.run.Run(run.path, step=55)
     assert early.checkpoint.step == 55
     with pytest.raises(RequestError, match="no checkpoint of step 7"):
-        unfog.runs.run.Run(run.path, step=7)
+        unfog.inference.run.Run(run.path, step=7)
     measured = {
         row["step"]: row["held_out_loss"] for row in read_metrics(run.path / "metrics.jsonl") if "held_out_loss" in row
     }
-    best = unfog.runs.run.Run(run.path, best=True)
+    best = unfog.inference.run.Run(run.path, best=True)
     assert best.checkpoint.step == min(measured, key=measured.__getitem__)
 
 

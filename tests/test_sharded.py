@@ -30,26 +30,28 @@ from launches import (
     weights,
     workers,
 )
-from unfog.config.tree import Config
-from unfog.diagnosis.plan.pretended import pretended
+from unfog.config.schema import Config
 from unfog.errors import RequestError, RunError
-from unfog.models.networks import build_model
+from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.runs.choices import Settling
-from unfog.runs.follow import check_seen
-from unfog.training import checkpoint, joint, rotation, snapshot, writer
-from unfog.training.distributed import World
-from unfog.training.joint import Post
-from unfog.training.local import all_finite, divided, total_norm
-from unfog.training.methods import AdamW, Custom, Muon
-from unfog.training.parts import write_whole
-from unfog.training.passes import passes_here
+from unfog.planning.auto_settings import Settling
+from unfog.planning.fake_process_group import pretended
+from unfog.runs.workers import check_seen
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation, snapshot, writer
+from unfog.training.checkpoints import sharded as joint
+from unfog.training.checkpoints.shard_files import write_whole
+from unfog.training.checkpoints.sharded import Post
+from unfog.training.distributed.fsdp import blocks_of, compile_blocks, divide, mesh_of
+from unfog.training.distributed.sharded_tensors import all_finite, divided, total_norm
+from unfog.training.distributed.watchdog import Vigil
+from unfog.training.distributed.world import World
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.micro_batches import passes_here
+from unfog.training.optimizer_settings import AdamW, Custom, Muon
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
 from unfog.training.settings import Checkpoint, Optimizer, Training
-from unfog.training.sharding import blocks_of, compile_blocks, divide, mesh_of
 from unfog.training.state import TrainState
-from unfog.training.vigil import Vigil
 
 pytestmark = pytest.mark.usefixtures("ended")
 

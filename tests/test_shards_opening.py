@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unfog.data.formats import shard_index
-from unfog.data.formats.shard_files import save_piece
-from unfog.data.formats.shard_piece import ROW, Piece
-from unfog.data.formats.storage import LocalStorage
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.byte_storage import LocalStorage
+from unfog.data.sources.source import open_source
+from unfog.data.webdataset import shard_index
+from unfog.data.webdataset.index_builder import ROW, Piece
+from unfog.data.webdataset.index_files import save_piece
 
 FEW, MANY, SHARDS = 10_000, 1_000_000, 4
 PAGES = 2**18  # what the system reads at once around a byte that is asked for, a few times over

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from unfog.errors import Interrupted
-from unfog.runs.signals import StopSignals
+from unfog.process.signals import StopSignals
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
 
@@ -21,7 +21,7 @@ import os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have had them ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from unfog.errors import Interrupted
-from unfog.runs.signals import StopSignals
+from unfog.process.signals import StopSignals
 start = time.monotonic()
 def tell(*words): print(*words, flush=True)
 def ready():
@@ -295,7 +295,7 @@ def test_alarm_does_not_cut_through_what_puts_things_in_order_after_it():
 
 def test_putting_in_order_does_not_take_for_ever_either():
     child = Child("""
-        from unfog.runs import signals
+        from unfog.process import signals
         signals.CLEANUP = 1.5
         with stop:
             ready()

@@ -20,9 +20,9 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
+from unfog.commands.slurm import Job
+from unfog.config.schema import Config
 from unfog.config.toml import to_toml
-from unfog.config.tree import Config
-from unfog.runs.slurm import Job
 
 pytestmark = pytest.mark.usefixtures("ended")
 DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"

@@ -14,17 +14,17 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
+from unfog.commands.pack import pack
 from unfog.config.presets import preset
-from unfog.config.request import check_request
-from unfog.data.formats.table_rows import Table, read_table
-from unfog.data.formats.tables import Labelled, labelled
+from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import Source, labels_of, open_source
+from unfog.data.sources.label_rows import Table, read_table
+from unfog.data.sources.label_tables import Labelled, labelled
+from unfog.data.sources.source import Source, labels_of, open_source
 from unfog.errors import RequestError
-from unfog.runs.loading import load_images
-from unfog.runs.packing import pack
-from unfog.runs.signals import StopSignals
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 
 
 def png(i: int) -> bytes:

@@ -18,14 +18,14 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
-from unfog.config.request import check_source
-from unfog.data import bulk
+from unfog.config.validate import check_source
+from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
-from unfog.data.formats import remote
-from unfog.data.formats.files import Unreachable
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import labels_of, open_source
+from unfog.data.sources import remote_files as remote
+from unfog.data.sources.image_files import Unreachable
+from unfog.data.sources.source import labels_of, open_source
 from unfog.errors import RequestError, RunError
 
 pytest.importorskip("aiohttp")
@@ -339,6 +339,6 @@ def test_urls_that_nothing_reads() -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.data.formats.locate.find_spec", lambda name: None)
+    monkeypatch.setattr("unfog.data.sources.locate.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"s3:// needs s3fs, which is not installed: pip install 'unfog\[s3\]'"):
         check_source("s3://pictures/a.tar")

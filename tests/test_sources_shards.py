@@ -19,16 +19,19 @@ import pytest
 from PIL import Image
 
 from unfog.config.presets import preset
-from unfog.config.request import check_source
-from unfog.data.formats import shard_files, shard_index, shard_piece, storage
-from unfog.data.formats.files import Unusable
-from unfog.data.formats.locate import expand
-from unfog.data.formats.storage import LocalStorage, Window
-from unfog.data.formats.tar import DamagedError, members
-from unfog.data.sources import Source, labels_of, open_source
+from unfog.config.validate import check_source
+from unfog.data.sources import byte_storage as storage
+from unfog.data.sources.byte_storage import LocalStorage, Window
+from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.locate import expand
+from unfog.data.sources.source import Source, labels_of, open_source
+from unfog.data.webdataset import index_builder as shard_piece
+from unfog.data.webdataset import index_files as shard_files
+from unfog.data.webdataset import shard_index
+from unfog.data.webdataset.tar import DamagedError, members
 from unfog.errors import RequestError
-from unfog.runs.loading import load_images
-from unfog.runs.signals import StopSignals
+from unfog.pipeline.load_data import load_images
+from unfog.process.signals import StopSignals
 
 
 def png(i: int, side: int = 16) -> bytes:

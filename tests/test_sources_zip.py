@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.config.request import check_source
-from unfog.data.formats import zips
-from unfog.data.formats.files import Unusable
-from unfog.data.sources import labels_of, open_source
+from unfog.config.validate import check_source
+from unfog.data.sources import zip_archive as zips
+from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.source import labels_of, open_source
 from unfog.errors import RequestError
 
 
@@ -176,8 +176,8 @@ def opened_in_little(path: Path) -> str:
     """What is said of the first image of an archive, and whether that took little memory."""
     code = """
 import sys
-from unfog.data.formats.files import Unusable
-from unfog.data.sources import open_source
+from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.source import open_source
 source = open_source(sys.argv[1])
 peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 before = peak()

@@ -18,16 +18,17 @@ from counting import Counting
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.stream import ImageStream
-from unfog.runs import choices, session
-from unfog.runs.choices import Settling
-from unfog.runs.folder import RunFolder
-from unfog.runs.loading import load_images
-from unfog.runs.signals import StopSignals
+from unfog.pipeline.load_data import load_images
+from unfog.planning import auto_settings as choices
+from unfog.planning.auto_settings import Settling
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
+from unfog.runs import session
 from unfog.runs.train import resume, start
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
-HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.config", "unfog.config.places", "unfog.config.text"]
+HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.config", "unfog.config.paths", "unfog.config.values"]
 HELP += ["unfog.errors", "unfog.locks", "unfog.version"]
 
 

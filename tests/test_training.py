@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unfog.data.augment import Augment, to_model_range
+from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
-from unfog.training.guard import Guard
+from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, Stopwatch, train
-from unfog.training.passes import micro_batches, seed_at
+from unfog.training.micro_batches import micro_batches, seed_at
 from unfog.training.precision import Precision
-from unfog.training.profiles import FixedEma, PowerEma
-from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, Training, learning_rate
+from unfog.training.stability.divergence import Guard
 from unfog.training.state import TrainState, Window
 
 CPU = torch.device("cpu")

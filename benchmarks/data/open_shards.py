@@ -26,21 +26,21 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unfog.data.formats import shard_index
-from unfog.data.formats.shard_files import save_piece
-from unfog.data.formats.shard_piece import ROW, Piece
-from unfog.data.formats.storage import LocalStorage
-from unfog.data.sources import open_source
+from unfog.data.sources.byte_storage import LocalStorage
+from unfog.data.sources.source import open_source
+from unfog.data.webdataset import shard_index
+from unfog.data.webdataset.index_builder import ROW, Piece
+from unfog.data.webdataset.index_files import save_piece
 
 MEMBER = 20_480  # bytes from one image to the next
 PICTURES = 200  # different ones in each shard
 
 OPENING = """
 import json, random, resource, sys, time
-from unfog.data.formats import shards  # what is the same for every set is no part of it
+from unfog.data.webdataset import shard_source as shards# what is the same for every set is no part of it
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 
 def memory(key):

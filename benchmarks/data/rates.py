@@ -29,13 +29,13 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from unfog.config.tree import Config
+from unfog.commands.pack import pack
+from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
-from unfog.runs.packing import pack
 
 BATCH = 64
 Ways = dict[str, Callable[[], Iterator[int]]]

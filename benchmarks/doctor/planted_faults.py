@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unfog.config.tree import Config
-from unfog.data.images import Prepared
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import FashionSource, open_source
-from unfog.diagnosis.images.examine import examine_data
+from unfog.data.sources.source import FashionSource, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
+from unfog.doctor.images.data_checks import examine_data
 from unfog.reporting.findings import Finding
 
 COUNT = 2000

@@ -29,11 +29,12 @@ from PIL import Image
 import unfog
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
+from unfog.doctor.run.run_checks import examine_run
 from unfog.errors import RunError
+from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import Finding, write_findings
-from unfog.runs.examination import examine_run
-from unfog.runs.folder import RunFolder
-from unfog.training import checkpoint, snapshot
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import snapshot
 from unfog.training.ema import Ema
 
 STEPS = 600  # half a minute on one core
@@ -159,7 +160,7 @@ def kill(run: Path) -> None:
 def few_pictures(folder: Path, count: int) -> str:
     """So many of the built-in pictures, in one folder."""
     if not folder.exists():
-        from unfog.data.sources import open_source
+        from unfog.data.sources.source import open_source
 
         source = open_source("fashion")
         folder.mkdir(parents=True)

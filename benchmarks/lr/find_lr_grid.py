@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from unfog.config.kinds import parse, words_of
+from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
-from unfog.config.tree import Config, Network
+from unfog.config.schema import Config, Network
+from unfog.config.spec_strings import parse, words_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
-from unfog.runs.find_lr import find_lr
 from unfog.runs.train import start
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)

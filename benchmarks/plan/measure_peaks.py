@@ -80,7 +80,7 @@ CASES = [
 
 def config_of(case: Case):
     """The configuration that a case is short for."""
-    from unfog.config.tree import Config
+    from unfog.config.schema import Config
     from unfog.data.settings import Data
     from unfog.models.settings import SIZES
     from unfog.training.settings import Optimizer, Training
@@ -114,16 +114,16 @@ def measure(case: Case) -> int:
     import numpy as np
     import torch
 
-    from unfog.config.tree import Config
-    from unfog.data.augment import Augment
-    from unfog.data.images import ImageSet
+    from unfog.config.schema import Config
+    from unfog.data.augmentation.augment import Augment
+    from unfog.data.dataset import ImageSet
     from unfog.data.stream import ImageStream
     from unfog.diffusion.objective import Objective
     from unfog.models.settings import UNet
-    from unfog.runs.build import build_state
+    from unfog.pipeline.build import build_state
+    from unfog.training.distributed.rendezvous import processes
+    from unfog.training.hooks import Silent
     from unfog.training.loop import Every, train
-    from unfog.training.meeting import processes
-    from unfog.training.protocols import Silent
 
     device = torch.device("cpu")
 
@@ -172,7 +172,7 @@ def table() -> None:
 
     The rule of thumb is: parameters 140 MB, gradients 140, Adam 280, activations 2 to 4 GB, and 16 times that at 256.
     """
-    from unfog.runs.footprint import Traces
+    from unfog.planning.memory_estimate import Traces
 
     for size in (64, 256):
         for precision in ("fp32", "bf16"):
@@ -197,7 +197,7 @@ def main() -> None:
     if options.child:
         print(measure(Case(**json.loads(options.child))))
         return
-    from unfog.runs.footprint import Traces
+    from unfog.planning.memory_estimate import Traces
 
     print(f"{'configuration':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'spread':>7} {'took':>6}")
     for case in CASES:

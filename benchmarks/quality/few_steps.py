@@ -28,19 +28,19 @@ import torch
 from torch import Tensor
 
 import unfog
-from unfog.config.text import from_words
 from unfog.config.toml import update
+from unfog.config.values import from_words
 from unfog.data.prepare import prepare
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
-from unfog.reporting.figures import Pixels, save_png
+from unfog.inference.guide import open_guide
+from unfog.inference.run import Run
+from unfog.pipeline.class_labels import labels_like
+from unfog.pipeline.generate import Drawing, draw, picture_grid
+from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
-from unfog.runs.guide import open_guide
-from unfog.runs.labels import labels_like
-from unfog.runs.run import Run
-from unfog.runs.sampling import Drawing, draw, picture_grid
 from unfog.training.settings import SamplingPrecision
 
 AT_ONCE, AWAY = 100, 20

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.evaluation.feature_store import features_of
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
-from unfog.evaluation.store import features_of
 from unfog.reporting.progress import Progress, say
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import measure
-from unfog.reporting.figures import grid, save_png
+from unfog.reporting.image_grids import grid, save_png
 from unfog.reporting.progress import Progress
 
 METRICS = ("kid", "fid", "precision", "recall")

@@ -34,18 +34,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.config.presets import preset
-from unfog.config.tree import Config
-from unfog.data.augment import Augment
-from unfog.data.images import ImageSet
+from unfog.config.schema import Config
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
 from unfog.diffusion.sampler import Sampler
-from unfog.export.diffusers import from_unet2d
-from unfog.runs.build import build_state, loss_function
-from unfog.runs.sampling import Drawing, draw
+from unfog.export.diffusers_unet import from_unet2d
+from unfog.pipeline.build import build_state, loss_function
+from unfog.pipeline.generate import Drawing, draw
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.methods import AdamW
-from unfog.training.protocols import Silent
+from unfog.training.optimizer_settings import AdamW
 from unfog.training.settings import Optimizer, Training
 
 SIZE = 32

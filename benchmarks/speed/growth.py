@@ -24,20 +24,20 @@ import numpy as np
 import torch
 
 from unfog.config.presets import preset
-from unfog.config.tree import Config
-from unfog.data.formats import shard_index
-from unfog.data.formats.shard_files import save_piece
-from unfog.data.formats.shard_piece import ROW, Piece
-from unfog.data.formats.storage import LocalStorage
-from unfog.data.images import ImageSet
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import open_source
+from unfog.data.sources.byte_storage import LocalStorage
+from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
+from unfog.data.webdataset import shard_index
+from unfog.data.webdataset.index_builder import ROW, Piece
+from unfog.data.webdataset.index_files import save_piece
 from unfog.models.settings import UNet
-from unfog.runs.build import augmentation, build_state, loss_function
+from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.protocols import Silent
 
 CPU = torch.device("cpu")
 SHARDS, FAR = 4, 10**15  # files of an index; a position that a run never reaches

@@ -22,10 +22,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from unfog.config.tree import Config
+from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.models.settings import SIZES
-from unfog.runs.build import build_network
+from unfog.pipeline.build import build_network
 from unfog.training.precision import Precision, usual_format
 from unfog.training.settings import Training
 

@@ -26,19 +26,19 @@ import torch
 import torch.distributed as dist
 from nodes import LINK, Nodes
 
-from unfog.data.augment import Augment
-from unfog.diagnosis.plan.cost import LAUNCH, work_of
+from unfog.data.augmentation.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
-from unfog.models.networks import build_model
+from unfog.models.registry import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
-from unfog.training.distributed import ALONE, World
+from unfog.planning.flops import LAUNCH, work_of
+from unfog.training.distributed.rendezvous import processes
+from unfog.training.distributed.world import ALONE, World
+from unfog.training.ema_schedules import PowerEma
+from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.meeting import processes
-from unfog.training.methods import Muon
+from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
-from unfog.training.profiles import PowerEma
-from unfog.training.protocols import Silent
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 

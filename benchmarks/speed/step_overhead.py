@@ -33,20 +33,20 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from unfog.config.kinds import parse, words_of
 from unfog.config.presets import preset
-from unfog.config.tree import Config, Network
-from unfog.data.images import Prepared
+from unfog.config.schema import Config, Network
+from unfog.config.spec_strings import parse, words_of
+from unfog.data.dataset import Prepared
 from unfog.data.prepare import prepare
-from unfog.data.sources import open_source
+from unfog.data.sources.source import open_source
+from unfog.pipeline.build import build_network
+from unfog.process.heartbeat import Pulse
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
-from unfog.runs.build import build_network
-from unfog.runs.folder import RunFolder
-from unfog.runs.pulse import Pulse
 from unfog.runs.session import Session
-from unfog.runs.signals import StopSignals
-from unfog.training.optim import build
+from unfog.training.optimizers import build
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
 

@@ -15,18 +15,18 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unfog.config.places import path_text
+from unfog.config.paths import path_text
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.version import __version__
 
 if TYPE_CHECKING:
-    from unfog.config.tree import Config
+    from unfog.commands.ema_sweep import Swept
+    from unfog.commands.find_lr import FoundLr
+    from unfog.commands.plan import Plan
+    from unfog.commands.tune import Tuned
+    from unfog.config.schema import Config
+    from unfog.inference.run import Run
     from unfog.reporting.findings import Finding
-    from unfog.runs.ema_sweep import Swept
-    from unfog.runs.find_lr import FoundLr
-    from unfog.runs.plan import Plan
-    from unfog.runs.run import Run
-    from unfog.runs.tune import Tuned
 
 __all__ = [
     "RequestError",
@@ -76,7 +76,7 @@ def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str
         RunError: training could not go on.
         KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
     """
-    from unfog.runs.run import Run
+    from unfog.inference.run import Run
     from unfog.runs.train import start
 
     folder, done = start(_asked(source, preset, settings), _path(out))
@@ -114,10 +114,10 @@ def train_codec(
     Raises:
         As `train`.
     """
-    from unfog.config.codec import codec_recipe, with_codec
+    from unfog.config.autoencoder_recipe import codec_recipe, with_codec
+    from unfog.config.schema import nested, with_length_of, without_length
     from unfog.config.toml import update
-    from unfog.config.tree import nested, with_length_of, without_length
-    from unfog.runs.folder import next_folder
+    from unfog.process.run_folder import next_folder
     from unfog.runs.train import start
 
     base, place = codec_recipe(), _place(source, settings)
@@ -140,10 +140,10 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     Raises:
         As `train`, and RequestError for a setting that cannot change.
     """
-    from unfog.config.tree import nested
-    from unfog.runs.changes import changed_by
-    from unfog.runs.folder import RunFolder
-    from unfog.runs.run import Run
+    from unfog.config.resume_rules import changed_by
+    from unfog.config.schema import nested
+    from unfog.inference.run import Run
+    from unfog.process.run_folder import RunFolder
     from unfog.runs.train import resume as go_on
 
     folder = RunFolder(Path(path_text(path, "path")))
@@ -175,8 +175,8 @@ def doctor(
     Raises:
         RequestError: there is no such thing, or the settings will not do.
     """
-    from unfog.runs.doctor import examine_run_folder, examine_source
-    from unfog.runs.folder import RunFolder
+    from unfog.commands.doctor import examine_run_folder, examine_source
+    from unfog.process.run_folder import RunFolder
 
     run = RunFolder(Path(source)) if isinstance(source, str | PathLike) else None
     if run is not None and run.config_file.is_file():
@@ -201,7 +201,7 @@ def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = 
     Raises:
         RequestError: the settings or the source will not do.
     """
-    from unfog.runs.plan import plan as predict
+    from unfog.commands.plan import plan as predict
 
     return predict(_asked(source, preset, settings), device, processes)
 
@@ -226,7 +226,7 @@ def find_lr(
     Raises:
         RequestError: the settings or the source will not do.
     """
-    from unfog.runs.find_lr import find_lr as search
+    from unfog.commands.find_lr import find_lr as search
 
     return search(_asked(source, preset, settings), _path(out), seconds)
 
@@ -242,7 +242,7 @@ def pack(source: Source, out: str | PathLike[str], **settings: Any) -> Path:
     Raises:
         RequestError: the settings, the source or the folder will not do.
     """
-    from unfog.runs.packing import pack as write
+    from unfog.commands.pack import pack as write
 
     return write(_asked(source, "default", settings), Path(path_text(out, "out")))
 
@@ -257,8 +257,8 @@ def verify(path: str | PathLike[str]) -> str:
         RequestError: there is nothing to compare.
         RunError: it came out differently.
     """
-    from unfog.runs.folder import RunFolder
-    from unfog.runs.verify import verify as repeat
+    from unfog.commands.verify import verify as repeat
+    from unfog.process.run_folder import RunFolder
 
     return repeat(RunFolder(Path(path_text(path, "path"))))
 
@@ -276,7 +276,7 @@ def tune(path: str | PathLike[str], *, steps: int = 10, sampler: str | None = No
         RequestError: a setting that will not do, or the run is being trained.
         RunError: it has no whole checkpoint.
     """
-    from unfog.runs.tune import tune as search
+    from unfog.commands.tune import tune as search
 
     return search(path_text(path, "path"), steps, sampler, **settings)
 
@@ -293,7 +293,7 @@ def load(path: str | PathLike[str], *, ema: float | None = None) -> Run:
         RequestError: `path` is not a run, or its snapshots do not allow that average.
         RunError: it has no whole checkpoint.
     """
-    from unfog.runs.run import Run
+    from unfog.inference.run import Run
 
     return Run(path_text(path, "path"), ema=ema)
 
@@ -322,7 +322,7 @@ def ema_sweep(
     Raises:
         RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
     """
-    from unfog.runs.ema_sweep import ema_sweep as sweep
+    from unfog.commands.ema_sweep import ema_sweep as sweep
 
     listed = widths if isinstance(widths, float | int) else tuple(widths)  # a number is refused there
     return sweep(Path(path_text(path, "path")), metric, n, listed, step, features, device)  # type: ignore[arg-type]
@@ -331,15 +331,15 @@ def ema_sweep(
 def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
     """The preset, changed by settings that are given by name."""
     from unfog.config.presets import preset as recipe
+    from unfog.config.schema import nested, with_length_of, without_length
     from unfog.config.toml import update
-    from unfog.config.tree import nested, with_length_of, without_length
 
     base, place = recipe(preset), _place(source, settings)
     for name in ("init", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_text(settings[name], name)
     if "init" in settings:
-        from unfog.runs.initial import started_from
+        from unfog.runs.init_weights import started_from
 
         base = started_from(base, nested(settings))
     config = update(without_length(base), nested(settings) | {"source": place}, "")
@@ -350,7 +350,7 @@ def _place(source: Any, settings: dict[str, Any]) -> str:
     """Where the images are; an array, with the labels among the settings, is put into the cache first."""
     if not hasattr(source, "__array__"):
         return path_text(source, "source")
-    from unfog.data.formats.arrays import store
+    from unfog.data.sources.arrays import store
 
     return str(store(source, settings.pop("labels", None)))
 

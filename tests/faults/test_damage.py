@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from faults.harness import assert_same, events, long_form, lost_steps, resume, snapshot, steps_saved
-from unfog.training import checkpoint
+from unfog.training.checkpoints import format as checkpoint
 
 FILES = ["manifest.json", "model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "config.toml"]
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import tyro
 
-from unfog.cli.given import HELP_FLAGS, asked_for, given_to, resuming_asked_for, training_asked_for
-from unfog.cli.places import check_run
+from unfog.cli.parsed_requests import HELP_FLAGS, asked_for, given_to, resuming_asked_for, training_asked_for
 from unfog.cli.requests import Doctor, Pack
+from unfog.cli.run_lookup import check_run
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
-from unfog.config.codec import with_codec
-from unfog.config.places import check_out
-from unfog.config.request import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
+from unfog.config.autoencoder_recipe import with_codec
+from unfog.config.paths import check_out
+from unfog.config.schema import Config, without_length
 from unfog.config.toml import update
-from unfog.config.tree import Config, without_length
+from unfog.config.validate import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
 from unfog.errors import RequestError
-from unfog.runs.folder import RunFolder, free_name, next_folder
+from unfog.process.run_folder import RunFolder, free_name, next_folder
 
 CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
 
@@ -31,7 +31,7 @@ def train(words: Sequence[str]) -> int:
     if follows(words):
         return 0
     config, out = training_asked_for(words)
-    from unfog.runs.launch import earlier_attempt
+    from unfog.process.launch import earlier_attempt
     from unfog.runs.train import resume as go_on
     from unfog.runs.train import start
 
@@ -61,8 +61,8 @@ def resume(words: Sequence[str]) -> int:
         return 0
     folder, config, given = resuming_asked_for(words)
     if given.table.get("verify"):
+        from unfog.commands.verify import verify
         from unfog.reporting.progress import say
-        from unfog.runs.verify import verify
 
         say(verify(folder))
         return 0
@@ -77,7 +77,7 @@ def follows(words: Sequence[str]) -> bool:
     if os.environ.get("RANK", "0") == "0":
         return False
     if not {"--verify", *HELP_FLAGS} & set(words):  # which train nothing
-        from unfog.runs.follow import follow
+        from unfog.runs.workers import follow
 
         follow()
     return True
@@ -106,12 +106,12 @@ def sample(words: Sequence[str]) -> int:
     check_sampler(sampler, stored.diffusion.schedule)
     check_device(request.device)
     check_out(request.out or free_name(request.run / "pictures"), what="the folder of the pictures")
+    from unfog.inference.run import Run
+    from unfog.inference.tuned_sampler import say_if_left
+    from unfog.pipeline.edit import edit_of
+    from unfog.pipeline.generate import find_labels
+    from unfog.pipeline.image_files import Strip, write_pictures
     from unfog.reporting.progress import Progress, result, say
-    from unfog.runs.edits import edit_of
-    from unfog.runs.pictures import Strip, write_pictures
-    from unfog.runs.run import Run
-    from unfog.runs.sampling import find_labels
-    from unfog.runs.tuned import say_if_left
 
     find_labels(request.label, stored.classes)  # before the weights are read
     edit = edit_of(stored, request.image, request.mask, request.strength, request.repeats)
@@ -155,11 +155,11 @@ def evaluate(words: Sequence[str]) -> int:
     check_device(request.device)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
+    from unfog.inference.results import Asked
+    from unfog.inference.run import Run
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
-    from unfog.runs.evaluation import Asked
-    from unfog.runs.run import Run
-    from unfog.training.meeting import device_of, is_first
+    from unfog.training.distributed.rendezvous import device_of, is_first
 
     names = {f.name for f in fields(Asked)}
     asked = update(Asked(), {k: v for k, v in vars(request).items() if k in names}, "")  # before weights are read
@@ -177,8 +177,8 @@ def ema_sweep(words: Sequence[str]) -> int:
     asked = update(EmaSweep(run=Path(given.positionals[0])), given.table, "")
     check_run(asked.run).read_config()
     check_device(asked.device)
-    from unfog.runs.ema_sweep import ema_sweep as sweep
-    from unfog.runs.ema_sweep import tell
+    from unfog.commands.ema_sweep import ema_sweep as sweep
+    from unfog.commands.ema_sweep import tell
 
     tell(sweep(asked.run, asked.metric, asked.n, asked.widths, asked.checkpoint, asked.features, asked.device))
     return 0
@@ -190,8 +190,8 @@ def tune(words: Sequence[str]) -> int:
     request = update(Tune(run=Path(given.positionals[0])), given.table, "")
     check_run(request.run).read_config()
     check_device(request.device)
+    from unfog.commands.tune import tune as search
     from unfog.reporting.progress import result
-    from unfog.runs.tune import tune as search
 
     asked = (request.steps, request.sampler, request.pictures, request.tries, request.store, request.device)
     result(search(request.run, *asked).table())
@@ -226,9 +226,9 @@ def doctor(words: Sequence[str]) -> int:
     out, quick = given.table.get("out"), given.table.get("quick", False)
     if out is not None:
         check_out(out, what="the folder of the findings")
+    from unfog.commands.doctor import examine_run_folder, examine_source
     from unfog.reporting.findings import senseless
     from unfog.reporting.progress import result
-    from unfog.runs.doctor import examine_run_folder, examine_source
 
     if config is None:
         device = given.table.get("settings", {}).get("training", {}).get("device", "auto")
@@ -242,9 +242,9 @@ def doctor(words: Sequence[str]) -> int:
 def plan(words: Sequence[str]) -> int:
     """`unfog plan`."""
     config, given = asked_for("plan", words)
+    from unfog.commands.plan import plan as predict
     from unfog.reporting.findings import say_findings, senseless
     from unfog.reporting.progress import result
-    from unfog.runs.plan import plan as predict
 
     planned = predict(config, given.table.get("other", ""), given.table.get("processes", 1))
     result(json.dumps(planned.to_dict(), indent=2) if given.table.get("json") else "\n".join(planned.lines()))
@@ -258,8 +258,8 @@ def find_lr(words: Sequence[str]) -> int:
     out = given.table.get("out")
     if out is not None:
         check_out(out, config.source, what="the folder of the plot")
+    from unfog.commands.find_lr import find_lr as search
     from unfog.reporting.progress import result
-    from unfog.runs.find_lr import find_lr as search
 
     found = search(config, out or next_folder(config.source, "find-lr"), given.table.get("seconds", 90.0))
     result(f"{found.suggestion:g}" if found.suggestion else "none")
@@ -272,8 +272,8 @@ def pack(words: Sequence[str]) -> int:
     source, out = given.positionals
     config = replace(update(Config(), {"data": given.table.get("data", {})}, ""), source=source)
     check_request(config)
+    from unfog.commands.pack import pack as write
     from unfog.reporting.progress import result
-    from unfog.runs.packing import pack as write
 
     result(str(write(config, Path(out))))
     return 0

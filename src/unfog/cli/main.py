@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, OSError):
             sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
             sys.exit(1)
-        from unfog.training.memory import is_out_of_memory
+        from unfog.training.stability.out_of_memory import is_out_of_memory
 
         if is_out_of_memory(error):
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
@@ -112,8 +112,9 @@ def run(words: list[str]) -> int:
         sys.stdout.write(f"unfog {__version__}\n")
         return 0
     # Imported only now, so that the above answers at once.
-    from unfog.cli import batch, commands
-    from unfog.config.text import shown, suggest
+    from unfog.cli import commands
+    from unfog.cli import slurm_request as batch
+    from unfog.config.values import shown, suggest
 
     table: dict[str, Callable[[list[str]], int]] = {
         "train": commands.train,

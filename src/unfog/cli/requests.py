@@ -9,10 +9,10 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from unfog.config.codec import CodecSettings
-from unfog.config.tree import Config
+from unfog.commands.slurm import Job
+from unfog.config.autoencoder_recipe import CodecSettings
+from unfog.config.schema import Config
 from unfog.data.settings import Data
-from unfog.runs.slurm import Job
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from unfog.config.tree import check_interval
+from unfog.config.schema import check_interval
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import SamplingPrecision

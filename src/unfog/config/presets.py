@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from unfog.config.text import shown, suggest
-from unfog.config.tree import Config
+from unfog.config.schema import Config
+from unfog.config.values import shown, suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -17,8 +17,8 @@ from unfog.diffusion.target import EdmF, Eps, FlowVelocity
 from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.training.methods import Muon
-from unfog.training.profiles import FixedEma
+from unfog.training.ema_schedules import FixedEma
+from unfog.training.optimizer_settings import Muon
 from unfog.training.settings import Optimizer, Preview, Training
 
 

@@ -14,8 +14,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unfog.config.kinds import named, parse, words_of
-from unfog.config.text import LARGEST, Unfit, amiss, from_words, shown, suggest, without_none
+from unfog.config.spec_strings import named, parse, words_of
+from unfog.config.values import LARGEST, Unfit, amiss, from_words, shown, suggest, without_none
 from unfog.errors import RequestError
 
 T = TypeVar("T")

@@ -20,16 +20,16 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.data.bulk import Progress
-from unfog.data.packs.files import FORMAT, is_begun, is_pack
-from unfog.data.packs.journal import FILES, BusyError, locked
+from unfog.cache_folder import cache_folder as cache_folder
+from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import Pack
-from unfog.data.packs.writing import write_pack
+from unfog.data.packs.pack_files import FORMAT, is_begun, is_pack
+from unfog.data.packs.pack_journal import FILES, BusyError, locked
+from unfog.data.packs.pack_writer import write_pack
+from unfog.data.scan import Survey
 from unfog.data.settings import Data
-from unfog.data.survey import Survey
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.storage import cache_folder as cache_folder
 
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _LATENTS = frozenset(["latents.f16", "rows.i64", "done.json", "done.json.new", "latents.json", "latents.json.new"])

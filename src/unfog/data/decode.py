@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
-from unfog.data.formats.files import TEXT_TOO_LARGE, Lost, ShardUnreachable, Unreachable, Unusable, why
-from unfog.data.profiles import to_srgb
+from unfog.data.color_profile import to_srgb
+from unfog.data.sources.image_files import TEXT_TOO_LARGE, Lost, ShardUnreachable, Unreachable, Unusable, why
 from unfog.errors import RequestError
 
 ORIENTATION = 0x0112  # EXIF tag

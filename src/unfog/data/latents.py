@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.data.cache import cache_folder, held, remove_abandoned, room
-from unfog.data.images import ImageSet
-from unfog.data.packs.journal import BusyError, locked
+from unfog.data.dataset import ImageSet
+from unfog.data.packs.pack_journal import BusyError, locked
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.rows import taken
+from unfog.sharded_rng import taken
 
 FORMAT = 1
 IN_MEMORY = 2**30

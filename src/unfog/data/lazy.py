@@ -14,14 +14,14 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.bulk import patiently, threads
-from unfog.data.formats.far_shards import FarShards
-from unfog.data.formats.files import Lost, Unusable
-from unfog.data.images import ImageSet, Prepared
-from unfog.data.ledger import Ledger, Quarantined, shown
+from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.decode_pool import patiently, threads
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.sources import Source
-from unfog.data.survey import COLOURS_SAMPLED, MAX_HELD_OUT, Survey, held_out_split
+from unfog.data.report import Ledger, Quarantined, shown
+from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Survey, held_out_split
+from unfog.data.sources.image_files import Lost, Unusable
+from unfog.data.sources.source import Source
+from unfog.data.webdataset.remote_shards import FarShards
 from unfog.errors import RunError
 
 UNREAD = "unread:"

@@ -11,16 +11,16 @@ import numpy as np
 from PIL import Image
 
 from unfog.data import cache
-from unfog.data.bulk import ColourFoundError, Progress, Tally, decode_all
+from unfog.data.dataset import ImageSet, Prepared, split
 from unfog.data.decode import colour
-from unfog.data.formats.tables import labelled
-from unfog.data.formats.tables import settled as settled_labels
-from unfog.data.images import ImageSet, Prepared, split
+from unfog.data.decode_pool import ColourFoundError, Progress, Tally, decode_all
 from unfog.data.lazy import UNREAD, far_shards_of, on_the_fly
 from unfog.data.packs.pack import PackSource
+from unfog.data.scan import Account, Survey, held_out_split
 from unfog.data.settings import Data
-from unfog.data.sources import Source, labels_of
-from unfog.data.survey import Account, Survey, held_out_split
+from unfog.data.sources.label_tables import labelled
+from unfog.data.sources.label_tables import settled as settled_labels
+from unfog.data.sources.source import Source, labels_of
 from unfog.errors import RequestError
 
 MEMORY_FILES = 10_000

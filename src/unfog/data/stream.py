@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.ahead import Course, ReadAhead
-from unfog.data.images import ImageSet
+from unfog.data.dataset import ImageSet
 from unfog.data.lazy import LazyPixels
 from unfog.data.permutation import epoch_keys, permute
+from unfog.data.prefetch import Course, ReadAhead
 from unfog.errors import RequestError
 
 

@@ -15,7 +15,7 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
-from unfog.rows import taken
+from unfog.sharded_rng import taken
 
 VLB_SHARE = 0.001
 """Weight of the variational bound in bits per number beside the squared error (Nichol & Dhariwal 2021, eq. 16)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.evaluation.networks import INCEPTION, TorchScript, load_inception, load_torchscript, parse_file
+from unfog.evaluation.feature_networks import INCEPTION, TorchScript, load_inception, load_torchscript, parse_file
 from unfog.evaluation.texture import texture
 
 SIDE = 8

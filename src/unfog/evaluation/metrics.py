@@ -12,9 +12,9 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, is_inception
-from unfog.evaluation.frechet import Distance, Statistics, extrapolated, frechet_with_error
-from unfog.evaluation.kernel import kernel_distance
-from unfog.evaluation.manifold import Inside, Share, Z, inside, mean, proportion
+from unfog.evaluation.frechet_distance import Distance, Statistics, extrapolated, frechet_with_error
+from unfog.evaluation.kernel_distance import kernel_distance
+from unfog.evaluation.precision_recall import Inside, Share, Z, inside, mean, proportion
 
 FEW = 10_000
 """Pictures below which a Frechet distance is marked."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.models.codec_settings import Autoencoder
+from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.layers import zero_
 
 LOGVAR = (-30.0, 20.0)

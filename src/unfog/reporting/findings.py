@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from unfog.reporting.figures import Pixels, png
-from unfog.reporting.pages import page
+from unfog.reporting.html import page
+from unfog.reporting.image_grids import Pixels, png
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 

@@ -11,11 +11,11 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from unfog.reporting.figures import Pixels, png
+from unfog.reporting.image_grids import Pixels, png
 from unfog.reporting.progress import Progress, amount, warn
 from unfog.reporting.records import Events, Metrics, write_atomic
 from unfog.reporting.settings import Log
-from unfog.reporting.sinks import Sink, open_sink, require
+from unfog.reporting.trackers import Sink, open_sink, require
 
 Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 

@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.evaluations import HEAD, StoredEvaluation, read_evaluations
-from unfog.reporting.figures import data_uri
-from unfog.reporting.pages import page
+from unfog.reporting.html import page
+from unfog.reporting.image_grids import data_uri
 from unfog.reporting.progress import amount, duration
 from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
 from unfog.reporting.report_charts import charts, column, smooth
+from unfog.reporting.stored_evaluations import HEAD, StoredEvaluation, read_evaluations
 from unfog.urls import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most

@@ -11,33 +11,33 @@ from typing import Any
 
 import torch
 
-from unfog.config.tree import Config, shareable
-from unfog.data.images import Prepared
+from unfog.config.resume_rules import keys_of
+from unfog.config.schema import Config, shareable
+from unfog.data.dataset import Prepared
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
+from unfog.pipeline.build import build_objective, build_state, held_out_set
+from unfog.pipeline.failed_shards import Missing
+from unfog.planning.auto_settings import Choice
+from unfog.process.heartbeat import Pulse
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
-from unfog.reporting.sinks import require
-from unfog.runs.build import build_objective, build_state, held_out_set
-from unfog.runs.changes import keys_of
-from unfog.runs.choices import Choice
-from unfog.runs.codec_looks import CodecLooks
-from unfog.runs.evaluator import Evaluator
-from unfog.runs.folder import RunFolder
-from unfog.runs.follow import train_state
-from unfog.runs.looks import Looks
-from unfog.runs.pulse import Pulse
-from unfog.runs.saving import Saver
-from unfog.runs.shards import Missing
-from unfog.runs.signals import StopSignals
-from unfog.training import checkpoint
-from unfog.training.culprit import Culprit
-from unfog.training.distributed import ALONE, World
-from unfog.training.joint import Post
+from unfog.reporting.trackers import require
+from unfog.runs.autoencoder_previews import CodecLooks
+from unfog.runs.evaluation_hook import Evaluator
+from unfog.runs.previews import Looks
+from unfog.runs.saver import Saver
+from unfog.runs.workers import train_state
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.sharded import Post
+from unfog.training.distributed.world import ALONE, World
 from unfog.training.loop import Stopwatch, settle
-from unfog.training.memory import at_once
+from unfog.training.stability.nan_debug import Culprit
+from unfog.training.stability.out_of_memory import at_once
 from unfog.training.state import TrainState
 
 

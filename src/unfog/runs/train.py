@@ -8,40 +8,41 @@ from pathlib import Path
 
 import torch
 
-from unfog.config.request import check_request, check_source
+from unfog.config.resume_rules import DRAWS, check_changes
+from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
-from unfog.config.tree import LENGTH, Config
-from unfog.data.augment import Augment
-from unfog.data.images import Prepared
-from unfog.diagnosis.images.examine import glance
-from unfog.diagnosis.settings.examine import examine_settings
+from unfog.config.validate import check_request, check_source
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import Prepared
+from unfog.doctor.images.data_checks import glance
+from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
+from unfog.inference.tuned_sampler import say_if_left, without_tuned
+from unfog.pipeline.autoencoder_folder import keep_codec
+from unfog.pipeline.data_report import DATA_FILE, write_data_record
+from unfog.pipeline.failed_shards import lost_shards
+from unfog.pipeline.load_data import load_images
+from unfog.planning.auto_settings import Settling, choose_device
+from unfog.planning.disk import forecast
+from unfog.process.heartbeat import Pulse
+from unfog.process.launch import note_launch
+from unfog.process.run_folder import CODEC, RunFolder, next_folder
+from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
 from unfog.reporting.records import Events, number, read_metrics
-from unfog.runs.changes import DRAWS, check_changes
-from unfog.runs.choices import Settling, choose_device
-from unfog.runs.codec import keep_codec
-from unfog.runs.codec_looks import finish_codec
-from unfog.runs.data_record import DATA_FILE, write_data_record
-from unfog.runs.disk import forecast
-from unfog.runs.folder import CODEC, RunFolder, next_folder
-from unfog.runs.follow import lead
-from unfog.runs.initial import read_weights, seen_alike
-from unfog.runs.launch import note_launch
-from unfog.runs.loading import load_images
-from unfog.runs.measuring import settle_metrics
-from unfog.runs.pulse import Pulse
+from unfog.runs.autoencoder_previews import finish_codec
+from unfog.runs.init_weights import read_weights, seen_alike
+from unfog.runs.metrics_hook import settle_metrics
 from unfog.runs.session import Session
-from unfog.runs.shards import lost_shards
-from unfog.runs.signals import StopSignals
-from unfog.runs.tuned import say_if_left, without_tuned
-from unfog.training import checkpoint, rotation
-from unfog.training.averages import forget_after
-from unfog.training.meeting import device_of, processes
-from unfog.training.methods import Custom
-from unfog.training.optim import check_goes_on
+from unfog.runs.workers import lead
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
+from unfog.training.checkpoints.ema_snapshots import forget_after
+from unfog.training.distributed.rendezvous import device_of, processes
+from unfog.training.optimizer_settings import Custom
+from unfog.training.optimizers import check_goes_on
 
 
 def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:

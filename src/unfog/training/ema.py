@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unfog.training.local import local
-from unfog.training.profiles import EmaProfile, PowerEma
+from unfog.training.distributed.sharded_tensors import local
+from unfog.training.ema_schedules import EmaProfile, PowerEma
 
 
 class Ema:

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted, RunError
-from unfog.rows import part_of
-from unfog.training.averages import spacing
-from unfog.training.culprit import Culprit, find_culprit
-from unfog.training.distributed import ALONE, World
-from unfog.training.memory import at_once, within_memory
-from unfog.training.passes import Pass, drawn_at_once, gradient, passes_of, seed_at, seeded
+from unfog.sharded_rng import part_of
+from unfog.training.checkpoints.ema_snapshots import spacing
+from unfog.training.distributed.coordination import Together
+from unfog.training.distributed.world import ALONE, World
+from unfog.training.hooks import Augmentation, LossFunction, Rank, Run, Stream
+from unfog.training.micro_batches import Pass, drawn_at_once, gradient, passes_of, seed_at, seeded
 from unfog.training.precision import to_device
-from unfog.training.protocols import Augmentation, LossFunction, Rank, Run, Stream
 from unfog.training.settings import Optimizer, Training, learning_rate
+from unfog.training.stability.nan_debug import Culprit, find_culprit
+from unfog.training.stability.out_of_memory import at_once, within_memory
 from unfog.training.state import TrainState
-from unfog.training.together import Together
 
 
 class Every(NamedTuple):

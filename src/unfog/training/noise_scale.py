@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.local import total_norm
+from unfog.training.distributed.sharded_tensors import total_norm
 from unfog.training.precision import gradients_of
 
 

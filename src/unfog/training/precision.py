@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.local import local, total_norm
+from unfog.training.distributed.sharded_tensors import local, total_norm
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

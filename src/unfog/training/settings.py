@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
-from unfog.training.methods import AdamW, Method
-from unfog.training.profiles import EmaProfile, PowerEma
+from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.optimizer_settings import AdamW, Method
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 SamplingPrecision = Literal["fp32", "bf16"]

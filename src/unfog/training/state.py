@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
-from unfog.training import optim
+from unfog.training import optimizers as optim
+from unfog.training.distributed.sharded_tensors import all_finite
 from unfog.training.ema import Ema
-from unfog.training.guard import Guard
-from unfog.training.local import all_finite
+from unfog.training.ema_schedules import EmaProfile, PowerEma
 from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
-from unfog.training.profiles import EmaProfile, PowerEma
 from unfog.training.settings import Evaluate, Optimizer
+from unfog.training.stability.divergence import Guard
 
 HELD_OUT_LOSS = "held_out_loss"
 BINS = 10  # of the noise quantile, in which the training loss is logged

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unfog.data.images import ImageSet, Prepared, split
-from unfog.data.ledger import Ledger, Quarantined, shown
-from unfog.data.packs.files import check, check_settings, open_files, read_manifest
+from unfog.data.dataset import ImageSet, Prepared, split
+from unfog.data.packs.pack_files import check, check_settings, open_files, read_manifest
+from unfog.data.report import Ledger, Quarantined, shown
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 

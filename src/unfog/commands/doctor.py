@@ -1,0 +1,139 @@
+"""`unfog doctor`: all that can be found out about images, settings and machine before a run, or about a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from unfog.config.paths import check_out
+from unfog.config.schema import Config
+from unfog.config.validate import check_request
+from unfog.data.augmentation.augment import Augment
+from unfog.data.dataset import Prepared
+from unfog.data.packs.pack import verify_pack
+from unfog.data.packs.pack_files import MANIFEST
+from unfog.data.report import shown
+from unfog.doctor.images.data_checks import examine_data
+from unfog.doctor.run.run_checks import examine_run
+from unfog.doctor.settings.length_checks import length_guide
+from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
+from unfog.doctor.settings.settings_checks import examine_settings
+from unfog.errors import RequestError
+from unfog.pipeline.autoencoder_folder import decoder
+from unfog.pipeline.build import as_it_is, build_objective, build_state
+from unfog.pipeline.data_report import contact_sheet
+from unfog.pipeline.load_data import load_images
+from unfog.planning.auto_settings import Settling, choose_device
+from unfog.process.run_folder import RunFolder, next_folder
+from unfog.process.signals import StopSignals
+from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
+from unfog.reporting.progress import Progress, say
+from unfog.runs.dry_run import rehearse
+from unfog.runs.metrics_hook import settle_metrics
+
+
+def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
+    """Examine images, settings and machine before a run; says what it found, and writes it down.
+
+    Args:
+        config: as for training; what is left open is chosen as it would be.
+        out: folder for report.html and findings.json; None is a free one under `doctor/`.
+        quick: leave out the dry run and the overfit test.
+
+    Returns:
+        The page, and the findings.
+
+    Raises:
+        RequestError: there is no such source, none of its images can be used, or `out` will not do.
+        Interrupted: a stop was requested.
+    """
+    check_request(config)
+    page = out or next_folder(config.source, "doctor")
+    check_out(page, config.source, "the folder of the findings")
+    device = choose_device(config.training.device)
+    with StopSignals(saves=False) as stop:
+        prepared, config = load_images(config, stop)
+        findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
+    return _tell(page, f"What training on {shown(config.source)} will meet", findings), findings
+
+
+def examine_run_folder(
+    run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
+) -> tuple[Path, list[Finding]]:
+    """Examine a run that goes on, has ended or has failed; says what it found, and writes it down outside the run.
+
+    Args:
+        run: the run.
+        out: as for `examine_source`.
+        quick: draw no pictures, which takes longest.
+        device: where to measure and to draw.
+
+    Raises:
+        RequestError: it is no run, or `out` will not do.
+        Interrupted: a stop was requested.
+    """
+    run.check_is_run()
+    page = out or next_folder(str(run.path), "doctor")
+    check_out(page, what="the folder of the findings")
+    with StopSignals(saves=False):
+        findings = examine_run(run, device, samples=0 if quick else 64)
+    return _tell(page, f"What became of {run.path}", findings), findings
+
+
+def _images(prepared: Prepared, config: Config, stop: StopSignals) -> list[Finding]:
+    """What can be said of the images alone, and how the network sees them."""
+    with Progress("looking at the images", None) as progress:
+
+        def update(done: int, total: int) -> None:
+            stop.leave_if_requested()
+            progress.total = total
+            progress.update(done)
+
+        findings = examine_data(prepared, config, update)
+        if (Path(config.source) / MANIFEST).is_file():
+            findings.append(_pack(Path(config.source), update))
+    sheet = Exhibit("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
+    return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", exhibits=(sheet,))]
+
+
+def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
+    """Whether every byte of a pack is as it was written."""
+    troubles = verify_pack(path, progress)
+    if not troubles:
+        return Finding("data.pack", "fine", f"the checksums of {path} are right")
+    said = f"{path} is damaged: {'; '.join(troubles[:3])}{'; ...' * (len(troubles) > 3)}"
+    return Finding("data.pack", "fatal", said, "pack the originals again with `unfog pack`", {"troubles": troubles})
+
+
+def _prospects(
+    prepared: Prepared, config: Config, device: torch.device, stop: StopSignals, quick: bool
+) -> list[Finding]:
+    """What the settings will make of these images, on this machine."""
+    settling = Settling(config, prepared.seen.train, device, stop)
+    try:
+        settling.everything()
+        settle_metrics(settling, prepared.train, device)
+    except RequestError as error:  # with these images they will not do
+        return [Finding("settings.request", "fatal", str(error))]
+    for choice in settling.choices:
+        say(f"  {choice}")
+    config, pace = settling.config, settling.seconds_per_step()
+    findings = examine_settings(config, prepared, device, pace)
+    if findings[0].severity != "fatal":
+        findings.append(length_guide(config, prepared, pace))
+        if not quick:
+            objective = build_objective(config)
+            state = build_state(config, device)
+            see, show = as_it_is(config), decoder(config, device)
+            images = prepared.seen.train
+            findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
+            findings += rehearse(config, prepared, device, stop)
+    return findings
+
+
+def _tell(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
+    """Say the findings, write the page, and return its path."""
+    say_findings(findings)
+    return write_findings(folder, title, findings)

@@ -1,0 +1,287 @@
+"""`unfog ema-sweep`: averages of several lengths, rebuilt from the snapshots of a run, and which of them is best."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.config.toml import of_type
+from unfog.data.dataset import Prepared, spread
+from unfog.data.report import shown
+from unfog.errors import RequestError
+from unfog.evaluation.feature_store import features_of
+from unfog.evaluation.features import open_features
+from unfog.evaluation.held_out import mean_over_images
+from unfog.evaluation.metrics import Measured, check_count, measure
+from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
+from unfog.inference.ema_weights import SWEEP_FILE, put_average
+from unfog.inference.held_out_metrics import losses_of
+from unfog.pipeline.build import build_network, held_out_set
+from unfog.pipeline.class_labels import labels_like
+from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.load_data import load_images
+from unfog.planning.auto_settings import choose_device
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Exhibit, Finding, finite, render
+from unfog.reporting.progress import Progress, result, say
+from unfog.reporting.records import write_atomic
+from unfog.training.checkpoints.posthoc_ema import Kept, kept_in, mixture
+from unfog.training.ema_schedules import PowerEma
+
+WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
+PAGE_FILE = "ema-sweep.html"
+LOSS = "held_out_loss"
+DRAWN = ("kid", "fid", "fd", "sliced")
+"""Metrics of drawn pictures against the images of the run."""
+USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
+
+
+class Row(NamedTuple):
+    """One length."""
+
+    width: float
+    value: float
+    error: float | None
+    """Standard error, where it is known. All lengths are measured with the same noise, so less is already a sign."""
+    distance: float
+    """Of the profile that was rebuilt from the wanted one, relative."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What `ema_sweep` returns."""
+
+    metric: str
+    n: int
+    step: int
+    features: str
+    """What pictures were compared by; "" for the held-out loss."""
+    before: float
+    """Width of --ema."""
+    rows: tuple[Row, ...]
+
+    @property
+    def best(self) -> Row:
+        """The length with the lowest value."""
+        return min(self.rows, key=lambda row: row.value)
+
+    def table(self) -> list[list[str]]:
+        """A row of cells for each length, under a heading."""
+        head = ["width", self.metric, "standard error", "profile off by", ""]
+        return [head] + [
+            [
+                f"{row.width:g}",
+                f"{row.value:.5g}",
+                "" if row.error is None else f"{row.error:.2g}",
+                f"{100 * row.distance:.2g}%",
+                "best" if row == self.best else "--ema of the run" if row.width == self.before else "",
+            ]
+            for row in self.rows
+        ]
+
+    def lines(self) -> list[str]:
+        """The table as text."""
+        rows = self.table()
+        wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return ["  ".join(cell.rjust(width) for cell, width in zip(row, wide)).rstrip() for row in rows]
+
+    def finding(self) -> Finding:
+        """What a person is told, with the chart."""
+        best, usual_row = self.best, next((row for row in self.rows if row.width == self.before), None)
+        said = f"of {len(self.rows)} lengths, width {best.width:g} has the lowest {self.metric}, {best.value:.5g}"
+        if usual_row is not None and best.width != self.before:
+            said += f", where the {self.before:g} of --ema has {usual_row.value:.5g}"
+            if best.value > 0:
+                more = 100 * (usual_row.value / best.value - 1)
+                said += f" ({more:,.{0 if more >= 10 else 1}f}% more)"
+        said += f" (step {self.step:,}, n = {self.n:,}{f', features {self.features}' if self.features else ''})"
+        edge = best.width in (self.rows[0].width, self.rows[-1].width) and len(self.rows) > 1
+        remedy = "it is the last of these in its direction; try --widths beyond it" if edge else ""
+        series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
+        exhibits = (
+            Exhibit(f"{self.metric} by length of the average", svg=line_chart(series, "width", self.metric)),
+            Exhibit("Lengths", table=self.table(), caption=CAPTION),
+        )
+        return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), exhibits)
+
+
+CAPTION = (
+    "Width is the standard deviation of the averaging window as a share of the run so far. Each average is a sum of "
+    "snapshots; how far its profile is off says how well they allow it, and its weights are off by far less."
+)
+
+
+def ema_sweep(
+    path: Path,
+    metric: str = LOSS,
+    n: int = 0,
+    widths: tuple[float, ...] = (),
+    step: int | None = None,
+    features: str = "",
+    device: str = "auto",
+) -> Swept:
+    """Rebuild averages of these lengths, measure each, and make the best one the run's own.
+
+    Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` follow the former.
+
+    Args:
+        path: the run.
+        metric: held_out_loss, or kid, fid, fd or sliced of drawn pictures; the lowest is best.
+        n: held-out images, or pictures that are drawn for each length; 0: 512, 1,000, and for fid 10,000.
+        widths: () are ten from 0.02 to 0.25, as far as the snapshots allow them, and the run's own.
+        step: at which; None is the last snapshot.
+        features: what kid, fid and fd compare pictures by, see `evaluation.features.open_features`; "" is inception for
+            fid, and texture, which needs no file, for the others.
+        device: auto, cpu, cuda, cuda:1 or mps.
+
+    Raises:
+        RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
+        RunError: the run cannot be written to; the table is printed.
+        Interrupted: a stop was requested.
+    """
+    if metric not in USUAL_N:
+        raise RequestError(f"metric = {metric!r} is none of {', '.join(USUAL_N)}")
+    n, widths = of_type(int, n, "n"), of_type(tuple[float, ...], widths, "widths")
+    step, features = of_type(int | None, step, "step"), of_type(str, features, "features")
+    if n < 0:
+        raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
+    folder = RunFolder(path)
+    config, kept, n = folder.read_config(), kept_in(folder.averages), n or USUAL_N[metric]
+    if config.autoencoder.factor:
+        raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
+    asked = possible(kept, config, widths, step)
+    step = mixture(kept, asked[0], step).step
+    place = choose_device(device)
+    folder.check_writable()
+    with StopSignals(saves=False) as stop:
+        prepared, now = load_images(config, stop)
+        if now.fingerprint != config.fingerprint:
+            raise RequestError(f"the images in {shown(config.source)} are not those of this run; bring them back")
+        network = build_network(config).to(place).eval()
+        n, by, measured = measure_of(metric, n, features, config, prepared, place)
+        rows = []
+        with Progress("lengths", len(asked), delay=0.5) as progress:
+            for done, width in enumerate(asked):
+                stop.leave_if_requested()
+                progress.update(done, f"width {width:g}")
+                mix = put_average(network, folder, width, step)
+                value, error = measured(network)
+                rows.append(Row(width, value, error, mix.error))
+    before = getattr(config.ema, "width", 0.0)
+    swept = Swept(metric, n, step, by, before, tuple(rows))
+    with folder.keeping(swept.lines):
+        write(swept, folder)
+    return swept
+
+
+def possible(kept: list[Kept], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
+    """The widths to try, narrow to wide: those given, or the usual ones as far as these snapshots allow them.
+
+    Raises:
+        RequestError: one that was given cannot be rebuilt, or none of the usual ones can.
+    """
+    if widths:
+        for width in widths:
+            mixture(kept, width, step)
+        return sorted(set(widths))
+    found: list[float] = []
+    own = {config.ema.width} if isinstance(config.ema, PowerEma) else set()
+    mixture(kept, next(iter(own), WIDTHS[5]), step)  # which says what is wrong, if not even that can be had
+    for width in sorted({*WIDTHS, *own}):
+        try:
+            mixture(kept, width, step)
+            found.append(width)
+        except RequestError:
+            say(f"  width {width:g} is left out: the snapshots are too far apart for it")
+    return found
+
+
+Measure = Callable[[nn.Module], tuple[float, float | None]]
+"""Network with an average in it -> (value, standard error or None)."""
+
+
+def measure_of(
+    metric: str, n: int, features: str, config: Config, prepared: Prepared, device: torch.device
+) -> tuple[int, str, Measure]:
+    """How many images or pictures it is of, by what features, and the measure itself; the same noise each time.
+
+    Raises:
+        RequestError: there are no held-out images, or no such features.
+    """
+    if metric == LOSS:
+        return held_out_measure(n, config, prepared, device)
+    if n < 10:
+        raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
+    images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
+    pixels = np.ascontiguousarray(images.take(spread(len(images), n))[0])
+    compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
+    # Classes as often as in the data: by all in turn, it would be their shares that are compared.
+    drawing = replace(usual(config, n, min(n, 64)), labels=labels_like(images.labels, n))
+
+    def value(network: nn.Module) -> tuple[float, float | None]:
+        with Progress("drawing", n) as progress:
+            pictures = draw(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
+        found = compare(torch.from_numpy(np.ascontiguousarray(pictures)))
+        if found.value is None:
+            raise RequestError(f"{metric} is refused: {found.note}")
+        return found.value, found.error
+
+    return n, name, value
+
+
+def comparison(
+    metric: str, features: str, real: Tensor, device: torch.device
+) -> tuple[Callable[[Tensor], Measured], str]:
+    """Drawn pixels uint8 [N, C, H, W] -> their metric against real ones, and what both are compared by."""
+    if metric in PIXEL_METRICS:
+        return lambda drawn: measure_pixels([metric], real, drawn)[0], "7x7 patches"
+    extractor = open_features(features or ("inception" if metric == "fid" else "texture"), device)
+    check_count(metric, len(real), real[:1], extractor, "--metric")
+    known = features_of(real.numpy(), extractor)
+
+    def compare(drawn: Tensor) -> Measured:
+        return measure([metric], known, features_of(drawn.numpy(), extractor), features=extractor)[0]
+
+    return compare, extractor.name
+
+
+def held_out_measure(n: int, config: Config, prepared: Prepared, device: torch.device) -> tuple[int, str, Measure]:
+    """The held-out loss of `n` images, or as many as there are."""
+    held_out = held_out_set(prepared, config, device, n)
+    if held_out is None:
+        raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
+
+    def value(network: nn.Module) -> tuple[float, float | None]:
+        mean = mean_over_images(losses_of(network, config, held_out, 64, lambda images: None))
+        return mean.value, None if math.isnan(mean.error) else mean.error
+
+    return len(held_out.x0), "", value
+
+
+def write(swept: Swept, folder: RunFolder) -> None:
+    """ema-sweep.json, whose width the run follows from now on, and ema-sweep.html."""
+    record = {"width": swept.best.width, **asdict(swept), "rows": [row._asdict() for row in swept.rows]}
+    text = json.dumps(finite(record), indent=2, allow_nan=False)
+    write_atomic(folder.path / SWEEP_FILE, f"{text}\n".encode())
+    page = render(f"Length of the average of {folder.path.name}", [swept.finding()])
+    write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
+
+
+def tell(swept: Swept) -> None:
+    """Print the table, and say what is best; the width alone is the result, on stdout."""
+    for line in swept.lines():
+        say(f"  {line}")
+    say(f"  {swept.finding()}")
+    say(f"  {PAGE_FILE} shows it; this run is sampled with it from now on, until {SWEEP_FILE} is removed")
+    result(f"{swept.best.width:g}")

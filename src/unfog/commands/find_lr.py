@@ -1,0 +1,179 @@
+"""`unfog find-lr`: a learning rate for these images, this network and this recipe, tried on throwaway copies."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfog.config.schema import Config
+from unfog.config.validate import check_request
+from unfog.data.dataset import Prepared
+from unfog.data.report import shown
+from unfog.data.stream import ImageStream
+from unfog.errors import RequestError
+from unfog.pipeline.build import as_it_is, augmentation, build_objective, build_state
+from unfog.pipeline.load_data import load_images
+from unfog.planning.auto_settings import Settling, choose_device
+from unfog.planning.lr_range_test import LrRange, Probe, Subject, find_lr_range
+from unfog.process.signals import StopSignals
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Exhibit, Finding, finite, render
+from unfog.reporting.progress import say
+from unfog.reporting.records import write_atomic
+from unfog.runs.init_weights import read_weights, seen_alike
+
+PROBED = 256  # images, each with noise at a level of its own
+JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
+
+
+@dataclass(frozen=True)
+class FoundLr:
+    """What `find_lr` returns."""
+
+    range: LrRange
+    usual: float
+    """The rate that a run would have taken: the one that was given, or that of the rule of thumb."""
+    json: Path | None
+    page: Path | None
+    """Where it was written; None where nothing was."""
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate that is suggested, or None."""
+        return self.range.suggestion
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self.range.reason
+
+    def finding(self) -> Finding:
+        """What a person is told, with the chart."""
+        found, usual = self.range, self.usual
+        facts = {"suggestion": found.suggestion, "usual": usual}
+        exhibits = (Exhibit("Loss by learning rate", svg=chart(found), caption=CAPTION),)
+        if found.suggestion is None:
+            return Finding(
+                "lr.range", "warning", f"no learning rate can be suggested: {found.reason}", "", facts, exhibits
+            )
+        evidence = f"learning rate {found.suggestion:g}: {found.reason}"
+        if 1 / 3 <= found.suggestion / usual <= 3:
+            return Finding(
+                "lr.range", "fine", f"{evidence}; near to the {usual:g} of these settings", "", facts, exhibits
+            )
+        factor = max(found.suggestion / usual, usual / found.suggestion)
+        side = "lower" if usual < found.suggestion else "higher"
+        evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
+        return Finding("lr.range", "hint", evidence, f"train with --lr {found.suggestion:g}", facts, exhibits)
+
+
+CAPTION = (
+    "1 is the loss of answering nothing. The ramp is one throwaway network whose rate grows with each step: it shows "
+    "where learning begins and where it ends. Trials are fresh networks at one rate each, with the run's own schedule; "
+    "they are short, which favours high rates, so for a run of very many steps rather take less than more."
+)
+
+
+def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FoundLr:
+    """Look for a learning rate, in about so many seconds after the images are read. No run is touched.
+
+    Args:
+        config: as for a run; its length, previews and evaluation do not matter.
+        out: folder for lr-range.json and lr-range.html, which are replaced; None writes nothing.
+        seconds: for training. A network that is too slow for the fewest steps takes longer.
+
+    Raises:
+        RequestError: the settings, the source or the folder will not do.
+        Interrupted: a stop was requested.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise RequestError(f"seconds = {seconds} must be above 0; 90 is usual")
+    if out is not None and out.exists() and not out.is_dir():
+        raise RequestError(f"{out} is a file; give a folder for {JSON_FILE} and {PAGE_FILE}")
+    check_request(config)
+    device = choose_device(config.training.device)
+    with StopSignals(saves=False) as stop:
+        prepared, config = load_images(seen_alike(config), stop)
+        initial = read_weights(config) if config.init.folder else None
+        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop)
+        settling.network()
+        settling.learning_rate()
+        settling.weight_decay()
+        settling.microbatch()
+        settling.precision()
+        settling.memory_format()
+        for choice in settling.choices:
+            say(f"  {choice}")
+        config = settling.config
+        found = find_lr_range(subject_of(config, prepared, device, stop, initial and initial.state), seconds)
+    files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
+    result = FoundLr(found, config.optimizer.lr, *files)
+    say(f"  {result.finding()}")
+    if out is not None:
+        write(result, config, out)
+        say(f"  the curve is in {out / PAGE_FILE}")
+    return result
+
+
+def subject_of(
+    config: Config,
+    prepared: Prepared,
+    device: torch.device,
+    stop: StopSignals,
+    weights: dict[str, Tensor] | None = None,
+) -> Subject:
+    """The live objects of a run with this configuration, which is settled but for its length; with these weights if
+    given."""
+    seen = prepared.seen
+    images = seen.held_out if len(seen.held_out) else seen.train
+    index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
+    pixels, labels, _ = images.take(index)
+    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
+    label = None if labels is None else torch.from_numpy(labels).to(device)
+    return Subject(
+        config.training,
+        config.optimizer,
+        lambda: build_state(config, device, weights),
+        ImageStream(seen.train, config.training.seed),
+        augmentation(config),
+        build_objective(config),
+        Probe.of(x0, label),
+        stop,
+    )
+
+
+def write(result: FoundLr, config: Config, out: Path) -> None:
+    """lr-range.json and lr-range.html, each whole or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = asdict(result.range)
+    found["ramp"]["smooth"] = result.range.ramp.smooth
+    record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
+    text = json.dumps(finite(record), indent=2, allow_nan=False)
+    write_atomic(out / JSON_FILE, f"{text}\n".encode())
+    page = render(f"Learning rate for {shown(config.source)}", [result.finding()])
+    write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
+
+
+def chart(found: LrRange) -> str:
+    """Ramp and trials as an SVG line chart."""
+    ramp = found.ramp
+    x = [math.log10(rate) for rate in ramp.rates]
+    # A ramp that ends high would press everything else to the ground.
+    top = 1.3 * max(ramp.start, 1.0)
+    series = {
+        "ramp, each step": (x, [min(loss, top) for loss in ramp.losses]),
+        "ramp": (x[: len(ramp.smooth)], [min(loss, top) for loss in ramp.smooth]),  # which may end at a loss of nan
+    }
+    if found.trials:
+        trials = sorted(found.trials, key=lambda trial: trial.lr)
+        series[f"trials of {trials[0].steps} steps"] = (
+            [math.log10(trial.lr) for trial in trials],
+            [min(trial.loss, top) for trial in trials],
+        )
+    return line_chart(series, "learning rate, power of ten", "relative loss", zero_y=True, faint=["ramp, each step"])

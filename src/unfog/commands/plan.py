@@ -1,0 +1,306 @@
+"""`unfog plan`: what training will take, before it is begun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unfog.config.schema import Config
+from unfog.config.validate import check_request, seconds
+from unfog.data.dataset import Prepared
+from unfog.errors import RequestError
+from unfog.pipeline.build import blank_batch, build_network
+from unfog.pipeline.load_data import load_images
+from unfog.planning.accelerators import Device, find_device
+from unfog.planning.auto_settings import Choice, Settling, choose_device
+from unfog.planning.disk import forecast, image_bytes, in_file, size, to_decode
+from unfog.planning.flops import Range, Work, work_of
+from unfog.planning.memory_estimate import Footprint, Traces, images_shape, with_precision
+from unfog.planning.microbatch import MARGIN, choose_microbatch, count_of, needed
+from unfog.planning.peak_memory import CUDA_CONTEXT, available_memory
+from unfog.planning.step_benchmark import at_hand
+from unfog.planning.timing import (
+    TOO_SLOW,
+    amount_of,
+    pace_of,
+    step_of,
+    this_cpu,
+    time_finding,
+    times_of,
+    told_time,
+)
+from unfog.process.run_folder import next_folder
+from unfog.process.signals import StopSignals
+from unfog.reporting.findings import Finding, finite
+from unfog.training.precision import Precision
+from unfog.training.settings import at_least_one
+from unfog.training.stability.out_of_memory import at_once
+from unfog.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take. All of it is predicted, but for the times of the machine at hand, which are measured."""
+
+    config: Config
+    """With all choices made."""
+    processes: int
+    """That train together, each on a device of its own, or all on this CPU; memory and times are those of the first."""
+    choices: tuple[Choice, ...]
+    images: int
+    """To train on."""
+    machine: str
+    estimated: bool
+    """Whether times come from arithmetic: of another machine by its data sheet, here of what cannot be timed."""
+    parameters: int
+    """Of the whole network."""
+    work: Work
+    memory: Footprint
+    available: int
+    """Bytes of memory on the device, for one process."""
+    times: dict[str, Range]
+    """Seconds by what takes them: step, training, previews, evaluations, total, and those of drawing pictures."""
+    disk: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    def lines(self) -> list[str]:
+        """The plan, for people to read."""
+        training = self.config.training
+        pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
+        title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
+        apart = self.processes > 1
+        several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
+        rows = [
+            ("machine", several * apart + f"{self.machine}, {training.precision}" + ", estimated" * self.estimated),
+            *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
+            ("arithmetic", f"{amount_of(self.work.forward)} an image, {amount_of(self.work.training)} to train on it"),
+            ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available" + " each" * apart),
+            *self._memory_rows(),
+            ("time", f"{told_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
+            *self._time_rows(),
+            *(("disk", line) for line in self.disk),
+        ]
+        return [title, *(f"  {name:<22} {text}" for name, text in rows)]
+
+    def _memory_rows(self) -> list[tuple[str, str]]:
+        memory, step = self.memory, self.memory.step
+        largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
+        parts = ", ".join(f"{name} {size(count)}" for count, name in largest)
+        rows = {"drawing a preview": memory.drawing, "held-out loss": memory.measuring}
+        rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
+        told = [(f"  {name}", size(count)) for name, count in rows.items() if count]
+        return [("  a step", f"{size(step.total)}: {parts}"), *told]
+
+    def _time_rows(self) -> list[tuple[str, str]]:
+        told = {name: told_time(time) for name, time in self.times.items() if name != "in all"}
+        if all(time == "?" for time in told.values()):
+            return []
+        return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in told.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON."""
+        memory = self.memory
+        return {
+            "machine": self.machine,
+            "processes": self.processes,
+            "estimated": self.estimated,
+            "images": self.images,
+            "parameters": self.parameters,
+            "flops": {"forward": self.work.forward, "training": self.work.training},
+            "training": {
+                name: getattr(self.config.training, name)
+                for name in ("batch", "microbatch", "checkpointing", "shard", "precision", "images")
+            },
+            "choices": [{"name": c.name, "value": str(c.value), "reason": c.reason} for c in self.choices],
+            "memory": {
+                "available": self.available,
+                "peak": memory.peak,
+                "step": memory.step.total,
+                "parts": dict(memory.step.parts),
+                "drawing": memory.drawing,
+                "measuring": memory.measuring,
+                "snapshot": memory.snapshot,
+                "images": memory.images,
+            },
+            "seconds": finite(self.times),
+            "disk": list(self.disk),
+            "findings": [
+                {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
+                for f in self.findings
+            ],
+        }
+
+
+def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
+    """Predict what training takes. Decodes a few of the images, and trains nothing but a few steps to time them.
+
+    Args:
+        config: as asked for.
+        device_for: "", or the name of a device in place of the one at hand: see `diagnosis.devices`.
+        processes: among which torchrun would share each batch.
+
+    Raises:
+        RequestError: the settings, the source or the device will not do.
+    """
+    check_request(config)
+    at_least_one("processes", processes)
+    other = find_device(device_for) if device_for else None
+    device = torch.device("cuda") if other else choose_device(config.training.device)
+    with StopSignals(saves=False) as stop:
+        prepared, config = load_images(config, stop, few=True)
+        decoded = prepared.seen.train if other or config.data.cache == "none" else at_hand(prepared.seen.train)
+        settling = Settling(config, decoded, device, stop, processes)
+        settling.check_length()
+        settling.network()
+        settling.learning_rate()
+        settling.weight_decay()
+        together = processes if device.type == "cpu" else 1  # on one device
+        available = other.memory - CUDA_CONTEXT if other else available_memory(device) // together
+        machine = other.name if other else str(device)
+        coming = 0 if other else to_decode(prepared, config)
+        if device.type == "cpu":  # where they come before anything else
+            available = max(0, available - coming)
+        fatal = too_many(coming * processes) or settle_memory(settling, device, available, machine)
+        work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
+        lengthy = settling.config.training.batch * work.training > TOO_SLOW
+        if not other and device.type == "cpu" and (together > 1 or lengthy):
+            other = this_cpu(available, together)
+        untimed = bool(fatal) or settling.divided
+        settle_length(settling, work, other, untimed)
+        now, share = settling.config, settling.share()
+        step, call = pace_of(settling, work, other, device, untimed)
+    in_memory = image_bytes(prepared, now) if now.data.cache == "memory" or not in_file(prepared) else 0
+    traces = Traces(share, device.type, processes)
+    memory = traces.footprint(at_once(share.training), now.training.checkpointing, in_memory)
+    disk, findings = disk_of(now, prepared, in_memory)
+    if not fatal:
+        findings.append(memory_finding(memory, available))
+    times = times_of(now, step, call, len(prepared.held_out))
+    if slow := time_finding(times["in all"]):
+        findings.append(slow)
+    return Plan(
+        now,
+        processes,
+        tuple(settling.choices),
+        len(prepared.train),
+        machine,
+        other is not None,
+        memory.weights // 4,
+        work,
+        memory,
+        available,
+        times,
+        tuple(disk),
+        tuple(fatal + findings),
+    )
+
+
+def settle_length(settling: Settling, work: Work, other: Device | None, untimed: bool) -> None:
+    """Precision, length and intervals: by data sheet for another machine, by measuring here where that is possible."""
+    if other:
+        settle_elsewhere(settling, work, other)
+    elif untimed:
+        settling.config = with_length(with_precision(settling.config), 0.0)
+    else:
+        settling.precision()
+        settling.memory_format()
+        settling.length()
+    settling.intervals()
+
+
+def too_many(images: int) -> list[Finding]:
+    """A fatal finding where so many bytes of images have no room in host memory."""
+    if not images or images < MARGIN * (host := available_memory(torch.device("cpu"))):
+        return []
+    evidence = f"the decoded images take {size(images)} of memory, and there is {size(host)} available"
+    return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
+
+
+def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:
+    """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
+    training, share, processes = settling.config.training, settling.share(), settling.processes
+    asked = share.training.microbatch
+    if asked and (takes := needed(share, device, available, processes)) < available:
+        return []
+    try:
+        fit = choose_microbatch(share, device, available, machine, processes)
+    except RequestError as error:
+        return [Finding("plan.memory", "fatal", str(error))]  # which says what to do
+    if not asked:
+        if fit.microbatch < share.training.batch:
+            settling.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
+            settling.config = replace_training(settling.config, microbatch=fit.microbatch)
+        if fit.checkpointing and not training.checkpointing:
+            settling.choices.append(Choice("checkpointing", True, "not even one image fits without"))
+            settling.config = replace_training(settling.config, checkpointing=True)
+        return []
+    evidence = f"{count_of(asked)} at once need about {size(takes)}, and {machine} has {size(available)} available"
+    extra = " --training.checkpointing" if fit.checkpointing and not training.checkpointing else ""
+    facts = {"needed": takes, "available": available, "microbatch": fit.microbatch}
+    return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
+
+
+def memory_finding(memory: Footprint, available: int) -> Finding:
+    """Whether the whole run fits, drawing and measuring included."""
+    evidence = f"{size(memory.peak)} of memory at the most, of {size(available)} available"
+    facts = {"needed": memory.peak, "available": available}
+    if memory.peak < MARGIN * available:
+        return Finding("plan.memory", "fine", evidence, facts=facts)
+    remedy = "lower --microbatch, --preview.images or --evaluate.images"
+    return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
+
+
+def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
+    """Precision and length on a device where nothing is measured, from its rates."""
+    if settling.config.training.precision == "auto":
+        settling.config = replace_training(settling.config, precision=other.precision)
+        why = "several processes share this CPU" if settling.processes > 1 else "a step takes minutes"
+        reason = f"native to {other.name}" if other.precision != "fp32" else f"not timed, as {why}"
+        settling.choices.append(Choice("precision", other.precision, reason))
+    step = step_of(settling.share(), work, other)
+    settling.config = with_length(settling.config, (step.low + step.high) / 2)
+    settling.length()
+
+
+def with_length(config: Config, pace: float) -> Config:
+    """The length as a number of images; of a budget, how many it takes at this pace, or one step where that is 0."""
+    training = config.training
+    if training.images or training.steps:
+        images = training.images or training.steps * training.batch
+    else:
+        steps = int(seconds(training.budget or "1h") / pace) if pace else 1
+        images = max(1, steps) * training.batch
+    return replace_training(config, images=images, steps=0, budget="")
+
+
+def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[str], list[Finding]]:
+    """Lines on what will be written, and whether there is room for it."""
+    lines: list[str] = []
+    if not in_memory and config.data.cache != "none":
+        there = isinstance(prepared.train.pixels, np.ndarray)
+        when = "in the cache already" if there else "which the run decodes first"
+        lines.append(f"{size(image_bytes(prepared, config))} of decoded images, {when}")
+    if config.codec:
+        count = (len(prepared.train) + len(prepared.held_out)) * blank_batch(config, 1).numel()
+        lines.append(f"{size(2 * count)} of latents, in the cache")
+    steps = config.training.images // config.training.batch
+    with FakeTensorMode():  # only its sizes are asked for
+        state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
+    try:
+        line = forecast(
+            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.averages
+        )
+    except RequestError as error:
+        return lines, [Finding("plan.disk", "fatal", str(error))]
+    waits = "may have to wait" in line
+    lines.append(line.removeprefix("disk: "))
+    return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
+
+
+def replace_training(config: Config, **changes: Any) -> Config:
+    """The same with other settings of training."""
+    return replace(config, training=replace(config.training, **changes))

@@ -1,0 +1,236 @@
+"""`unfog tune`: the few noise levels at which a run is best sampled, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from unfog.config.toml import of_type, update
+from unfog.config.validate import check_sampler
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.noise import EDM_LIMITS
+from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSource, Sampler, noise_levels
+from unfog.errors import RequestError
+from unfog.inference.run import Run
+from unfog.inference.tuned_sampler import note
+from unfog.pipeline.build import shape_of
+from unfog.pipeline.generate import conditional, usual, within_range
+from unfog.reporting.progress import Progress, counted, say
+
+BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
+MANY_STEPS = 128
+AT_ONCE = 64
+"""Pictures in a batch."""
+SEEDS = (0x7E57, 0x7E58)
+"""Of the noise that grids are tried on, and of that on which the outcome is measured."""
+MOVES = (1.0, 0.3)
+"""How far levels are moved at a time, in logsnr; once each has been moved by itself, half as far, and so on."""
+FINEST = 0.1
+"""Part of that below which there is nothing to gain."""
+LEAST_GAP = 0.02
+"""Of logsnr, between two levels."""
+START = -6.0
+"""Logsnr that the first level stays below: at sigma / alpha = 20 there is next to nothing to see."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` found: how far each grid ends from the solution in many steps, on noise that it was not tuned on."""
+
+    sampler: Sampler
+    """The best one."""
+    errors: dict[str, float]
+    """Root mean square difference of a picture, in [-1, 1] scale, averaged over pictures; for each grid and "tuned". Of
+    a run on latents it is theirs, as the network sees them."""
+    reference: float
+    """The same between the solution in many steps and one in half as many: below this nothing can be told."""
+    calls: int
+    """Calls of the network that it took, each for up to 64 pictures."""
+
+    def table(self) -> str:
+        """A line for each grid, the best first."""
+        rows = sorted(self.errors.items(), key=lambda row: row[1])
+        return "\n".join(f"{name:9} {error:.4f}" for name, error in rows)
+
+
+def tune(
+    path: str | Path,
+    steps: int = 10,
+    sampler: str | None = None,
+    pictures: int = 32,
+    tries: int = 150,
+    store: bool = True,
+    device: str = "auto",
+) -> Tuned:
+    """Find the best grid of so many steps for a run, and make it the run's default.
+
+    The levels are moved, several and later one at a time, wherever that brings the pictures nearer to what many steps
+    from the same noise give. This is what LD3 (Tong et al. 2025) and GITS (Chen et al. 2024) aim at; a search that only
+    compares outcomes needs neither gradients through the sampler nor a model of its errors, so that it does for any
+    sampler. A random one has no such outcome to compare.
+
+    Args:
+        path: the run folder.
+        steps: of the sampler.
+        sampler: ddim, heun, dpmpp or unipc; None as the run is set, or dpmpp where that is none of them.
+        pictures: that are compared.
+        tries: grids that are tried.
+        store: whether to write the best grid to config.toml.
+        device: auto, cpu, cuda, cuda:1 or mps.
+
+    Raises:
+        RequestError: a setting that will not do, or the run is being trained.
+        RunError: the run has no whole checkpoint, or cannot be written to; what was found is printed.
+    """
+    for name, value, least in (("steps", steps, 2), ("pictures", pictures, 1), ("tries", tries, 1)):
+        if of_type(int, value, name) < least:
+            raise RequestError(f"{name} = {value} must be at least {least}")
+    if steps > MANY_STEPS // 2:
+        raise RequestError(
+            f"steps = {steps} must be at most {MANY_STEPS // 2}: grids are judged by where {MANY_STEPS} steps lead, "
+            "and with that many it hardly matters which they are; 5 to 20 gain most"
+        )
+    run = Run(path, device=device)
+    own = run.config.sampler
+    kind = sampler or ("dpmpp" if own.kind in (*RANDOM, "adaptive") else own.kind)
+    if kind in RANDOM or kind == "adaptive":
+        why = "chooses its own levels" if kind == "adaptive" else "ends elsewhere each time"
+        raise RequestError(f"sampler = {kind} {why}, so there is nothing to tune; choose ddim, heun, dpmpp or unipc")
+    base: Sampler = update(own, {"kind": kind, "steps": steps, "grid": "logsnr"}, "sampler")
+    check_sampler(base, run.config.diffusion.schedule)
+    with run.folder.locked():  # at once, rather than after minutes, as this is
+        if store:
+            run.folder.check_writable()
+    tuned = _search(run, base, pictures, tries)
+    if store:
+        with run.folder.locked(), run.folder.keeping(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
+            config = run.folder.read_config()
+            note(run.folder, run.checkpoint.step, tuned.sampler)
+            run.folder.write_config(replace(config, sampler=tuned.sampler))
+        say(f"  {run.path} is now sampled by {kind} in {counted(steps, 'step')}, grid {tuned.sampler.grid}")
+    return tuned
+
+
+def _search(run: Run, base: Sampler, pictures: int, tries: int) -> Tuned:
+    """Try grids on some noise, and measure the best on other."""
+    schedule = run.config.diffusion.schedule
+    grids = {name: noise_levels(schedule, base.steps, name)[:-1] for name in BUILT_IN}
+    each = base.steps * (2 if base.kind in TWO_CALLS else 1)
+    batches = -(-pictures // AT_ONCE)
+    # What will be asked: the references, each built-in grid twice, the tries, and what came of them.
+    asked = batches * (MANY_STEPS * 5 // 2 + each * (2 * len(BUILT_IN) + tries + 1))
+    with Progress("tuning", asked) as progress:
+        calls = Calls(progress.update)
+        trial, test = (Outcomes(run, base, pictures, seed, calls) for seed in SEEDS)
+        best = improved(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
+        candidates = {name: replace(base, grid=name) for name in BUILT_IN}
+        candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
+        errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
+        reference = test.half_as_many()
+    winner = candidates[min(errors, key=errors.__getitem__)]
+    return Tuned(winner, errors, reference, calls.count)
+
+
+class Calls:
+    """Counts calls of the network."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self.told, self.count = told, 0
+
+    def of(self, denoise: Denoise) -> Denoise:
+        """The denoiser, counted."""
+
+        def counting(x_t: Tensor, logsnr: Tensor) -> Tensor:
+            self.count += 1
+            self.told(self.count)
+            return denoise(x_t, logsnr)
+
+        return counting
+
+
+class Outcomes:
+    """Where grids of a sampler lead from the same noise, against where many steps do."""
+
+    def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: Calls):
+        self.run, self.sampler, self.calls = run, sampler, calls
+        self.drawing = replace(usual(run.config, pictures, min(pictures, AT_ONCE)), seed=seed)
+        self.reference = self.draw(self.many(MANY_STEPS))
+
+    def many(self, steps: int) -> Sampler:
+        """The sampler in many steps: evenly in logsnr, after one from where the run's own levels start.
+
+        EDM's start, sigma / alpha = 80, leaves the mean of the images out of x, which is seen in the pictures.
+        """
+        schedule = self.run.config.diffusion.schedule
+        even = noise_levels(schedule, steps - 1, "logsnr")[:-1]
+        first = min(schedule.limits()[0], float(even[0]) - LEAST_GAP)
+        shares = (-torch.cat([even.new_tensor([first]), even]) / 2).sigmoid()
+        return replace(self.sampler, kind="unipc", order=2, steps=steps, grid="tuned", tuned=tuple(shares.tolist()))
+
+    def draw(self, sampler: Sampler) -> Tensor:
+        """The pictures, or their latents, as the network draws them, float32 [N, C, H, W]."""
+        config, device = self.run.config, self.run.device
+        shape, sampler = shape_of(config), within_range(sampler, config)
+        denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
+        for first in range(0, self.drawing.count, self.drawing.batch):
+            indices = range(first, min(first + self.drawing.batch, self.drawing.count))
+            denoise = self.calls.of(conditional(denoiser, config, self.drawing, indices, device))
+            noise = NoiseSource(self.drawing.seed, indices, shape, device)
+            with torch.inference_mode():
+                drawn.append(sampler(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw))
+        return torch.cat(drawn)
+
+    def error(self, logsnr: Tensor) -> float:
+        """How far this grid, logsnr [steps], ends from there."""
+        shares = tuple((-logsnr / 2).sigmoid().tolist())
+        return self.distance(self.draw(replace(self.sampler, grid="tuned", tuned=shares)))
+
+    def half_as_many(self) -> float:
+        """How far half as many steps end from there."""
+        return self.distance(self.draw(self.many(MANY_STEPS // 2)))
+
+    def distance(self, drawn: Tensor) -> float:
+        """Root mean square difference of a picture, averaged over pictures, so that none counts for most."""
+        return float((drawn - self.reference).flatten(1).square().mean(1).sqrt().mean())
+
+
+def improved(
+    logsnr: Tensor,
+    error: Callable[[Tensor], float],
+    noisiest: float,
+    tries: int,
+) -> Tensor:
+    """Levels, logsnr float64 [steps] from the noisiest, moved wherever that lowers the error, in so many tries.
+
+    Each move is a hat over the number of the level: 1 at one level, falling to 0 at the ends of its width. Wide hats,
+    which move many levels together, come first, and long moves before short ones; what helped is done again.
+    """
+    best, least, tried = logsnr, error(logsnr), 1
+    number = torch.arange(len(logsnr), dtype=torch.float64)
+    width, scale = (len(logsnr) - 1) / 2, 1.0
+    while tried < tries and scale > FINEST:
+        for move in MOVES:
+            for centre in torch.arange(0, len(logsnr) - 1 + width / 2, width).tolist():
+                hat = scale * move * (1 - (number - centre).abs() / width).clamp(min=0)
+                for way in (hat, -hat):
+                    while tried < tries and allowed(moved := best + way, noisiest):
+                        found, tried = error(moved), tried + 1
+                        if not found < least:
+                            break
+                        best, least = moved, found
+        width, scale = (width / 2, scale) if width >= 3 else (1.0, scale if width > 1 else scale / 2)
+    return best
+
+
+def allowed(logsnr: Tensor, noisiest: float) -> bool:
+    """Whether levels are in order, and start in noise, but no further out than the run was trained.
+
+    A first level of pure noise, at -inf, stays there.
+    """
+    begins = noisiest <= logsnr[0] <= max(START, noisiest + 1)
+    return bool(begins and logsnr.diff().min() >= LEAST_GAP and logsnr[-1] <= EDM_LIMITS[1])

@@ -1,0 +1,63 @@
+"""Folders that a request names, looked at before any work is done and before any is made."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from os import PathLike
+from pathlib import Path
+
+from unfog.config.values import shown
+from unfog.errors import RequestError
+from unfog.locks import LOCK
+
+_LONGEST_NAME = 255  # bytes, on every usual file system
+
+
+def path_text(value: object, name: str) -> str:
+    """A path from Python as text, with ~ as the home that it stands for. RequestError if it is none."""
+    text = os.fspath(value) if isinstance(value, str | PathLike) else None
+    if not isinstance(text, str):
+        raise RequestError(f"{name} = {shown(value)} is no path; give a text or a pathlib.Path")
+    return os.path.expanduser(text)
+
+
+def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
+    """RequestError unless a folder can be made at `out`, or an empty one is there, as far as looking can tell.
+
+    Args:
+        out: the folder.
+        source: the folder of the images, which it must not be; "" is none.
+        what: what the folder is for.
+    """
+    try:
+        reason = _in_the_way(out, source)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = why(error)
+    if reason:
+        raise RequestError(f"{shown(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
+
+
+def _in_the_way(out: Path, source: str) -> str:
+    """Why no folder can be made at `out`; "" if nothing speaks against it."""
+    whole = above = out.resolve()
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not str(out).encode("utf-8", "replace").decode().isprintable():
+        return "its name has a character that cannot be shown"
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in out.parts):
+        return "its name is too long"
+    if not above.is_dir():
+        return f"{above} is a file"
+    if source and whole == Path(source).expanduser().resolve():
+        return "the images are there, and a run has a folder of its own"
+    if above == whole and (out / "config.toml").exists():
+        return f"it is a run already; go on with `unfog resume {shlex.quote(str(out))}` instead"
+    if above == whole and any(one.name != LOCK for one in out.iterdir()):
+        return "it is not empty"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
+
+
+def why(error: Exception) -> str:
+    """What went wrong with a path, without the path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")

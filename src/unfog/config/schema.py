@@ -1,0 +1,165 @@
+"""The configuration of a run: one frozen tree of what the layers declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from tyro.conf import Suppress
+
+from unfog.config.init import Init
+from unfog.config.values import suggest
+from unfog.data.settings import Data
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
+from unfog.models.autoencoder_settings import Autoencoder, Latents
+from unfog.models.settings import Architecture
+from unfog.reporting.settings import Log
+from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
+from unfog.urls import without_secrets
+
+Network = Architecture | None  # None: chosen for the device and the image size
+
+
+# Short names of the settings that are given most; the rest go by their place in the tree, such as --optimizer.warmup.
+SHORT = {
+    "size": "data.size",
+    "flip": "data.flip",
+    "augment": "data.augment",
+    "path": "diffusion.path",
+    "schedule": "diffusion.schedule",
+    "target": "diffusion.target",
+    "weighting": "diffusion.weighting",
+    "steps": "training.steps",
+    "images": "training.images",
+    "budget": "training.budget",
+    "batch": "training.batch",
+    "microbatch": "training.microbatch",
+    "precision": "training.precision",
+    "compile": "training.compile",
+    "device": "training.device",
+    "seed": "training.seed",
+    "lr": "optimizer.lr",
+    "optimizer": "optimizer.method",
+    "init": "init.folder",
+}
+LENGTH = ("steps", "images", "budget")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run is made of. `config.toml` in the run folder holds it with all choices made."""
+
+    source: Suppress[str] = ""
+    """Where the images are: a folder, or the name of a built-in set."""
+    data: Data = Data()
+    network: Network = None
+    """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
+    codec: str = ""
+    """Train on the latents of this codec: a folder of `unfog train-codec`, or an AutoencoderKL or AutoencoderTiny."""
+    label_dropout: float = 0.1
+    """Share of training images that are shown without their class, so that sampling can use --guidance."""
+    diffusion: Diffusion = Diffusion()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    ema: EmaProfile = PowerEma()
+    """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
+    averages: Averages = Averages()
+    sampler: Sampler = Sampler()
+    guidance: float = 1.0
+    """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """Guide only where the share of noise, sigma / (alpha + sigma), is within this: 0 is the image, 1 noise alone."""
+    log: Log = Log()
+    preview: Preview = Preview()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    init: Init = Init()
+    classes: Suppress[tuple[str, ...]] = ()
+    """Class names, as found in the data."""
+    latents: Suppress[Latents] = Latents()
+    """What the codec makes of the images, as measured."""
+    autoencoder: Suppress[Autoencoder] = Autoencoder()
+    """The codec that this run trains, if it does; see `unfog train-codec`."""
+    fingerprint: Suppress[str] = ""
+    """Digest of the images and their order, so that a resume notices other data."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_dropout <= 1:
+            raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
+        check_interval(self.guidance_interval)
+        self._check_averages()
+
+    def _check_averages(self) -> None:
+        """RequestError if the two averages are nearly one."""
+        second = self.averages.second
+        if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
+            raise RequestError(
+                f"averages.second = {self.averages.second} is too near to the width {self.ema.width} of --ema; half "
+                "or twice that is usual"
+            )
+
+    @property
+    def usual_guidance(self) -> float:
+        """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
+        the network never sees a picture without its class. Any other asks the network twice."""
+        return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+
+def shareable(config: Config) -> Config:
+    """The same with no password and no signature of a URL in it, to be shown to others; no run can go on from it."""
+    labels = without_secrets(config.data.labels)
+    return replace(config, source=without_secrets(config.source), data=replace(config.data, labels=labels))
+
+
+def check_interval(interval: tuple[float, float]) -> None:
+    """RequestError unless it is an interval of shares of noise."""
+    low, high = interval
+    if not 0 <= low < high <= 1:
+        raise RequestError(
+            f"guidance_interval = {low} {high} must be two shares of noise, the lower first, from 0 to 1; 0.2 0.75 "
+            "leaves out the cleanest fifth and the noisiest quarter"
+        )
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by short name, or whole sections, as the nested table of a TOML file."""
+    table: dict[str, Any] = {}
+    known = {f.name for f in fields(Config)}
+    for name, value in settings.items():
+        if name not in known and name not in SHORT:
+            raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT])}")
+        # "optimizer" and "init" are sections, and short for what is given most of each.
+        whole = name in known and (isinstance(value, Mapping) or is_dataclass(value))
+        section, _, field = (name if whole else SHORT.get(name, name)).partition(".")
+        if field:
+            if not isinstance(table.setdefault(section, {}), dict):
+                raise RequestError(f"{section} and {name} cannot both be given, unless {section} is a dict")
+            if field in table[section]:
+                raise RequestError(f"{section}.{field} is given twice, once as {name}; give one of them")
+            table[section][field] = value
+        else:
+            if name in table and not isinstance(value, Mapping):
+                raise RequestError(f"{name} must be a dict where its settings are given by short name too")
+            twice = set(table.get(name, {})) & set(value) if isinstance(value, Mapping) else set()
+            if twice:
+                raise RequestError(f"{name}.{min(twice)} is given twice, once by its short name; give one of them")
+            table[name] = {**table.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return table
+
+
+def without_length(config: Config) -> Config:
+    """The same with no length given, so that one of steps, images and budget can be."""
+    return replace(config, training=replace(config.training, steps=0, images=0, budget=""))
+
+
+def with_length_of(base: Config, config: Config) -> Config:
+    """`config`, with the length of `base` if it gives none itself."""
+    if any(getattr(config.training, name) for name in LENGTH):
+        return config
+    length = {name: getattr(base.training, name) for name in LENGTH}
+    return replace(config, training=replace(config.training, **length))

@@ -1,0 +1,98 @@
+"""Parts that come in kinds (schedules, targets, networks, …), and how a word names one.
+
+On the command line a part is `kind` or `kind:name=value,name=value` (lists with slashes: `channels=32/64/96`); in TOML
+it is such a text or a table with a `kind`. Both change the fields given and leave the rest at the kind's defaults.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from unfog.config.values import Unfit, from_words, shown, suggest
+from unfog.diffusion.noise import PATHS, SCHEDULES
+from unfog.diffusion.target import TARGETS
+from unfog.diffusion.weighting import WEIGHTINGS
+from unfog.errors import RequestError
+from unfog.models.settings import ARCHITECTURES, SIZES
+from unfog.training.ema_schedules import EMAS
+from unfog.training.optimizer_settings import METHODS
+
+
+def _by_kind(classes: tuple[Any, ...]) -> dict[str, Any]:
+    return {cls.kind: cls() for cls in classes}
+
+
+# Each entry: the classes of a union, and the words that stand for one of them with its fields filled in.
+FAMILIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
+    (tuple(classes), words)
+    for classes, words in (
+        (PATHS, _by_kind(PATHS)),
+        (SCHEDULES, _by_kind(SCHEDULES)),
+        (TARGETS, _by_kind(TARGETS)),
+        (WEIGHTINGS, _by_kind(WEIGHTINGS)),
+        (EMAS, _by_kind(EMAS)),
+        (METHODS, _by_kind(METHODS)),
+        (ARCHITECTURES, {"auto": None, **_by_kind(ARCHITECTURES), **SIZES}),
+    )
+)
+
+
+def words_of(annotation: Any) -> dict[str, Any] | None:
+    """The words that name a value of this union type, or None if it is no type that comes in kinds."""
+    members = set(typing.get_args(annotation)) or {annotation}
+    members -= {types.NoneType}
+    return next((words for classes, words in FAMILIES if members and members <= set(classes)), None)
+
+
+def named(words: Mapping[str, Any], word: object) -> Any:
+    """The part that a word stands for. RequestError with a suggestion if none does."""
+    if not isinstance(word, str) or word not in words:
+        raise RequestError(f"{shown(word)} is not known here{suggest(word, words)}")
+    return words[word]
+
+
+def parse(words: Mapping[str, Any], text: str) -> Any:
+    """The part that a text such as `min-snr:gamma=3` stands for. RequestError if it stands for none."""
+    kind, _, assignments = text.partition(":")
+    part = named(words, kind)
+    known = [f.name for f in fields(part)] if part is not None else []
+    changes: dict[str, Any] = {}
+    for assignment in filter(None, assignments.split(",")):
+        name, equals, value = assignment.partition("=")
+        if name not in known:
+            hint = suggest(name, known) if known else ", nor any other"
+            raise RequestError(f"{kind} has no setting {shown(name)}{hint}")
+        if not equals:
+            raise RequestError(f"{shown(assignment)} in {shown(text)} needs a value, as in {name}=1")
+        if name in changes:
+            raise RequestError(f"{name} is given twice in {shown(text)}; give it once")
+        annotation = typing.get_type_hints(type(part))[name]
+        items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
+        try:
+            changes[name] = from_words(annotation, items)
+        except Unfit as error:
+            raise RequestError(f"{kind}:{name} = {shown(value)} is {error}") from None
+    return replace(part, **changes) if changes else part
+
+
+def spell(part: Any) -> str:
+    """The shortest text that `parse` turns into this part."""
+    if part is None:
+        return "auto"
+    default = type(part)()
+    changed = [
+        f"{f.name}={_spell_value(getattr(part, f.name))}"
+        for f in fields(part)
+        if getattr(part, f.name) != getattr(default, f.name)
+    ]
+    return ":".join(filter(None, [part.kind, ",".join(changed)]))
+
+
+def _spell_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "/".join(map(_spell_value, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,145 @@
+"""What can be said of a request before any work is done, and without torch, so that it is said at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from unfog.config.paths import why
+from unfog.config.schema import LENGTH, Config
+from unfog.config.toml import update
+from unfog.config.values import shown
+from unfog.data.decode import colour
+from unfog.data.sources.label_tables import find_table
+from unfog.data.sources.locate import locate
+from unfog.data.sources.source import open_source
+from unfog.diffusion.noise import Schedule
+from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
+from unfog.models.autoencoder_folder import describe
+from unfog.models.autoencoder_settings import check_multiple
+from unfog.models.settings import Architecture
+from unfog.reporting.trackers import require
+
+_TEN_YEARS = 10 * 365 * 86400
+
+
+def check_request(config: Config) -> None:
+    """Whatever can be known to be wrong before the images are read.
+
+    Raises:
+        RequestError: more than one length; a size that the network cannot have; a device, colour, tracker or budget
+            that is none; more sampling steps than the schedule has levels; for a new run, a source or a table of labels
+            that is not there.
+    """
+    training = config.training
+    given = {k: v for k in LENGTH if (v := getattr(training, k))}
+    if len(given) > 1:
+        raise RequestError(f"the length is given {len(given)} times ({given}); give one of --steps, --images, --budget")
+    if training.budget:
+        seconds(training.budget)
+    check_device(training.device)
+    colour(config.data.background)
+    check_sampler(config.sampler, config.diffusion.schedule)
+    require(config.log.sinks)
+    factor = check_codec(config)
+    if config.network is not None and config.data.size:
+        check_side(config.network, config.data.size // factor, factor)
+    if not config.fingerprint:
+        check_source(config.source)
+        if locate(config.source).kind != "zip":  # whose own tables are seen when it is opened
+            find_table(config.data.labels, Path(config.source))
+
+
+def check_side(network: Architecture, side: int, factor: int) -> None:
+    """RequestError unless the network takes what it sees at this side: pixels, or latents of `factor` pixels each."""
+    try:
+        network.check(side)
+    except RequestError as error:
+        if factor == 1:
+            raise
+        raise RequestError(f"{error}; these are latents, of {factor} pixels each: {side * factor} pixels") from None
+
+
+def check_codec(config: Config) -> int:
+    """Pixels across one of what the network sees: 1, or the factor of the codec.
+
+    Raises:
+        RequestError: there is no such codec, or the images or what is done to them does not suit it.
+    """
+    if config.autoencoder.factor and config.data.size:
+        config.autoencoder.check(config.data.size)
+    if not config.codec:
+        return 1
+    described, data = describe(config.codec), config.data
+    for name in ("jitter", "crop", "augment"):
+        if getattr(data, name):
+            raise RequestError(
+                f"data.{name} = {getattr(data, name)} changes pixels, and latents are encoded once from images as they "
+                f"are; leave it away, or train without --codec (--flip is possible)"
+            )
+    if data.channels not in (0, described.image_channels):
+        raise RequestError(
+            f"data.channels = {data.channels}, but the codec in {config.codec} is for images of "
+            f"{described.image_channels}; leave --data.channels away, or take another codec"
+        )
+    if data.size:
+        check_multiple(data.size, described.factor)
+    return described.factor
+
+
+def check_device(name: str) -> None:
+    """RequestError unless a device could be called so, and be there as far as can be told without asking torch."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
+        raise RequestError(f"device = {shown(name)} is not one of auto, cpu, cuda, cuda:1, mps")
+    torch = version("torch")
+    if (name.startswith("cuda") and torch.endswith("+cpu")) or (name == "mps" and sys.platform != "darwin"):
+        raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
+
+
+def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
+    """RequestError if a schedule of T levels is asked for more than T of them."""
+    if sampler.grid == "schedule" and sampler.kind != "adaptive" and 0 < schedule.steps < sampler.steps:
+        raise RequestError(
+            f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
+            f"schedule; use at most {schedule.steps}, or train or resume the run with --sampler.grid karras"
+        )
+
+
+def changed_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
+    """A run's sampler with another kind or number of steps, where given. Levels tuned for what it was are left."""
+    changes: dict[str, Any] = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
+    other = update(sampler, changes, "sampler")
+    if sampler.grid == "tuned" and (other.kind, other.steps) != (sampler.kind, sampler.steps):
+        return replace(other, grid="schedule")
+    return other
+
+
+def check_source(source: str) -> None:
+    """RequestError if there is no such source, or an empty folder. Nothing is searched, opened or asked of a network,
+    as that may take a while."""
+    try:
+        if "://" not in source:
+            Path(source).expanduser().is_dir()  # which says so of a user that there is not, and of a name too long
+        located = locate(source)
+        if located.kind == "folder" and not any(Path(located.resolved).iterdir()):
+            open_source(source)  # which says what is wrong
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"{shown(source)} cannot be read: {why(error)}; give a folder of images, or fashion"
+        ) from None
+
+
+def seconds(text: str) -> float:
+    """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
+    if not match or float(match[1]) <= 0:
+        raise RequestError(f"budget = {shown(text)} is no time span; write 90s, 10m, 2h or 1d")
+    span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    if span > _TEN_YEARS:
+        raise RequestError(f"budget = {shown(text)} is over ten years; give less")
+    return span

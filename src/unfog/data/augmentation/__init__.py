@@ -1,0 +1,1 @@
+"""Random changes to training images, computed on the device for whole batches."""

@@ -1,0 +1,93 @@
+"""EDM's augmentation of small sets: the network is told what was done, so that its samples do not show it.
+
+Karras et al. 2022, appendix F.2, after Karras et al. 2020 (ADA). A network that sees mirrored, turned and stretched
+images next to nine numbers that say how, learns what these have in common with the images as they are; sampled with
+nine zeros, it draws the latter only.
+
+Chances and spreads are those of EDM, so that its p of 0.12 means the same here. It differs in that shifts by whole
+pixels are a change of their own beside those by fractions, that a stretch has one pair of numbers (see
+`Geometry.stretch`), and in the wavelet that images are resampled with (see `unfog.data.augmentation.affine`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unfog.data.augmentation.affine import sides, warp
+from unfog.sharded_rng import taken
+
+CONDITIONS = 9
+"""Numbers that say what was done to an image."""
+
+_OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch
+_SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, largest shift by whole pixels
+
+
+class Geometry(NamedTuple):
+    """What is done to each image, in this order; all zeros is nothing."""
+
+    flip: Tensor
+    """0 or 1 [B, 2]: left to right, top to bottom."""
+    zoom: Tensor
+    """[B], in standard deviations: above 0 enlarges."""
+    angle: Tensor
+    """[B], radians, clockwise as y goes downwards."""
+    stretch: Tensor
+    """[B, 2], in standard deviations: (s cos 2r, s sin 2r) for a stretch by s along the direction r, which shrinks
+    across it by as much. So each stretch has one pair of numbers, where EDM's (s cos r, s sin r) has four."""
+    shift: Tensor
+    """[B, 2], to the right and down, as a fraction of the side."""
+
+    def condition(self) -> Tensor:
+        """What the network is told, float32 [B, 9]: 0 for what was not done, else of the order of 1."""
+        turn = torch.stack([self.angle.cos() - 1, self.angle.sin()], dim=1)
+        return torch.cat([self.flip, self.shift / _SHIFT, self.zoom[:, None], turn, self.stretch], dim=1)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Images float32 [B, C, H, W] in [-1, 1] after this; those that nothing is done to, to the bit as they were."""
+        # From where each pixel comes: the inverse of flip, then zoom, then turn, then stretch, then shift.
+        unstretch = _unstretched(self.stretch)
+        cos, sin = self.angle.cos(), self.angle.sin()
+        unturn = torch.stack([cos, sin, -sin, cos], dim=1).view(-1, 2, 2)
+        unflip_unzoom = (1 - 2 * self.flip) * (-_OCTAVES * self.zoom).exp2()[:, None]
+        linear = unflip_unzoom[:, :, None] * (unturn @ unstretch)
+        shift = (linear @ (-self.shift * sides(x))[:, :, None])[:, :, 0]
+        touched = (self.condition() != 0).any(dim=1)
+        return torch.where(touched.view(-1, 1, 1, 1), warp(x, linear, shift), x)
+
+
+def draw(x: Tensor, p: float) -> Geometry:
+    """What to do to images `x`, each change with probability `p`, from torch's global generator of their device.
+
+    Left to right, half of all images are flipped, whatever p is above 0, as in EDM. A flip top to bottom is then a
+    fair coin; scale and stretch 2^(0.2 n) with normal n, turns and the direction of a stretch
+    uniform, shifts normal with 1/8 of the side, and, as a change of its own, by whole pixels up to 1/8 of the side.
+    """
+    count, device = len(x), x.device
+    done = (taken(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
+    done[0] = float(p > 0)
+    even = taken(count, lambda n: torch.rand(6, n, device=device), dim=1)
+    normal = taken(count, lambda n: torch.randn(4, n, device=device), dim=1)
+    whole = ((2 * even[2:4].T - 1) * _SHIFT * sides(x)).round() / sides(x)
+    direction = 2 * math.pi * even[5]  # twice the angle
+    return Geometry(
+        flip=(done[:2] * even[:2].round()).T,
+        zoom=done[2] * normal[0],
+        angle=done[3] * (2 * even[4] - 1) * math.pi,
+        stretch=(done[4] * normal[1] * torch.stack([direction.cos(), direction.sin()])).T,
+        shift=(done[5] * normal[2:] * _SHIFT).T + done[6][:, None] * whole,
+    )
+
+
+def _unstretched(stretch: Tensor) -> Tensor:
+    """The inverse of the stretch, [B, 2] -> [B, 2, 2]: the exponential of a symmetric matrix without trace."""
+    size = stretch.norm(dim=1)
+    along, across = (stretch / size.clamp_min(1e-12)[:, None]).unbind(1)
+    octaves = math.log(2) * _OCTAVES * size
+    cosh, sinh = octaves.cosh(), octaves.sinh()
+    rows = [cosh - sinh * along, -sinh * across, -sinh * across, cosh + sinh * along]
+    return torch.stack(rows, dim=1).view(-1, 2, 2)

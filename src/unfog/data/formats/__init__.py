@@ -1,1 +1,0 @@
-"""The kinds of sources: where the images of each are, and how one is opened."""

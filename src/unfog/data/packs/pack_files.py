@@ -1,0 +1,170 @@
+"""The files of a pack: read whatever they hold, without crashing or allocating for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.data.dataset import ImageSet
+from unfog.data.report import Ledger, shown
+from unfog.data.settings import Data
+from unfog.errors import RequestError
+
+MANIFEST = "pack.json"
+JOURNAL = "journal.jsonl"
+FORMAT = 1
+
+_LARGEST_MANIFEST = 2**28
+_LONGEST_HEADER = 2**16
+_LARGE_SHARE = 4
+"""Of a pack larger than this part of the memory, only what is asked for is read from the disk; of a smaller one also
+what lies around it, which is soon all of it."""
+
+
+class PackedNames(Sequence[str]):
+    """Names of the images, read from the mapped file as they are asked for."""
+
+    def __init__(self, text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
+        self._text, self._offsets = text, offsets  # [bytes], [N + 1]
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedNames: ...
+    def __getitem__(self, index: int | slice) -> str | PackedNames:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError("names of a pack are sliced without a step")
+            return PackedNames(self._text, self._offsets[start : max(start, stop) + 1])
+        place = range(len(self))[index]
+        begin, end = self._offsets[place : place + 2].tolist()
+        return self._text[max(0, begin) : max(0, end)].tobytes().decode("utf-8", "surrogateescape")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def is_pack(path: Path) -> bool:
+    """Whether somebody finished a pack here."""
+    return (path / MANIFEST).is_file()
+
+
+def is_begun(path: Path) -> bool:
+    """Whether a pack is in the making here: there is a journal, and it begins as ours do, or is empty still."""
+    try:
+        with open(path / JOURNAL, "rb") as file:
+            line = file.readline(_LONGEST_HEADER)
+        header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(header, dict) and {"format", "key", "stamp"} <= header.keys()
+
+
+def seal(manifest: Mapping[str, Any]) -> bytes:
+    """pack.json: the manifest, and a digest of it."""
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    return json.dumps({**manifest, "digest": _digest_of(text)}, indent=1, sort_keys=True).encode()
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What pack.json holds, if it is as it was written; RequestError, ValueError and others if it is not."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise RequestError(f"{shown(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT")
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise ValueError(f"{MANIFEST} is too large to be one")
+    manifest = json.loads(file.read_text("utf-8"))
+    if manifest.get("format") != FORMAT:
+        raise RequestError(
+            f"{shown(str(path))} is a pack of format {str(manifest.get('format'))[:20]}, and this Unfog reads format "
+            f"{FORMAT}; pack the originals again"
+        )
+    content = {name: value for name, value in manifest.items() if name != "digest"}
+    if manifest.get("digest") != _digest_of(json.dumps(content, indent=1, sort_keys=True)):
+        raise ValueError(f"{MANIFEST} is not as it was written")
+    return content | {"digest": manifest["digest"]}
+
+
+def check(shape: Any, train: Any, classes: Any, labelled: Any, fingerprints: Any) -> None:
+    """ValueError unless these belong together; others for what is of no such type."""
+    whole = len(shape) == 4 and all(type(side) is int and 0 < side < 2**48 for side in shape)
+    whole = whole and type(train) is int and 0 <= train <= shape[0]
+    whole = whole and type(classes) is list and all(type(name) is str for name in classes)
+    whole = whole and type(labelled) is bool and labelled == bool(classes)
+    if not (whole and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
+        raise ValueError("shape, split or classes are none")
+
+
+def check_settings(settings: dict[str, Any], shape: list[int]) -> None:
+    """ValueError unless the settings have their types and are those of these pixels."""
+    Data(**settings)  # refuses what is out of range
+    types = {name: type(getattr(Data(), name)) for name in settings}
+    allowed = {name: (int, float) if kind is float else (kind,) for name, kind in types.items()}  # 0 is a number too
+    typed = all(type(value) in allowed[name] for name, value in settings.items())
+    if not typed or [settings["channels"], settings["size"], settings["size"]] != shape[1:]:
+        raise ValueError("its settings are not those of its pixels")
+    if settings["labels"] not in ("folders", "none"):
+        raise ValueError("its labels are not settled")
+
+
+def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[Ledger, ImageSet]:
+    """Account and images, mapped; ValueError and others unless all files are what the manifest says of them."""
+    n, files = manifest["shape"][0], manifest["files"]
+    for name, file in files.items():
+        if type(file["sha256"]) is not str or (path / name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"no file {name!r}")
+        if (found := (path / name).stat().st_size) != file["bytes"]:
+            raise ValueError(f"{name} has {found:,} bytes instead of {file['bytes']:,}")
+    if files["pixels.u8"]["bytes"] != math.prod(manifest["shape"]):
+        raise ValueError("pixels.u8 does not have that shape")
+    offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
+    size = files["names.bin"]["bytes"]
+    text = np.memmap(path / "names.bin", np.uint8, "r") if size else np.zeros(0, np.uint8)
+    if offsets[0] != 0 or offsets[-1] != size:
+        raise ValueError("names.npy does not fit names.bin")
+    images = ImageSet(
+        _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"])),
+        _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
+        PackedNames(np.asarray(text), offsets),
+        tuple(manifest["classes"]),
+        sides=_mapped(path / "sides.npy", (n, 2), np.int32),
+        grey=_mapped(path / "grey.npy", (n,), np.bool_),
+    )
+    ledger = Ledger.from_dict({**manifest["ledger"], "treatment": _mapped(path / "treatment.npy", (n,), np.int32)})
+    if ledger.used != n or ledger.held_out != n - manifest["train"] or sum(ledger.counts) != n:
+        raise ValueError("its account is not of these images")
+    return ledger, images
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(f"{path.name} holds something else")
+    return np.asarray(array)
+
+
+def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, np.uint8).reshape(shape)

@@ -1,1 +1,0 @@
-"""What can be said of images before they are trained on."""

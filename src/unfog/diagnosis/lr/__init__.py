@@ -1,1 +1,0 @@
-"""Which learning rate a run should have."""

@@ -1,1 +1,0 @@
-"""What can be said of a run from its record, its weights and its pictures."""

@@ -1,1 +1,0 @@
-"""What can be said of settings before a run, against the images, the length and the machine."""

@@ -1,0 +1,1 @@
+"""Checks of images, settings and runs. Each check returns findings with a remedy."""

@@ -1,0 +1,1 @@
+"""Checks of images before training: decoding, classes, duplicates, sizes and exposure."""

@@ -1,0 +1,103 @@
+"""Which files became images, what was done to them, and whether there are enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from unfog.data.dataset import Prepared
+from unfog.data.report import ACTIONS, PLAIN, shown
+from unfog.doctor.images.example_images import MOST_NAMES, named, names_of, share
+from unfog.doctor.images.pixel_statistics import unusable
+from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted
+
+TOO_FEW, FEW, MANY = 5, 100, 1000
+"""Images below which a set is no set; below which a model learns it by heart; from which it has something to learn."""
+
+_ROWS = 50  # of a table
+
+_SMALL_SET = (
+    "add images; else train with --flip (if mirrored ones make sense){} and --network tiny:dropout=0.2, and judge "
+    "samples by their nearest training images"
+)
+
+
+def account_findings(prepared: Prepared) -> list[Finding]:
+    """Number of images, files that could not be used, and conversions."""
+    return [_count(prepared), _ledger(prepared), _converted(prepared)]
+
+
+def _count(prepared: Prepared) -> Finding:
+    train, held_out = len(prepared.train), len(prepared.held_out)
+    size, channels = prepared.settings.size, prepared.settings.channels
+    evidence = (
+        f"{counted(train)} to train on, {held_out:,} held out, {size}x{size}, {'RGB' if channels == 3 else 'grey'}"
+    )
+    severity: Severity = "fine"
+    remedy = ""
+    small = _SMALL_SET.format(", --data.augment 0.15" * (prepared.latents is None))  # which latents cannot have
+    if train < TOO_FEW:
+        severity, remedy = "fatal", f"give at least {TOO_FEW}, better {FEW} or more: a model can only repeat so few"
+    elif train < FEW:
+        severity, remedy = "warning", f"a model learns so few by heart: {small}"
+    elif train < MANY:
+        severity, remedy = "hint", f"a model soon learns so few by heart: {small}"
+    return Finding("data.count", severity, evidence, remedy, {"train": train, "held_out": held_out})
+
+
+def _ledger(prepared: Prepared) -> Finding:
+    ledger = prepared.ledger
+    lost, ignored = unusable(prepared), sum(ledger.ignored.values())
+    facts = {
+        "found": ledger.found,
+        "used": ledger.used - (len(lost) - len(ledger.quarantined)),
+        "quarantined": [list(one) for one in lost[:MOST_NAMES]],
+        "quarantined_in_all": len(lost),
+        "ignored": dict(ledger.ignored),
+    }
+    kinds = ", ".join(f"{count:,} {shown(kind)}" for kind, count in Counter(ledger.ignored).most_common(3))
+    aside = f"; {counted(ignored, 'other file')} ignored ({kinds})" if ignored else ""
+    if not lost:
+        used = "is used" if ledger.read else "is taken for usable, and decoded when its turn comes"
+        return Finding(
+            "data.ledger", "fine", f"each of {counted(ledger.found, 'image file')} {used}{aside}", facts=facts
+        )
+    reasons = []
+    for reason, count in Counter(one.reason for one in lost).most_common(5):
+        reasons.append(f"{count:,} {reason}: {named([one.name for one in lost if one.reason == reason])}")
+    table = [("file", "reason"), *((shown(one.name), one.reason) for one in lost[:_ROWS])]
+    rest = f"{len(lost) - _ROWS:,} more are in findings.json." if len(lost) > _ROWS else ""
+    return Finding(
+        "data.ledger",
+        "warning",
+        f"{share(len(lost), max(ledger.found, len(lost)))} image files cannot be used ({'; '.join(reasons)}){aside}",
+        "repair, convert or remove them; training goes on without them",
+        facts,
+        (Exhibit("Files that cannot be used", table=table, caption=rest),),
+    )
+
+
+def _converted(prepared: Prepared) -> Finding:
+    ledger = prepared.ledger
+    actions = ledger.actions
+    odd = {key: count for key, count in actions.items() if key not in PLAIN}
+    facts: dict[str, Any] = {"actions": actions, "modes": dict(ledger.modes)}
+    if not ledger.read:
+        return Finding("data.converted", "fine", "conversions are not known before all images are decoded", facts=facts)
+    if not odd:
+        plain = ", ".join(f"{count:,} {ledger.phrase(key)}" for key, count in actions.items()) or "none was changed"
+        return Finding("data.converted", "fine", f"no image needed a conversion ({plain})", facts=facts)
+    which = [i for i, done in enumerate(ledger.treatments) if odd.keys() & set(done)]
+    names = names_of(prepared, np.flatnonzero(np.isin(ledger.treatment, which)))
+    said = ", ".join(f"{share(odd[key], ledger.used)} {ledger.phrase(key)}" for key in ACTIONS if key in odd)
+    remedy = "look at the contact sheet whether that is what you mean"
+    if "flattened" in odd:
+        remedy += "; --data.background sets the colour behind transparent pixels"
+    if "profile_ignored" in odd:
+        remedy += "; unusable colour profiles were taken for sRGB"
+    rows = [(ledger.phrase(key), f"{actions[key]:,}") for key in ACTIONS if key in actions]
+    exhibit = Exhibit("What was done to the images", table=[("done", "images"), *rows])
+    return Finding("data.converted", "hint", said, remedy, {**facts, "names": names}, (exhibit,))

@@ -1,0 +1,1 @@
+"""Checks of a run: its record, its losses, its weights and its generated images."""

@@ -1,0 +1,183 @@
+"""Drawn pictures against the data, by what needs no network to measure: brightness, tint, contrast, noise, clipping."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unfog.reporting.charts import Floats
+from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.image_grids import Pixels, grid
+
+CERTAIN = 4.0
+"""Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at."""
+TINTED, DARK = 8.0, 20.0
+"""Levels of 255 by which a channel, or all of them, may be off before it is a defect rather than a detail."""
+NOTICED = 0.4
+"""Of those, what is worth a word."""
+NOISY, SMOOTH = 2.5, 0.2
+"""Energy between neighbouring pixels over that of the data: noise is left, or nothing is drawn out."""
+FAINT = 100.0
+"""Such energy, of ten levels, hardly shows; it is added to both, so that flat pictures have a ratio as well."""
+BLANK = 2.0
+"""Standard deviation in levels below which a picture shows nothing."""
+CLIPPED = 0.10
+"""Share of pixels at 0 or 255 beyond that of the data."""
+NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
+
+
+class Statistics(NamedTuple):
+    """What is measured of each of N pictures with C channels, in levels of 0 to 255."""
+
+    means: Floats
+    """[N, C]."""
+    contrast: Floats
+    """[N]: standard deviation over the pixels of all channels."""
+    detail: Floats
+    """[N]: mean square of what differs from the mean of the four neighbours."""
+    clipped: Floats
+    """[N]: share of values that are 0 or 255."""
+    weight: Floats
+    """[N], of mean 1: how much each counts, so that the classes have the shares of the other set."""
+    group: NDArray[np.int64]
+    """[N]: the class of each, for what varies within a class."""
+
+
+def measure(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> Statistics:
+    """Statistics of pictures, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
+    x = pixels.astype(np.float64)
+    inner = x[:, 1:-1, 1:-1]
+    around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
+    group = np.zeros(len(x), np.int64) if labels is None else labels
+    counts = np.bincount(group)
+    return Statistics(
+        x.mean((1, 2)),
+        x.reshape(len(x), -1).std(1),
+        np.square(inner - around).mean((1, 2, 3)),
+        ((pixels == 0) | (pixels == 255)).mean((1, 2, 3)),
+        len(x) / (counts[group] * (counts > 0).sum()),
+        group,
+    )
+
+
+def average(values: Floats, of: Statistics) -> tuple[float, float]:
+    """(weighted mean of values [N], its standard error), from what varies within a class."""
+    weight = of.weight / of.weight.sum()
+    means = np.bincount(of.group, values) / np.maximum(np.bincount(of.group), 1)
+    counts = np.bincount(of.group)[of.group]
+    # One value less is free in each class, and a class of one says nothing of what varies.
+    residual = (values - means[of.group]) * np.sqrt(counts / np.maximum(counts - 1, 1))
+    alone = counts == 1
+    if alone.any():
+        residual[alone] = np.sqrt(np.square(residual[~alone]).mean()) if (~alone).any() else values.std()
+    return float(weight @ values), float(np.sqrt(np.square(weight * residual).sum()))
+
+
+class Difference(NamedTuple):
+    """Drawn less data, in levels, and the standard error of that."""
+
+    value: float
+    error: float
+
+    def beyond(self, tolerance: float) -> bool:
+        """Whether it is more than that for certain."""
+        return abs(self.value) > max(tolerance, CERTAIN * self.error)
+
+
+def difference(drawn: Floats, drawn_of: Statistics, data: Floats, data_of: Statistics) -> Difference:
+    """Of the averages of two sets of values."""
+    (a, a_error), (b, b_error) = average(drawn, drawn_of), average(data, data_of)
+    return Difference(a - b, float(np.hypot(a_error, b_error)))
+
+
+def tint(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = "") -> Finding:
+    """run.tint: brightness, and what a channel has more or less than all of them (PAIN: "weird color tints").
+
+    The latter varies far less from picture to picture than a channel itself, so that a faint tint is seen in few.
+    `unready`: what has to be done before anything else can be expected of the network; "" where it has learned.
+    """
+    brightness = difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
+    names = NAMES.get(drawn.means.shape[1], ())
+    casts = {}
+    if len(names) > 1:
+        mine, theirs = (s.means - s.means.mean(1, keepdims=True) for s in (drawn, data))
+        casts = {n: difference(mine[:, c], drawn, theirs[:, c], data) for c, n in enumerate(names)}
+    off = brightness.beyond(DARK) or any(cast.beyond(TINTED) for cast in casts.values())
+    slightly = brightness.beyond(NOTICED * DARK) or any(cast.beyond(NOTICED * TINTED) for cast in casts.values())
+    worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", Difference(0.0, 0.0)))
+    evidence = (
+        f"drawn pictures differ from the data by {brightness.value:+.1f} ± {brightness.error:.1f} of 255 levels in "
+        "brightness" + (f", and by {worst[1].value:+.1f} ± {worst[1].error:.1f} in {worst[0]}" if casts else "")
+    )
+    facts = {"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}}
+    exhibits = (table(drawn, data), exhibit)
+    if not (off or slightly):
+        return Finding("run.tint", "fine", evidence, "", facts, exhibits)
+    severity: Severity = "warning" if off and not unready else "hint"
+    remedy = unready or (
+        "train longer; the v and flow targets tint less than eps, and a lower --ema power:width helps late in a run"
+    )
+    return Finding("run.tint", severity, evidence, remedy, facts, exhibits)
+
+
+def contrast(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
+    """run.contrast: whether pictures are flatter or harsher than the data. `unready` as for `tint`."""
+    ratio = (average(drawn.contrast, drawn)[0] + BLANK) / (average(data.contrast, data)[0] + BLANK)
+    gap = difference(drawn.contrast, drawn, data.contrast, data)
+    facts = {"ratio": ratio, "difference": [*gap]}
+    evidence = f"the contrast of drawn pictures is {ratio:.2f} times that of the data"
+    if 0.7 <= ratio <= 1.4 or not gap.beyond(4.0):
+        return Finding("run.contrast", "fine", evidence, "", facts)
+    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
+    return Finding("run.contrast", "hint", evidence, remedy, facts)
+
+
+def saturated(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
+    """run.saturated: values that ran into black or white. `unready` as for `tint`."""
+    mine, theirs = average(drawn.clipped, drawn)[0], average(data.clipped, data)[0]
+    facts = {"drawn": mine, "data": theirs}
+    evidence = f"{mine:.1%} of drawn values are 0 or 255, and {theirs:.1%} of the data's"
+    if mine - theirs <= CLIPPED or not difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
+        return Finding("run.saturated", "fine", evidence, "", facts)
+    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
+    return Finding("run.saturated", "hint" if unready else "warning", evidence, remedy, facts)
+
+
+def blank(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = "") -> Finding:
+    """run.blank_samples: pictures of nothing, or of noise. `unready` as for `tint`."""
+    empty, usual = float((drawn.contrast < BLANK).mean()), float((data.contrast < BLANK).mean())
+    detail = (average(drawn.detail, drawn)[0] + FAINT) / (average(data.detail, data)[0] + FAINT)
+    facts = {"blank": empty, "blank_in_data": usual, "detail": detail}
+    grave: Severity = "hint" if unready else "warning"
+    soon = unready or "train longer, or with another --lr"
+    if empty - usual > 0.2:
+        evidence = f"{empty:.0%} of the drawn pictures are blank ({usual:.0%} of the data)"
+        return Finding("run.blank_samples", grave, evidence, soon, facts, (exhibit,))
+    evidence = f"drawn pictures have {detail:.2f} times the fine detail of the data"
+    if detail > NOISY:
+        remedy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
+        return Finding("run.blank_samples", grave, f"{evidence}: noise is left in them", remedy, facts, (exhibit,))
+    if detail < SMOOTH:
+        remedy = f"{soon}, or with a larger network; more sampling steps may help"
+        return Finding("run.blank_samples", "hint", f"{evidence}: they are blurred", remedy, facts, (exhibit,))
+    return Finding("run.blank_samples", "fine", f"{evidence}, and none of them is blank", "", facts)
+
+
+def table(drawn: Statistics, data: Statistics) -> Exhibit:
+    """Means by channel."""
+    names = NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
+    rows = [("", *names)]
+    for title, of in (("drawn", drawn), ("data", data)):
+        cells = (average(of.means[:, c], of) for c in range(len(names)))
+        rows.append((title, *(f"{mean:.1f} ± {error:.1f}" for mean, error in cells)))
+    return Exhibit("Mean level by channel, of 255", table=rows)
+
+
+def comparison(drawn: Pixels, data: Pixels) -> Exhibit:
+    """Some of each, in two blocks of eight columns."""
+    n = min(24, len(drawn), len(data))
+    both = np.concatenate([drawn[:n], data[np.linspace(0, len(data) - 1, n).astype(int)]])
+    picture = grid(both, labels=["drawn"] * n + ["data"] * n, scale=max(1, 48 // drawn.shape[1]))
+    return Exhibit("Drawn pictures and data", picture)

@@ -1,0 +1,229 @@
+"""What a run spends its time on, and what of its images it does not use."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+import numpy as np
+
+from unfog.config.schema import Config
+from unfog.data.settings import Data
+from unfog.doctor.run.run_record import RunRecord
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.progress import counted, duration
+from unfog.reporting.records import number
+from unfog.reporting.report_charts import smooth
+from unfog.training.noise_scale import batch_advice
+from unfog.training.noise_scale import noise_scale as ratio_of_means
+from unfog.urls import without_secrets
+
+WAITS, STARVES = 0.05, 0.10
+"""Shares of the time spent waiting for data from which on it is worth a word, and a warning."""
+A_LOT, MOST = 0.25, 0.50
+"""The same for previews, evaluations and checkpoints."""
+A_WHILE = 20.0
+"""Seconds of them that are worth a warning."""
+AIM = 0.05
+"""Share that one of these should cost."""
+SLOWER = 0.7
+"""Speed of the last third of a run over that of the first, below which it has slowed down."""
+FEW = 9
+"""Lines of metrics that a trend needs."""
+UNLIKE = 8.0
+"""A batch so many times smaller or larger than the gradient noise scale is worth a word."""
+
+
+def run_costs(record: RunRecord) -> list[Finding]:
+    """Findings on the time and the data of a run, for as much of it as the record tells of."""
+    found = (data_wait(record), overhead(record), pace(record), memory(record), unused(record), noise_scale(record))
+    return [finding for finding in found if finding is not None]
+
+
+def data_wait(record: RunRecord) -> Finding | None:
+    """run.data_wait: whether the network waits for images (PAIN: "GPU at 0% most of the time")."""
+    steps, waits = record.column("data_wait")
+    if not len(waits):
+        return None
+    # Each line stands for the steps since the one before; the first one holds the cold start.
+    weights = np.diff(steps, prepend=0.0).clip(0.0)
+    if len(waits) > 3:
+        weights[0] = 0.0
+    share = float((waits * weights).sum() / max(weights.sum(), 1e-9))
+    chart = line_chart({"waiting": (steps, waits)}, "step", "share of the time", zero_y=True)
+    facts = {"share": share}
+    exhibits = (Exhibit("Waiting for data", svg=chart),)
+    evidence = f"training waited for images {share:.1%} of the time"
+    if share < WAITS:
+        return Finding("run.data_wait", "fine", evidence, "", facts, exhibits)
+    remedy = f"decode them once: {_pack(record.config)}, and train on OUT; or --data.cache disk"
+    severity: Severity = "warning" if share >= STARVES else "hint"
+    return Finding("run.data_wait", severity, evidence, remedy, facts, exhibits)
+
+
+def _pack(config: Config) -> str:
+    """`unfog pack` as this run has its images, since a pack of another size would not do for it."""
+    data, source = config.data, shlex.quote(without_secrets(config.source))
+    command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
+    if data.background != Data().background:
+        command += f" --data.background {shlex.quote(data.background)}"
+    return command
+
+
+def overhead(record: RunRecord) -> Finding | None:
+    """run.overhead: what previews, evaluations, checkpoints and metrics of drawn pictures take, and what to set."""
+    if record.seconds < 1 or record.step < 1:
+        return None
+    costs = {
+        "preview": _spent(record, "preview", "seconds"),
+        "evaluate": _spent(record, "evaluated", "seconds"),
+        "checkpoint": _spent(record, "checkpoint", "snapshot_seconds"),
+        "metrics": _spent(record, "measured", "seconds"),
+    }
+    config = record.config
+    intervals = {f"{name}.every": getattr(config, name).every for name in costs if name != "metrics"}
+    intervals["evaluate.metrics-every"] = config.evaluate.metrics_every
+    total = sum(sum(spent) for spent in costs.values())
+    share = min(1.0, total / record.seconds)
+    speeds = record.column("images_per_second")[1]
+    step = record.batch / float(np.median(speeds)) if len(speeds) and speeds.min() > 0 else record.seconds / record.step
+    rows = [("", "times", "seconds", "share of the run", "interval", "interval for 5%")]
+    changes = []
+    for (name, spent), (flag, now) in zip(costs.items(), intervals.items()):
+        if not spent:
+            continue
+        # Four times in the run at least.
+        better = min(_round_up(sum(spent) / len(spent) / (AIM * step)), _round_down(record.steps / 4))
+        rows.append(
+            (name, f"{len(spent):,}", f"{sum(spent):,.1f}", f"{sum(spent) / record.seconds:.1%}", f"{now}", f"{better}")
+        )
+        if sum(spent) > AIM * record.seconds and better > now > 0:
+            changes.append(f"--{flag} {better}")
+    facts = {"share": share, "seconds": {name: sum(spent) for name, spent in costs.items()}}
+    parts = ", ".join(f"{name} {min(1.0, sum(spent) / record.seconds):.0%}" for name, spent in costs.items() if spent)
+    evidence = f"previews, evaluations and checkpoints took {share:.0%} of {duration(record.seconds)} ({parts})"
+    exhibits = (Exhibit("What is not training", table=rows),)
+    if share < A_LOT or not changes:
+        return Finding("run.overhead", "fine", evidence, "", facts, exhibits)
+    severity: Severity = "warning" if share >= MOST and total >= A_WHILE else "hint"
+    over = record.step >= record.steps
+    remedy = f"less often next time: {' '.join(changes)}" if over else record.command("resume", " ".join(changes))
+    return Finding("run.overhead", severity, evidence, remedy, facts, exhibits)
+
+
+def _spent(record: RunRecord, kind: str, field: str) -> list[float]:
+    told = (number(row.get(field)) for row in record.of(kind))
+    return [seconds for seconds in told if seconds >= 0]
+
+
+def _round_up(x: float) -> int:
+    """The smallest of 1, 2, 5, 10, 20, 50, … that is at least x."""
+    power = 10 ** math.floor(math.log10(max(x, 1.0)))
+    return int(next(m * power for m in (1, 2, 5, 10) if m * power >= x))
+
+
+def _round_down(x: float) -> int:
+    """The largest of 1, 2, 5, 10, … that is at most x; 1 for less."""
+    power = 10 ** math.floor(math.log10(max(x, 1.0)))
+    return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
+
+
+def pace(record: RunRecord) -> Finding | None:
+    """run.pace: whether it slows down as it goes, as a hot processor or another program would make it."""
+    steps, speeds = record.column("images_per_second")
+    if len(speeds) < FEW:
+        return None
+    third = len(speeds) // 3
+    before, now = float(np.median(speeds[1 : 1 + third])), float(np.median(speeds[-third:]))
+    chart = line_chart({"images a second": (steps, speeds)}, "step", "images a second", zero_y=True)
+    exhibits = (Exhibit("Speed", svg=chart),)
+    facts = {"before": before, "now": now}
+    if now >= SLOWER * before:
+        return Finding("run.pace", "fine", f"{now:,.0f} images a second, and steady", "", facts, exhibits)
+    evidence = f"it became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
+    remedy = "look for another program on the machine, for heat (nvidia-smi -q -d PERFORMANCE), or for a slow disk"
+    return Finding("run.pace", "hint", evidence, remedy, facts, exhibits)
+
+
+def memory(record: RunRecord) -> Finding | None:
+    """run.memory: whether it ran out, and went on with fewer images at a time."""
+    shortages = record.of("out_of_memory")
+    if not shortages:
+        return None
+    last = shortages[-1]
+    now = int(number(last.get("microbatch"))) if number(last.get("microbatch")) >= 1 else 1
+    facts = {"times": len(shortages), "microbatch": now, "checkpointing": bool(last.get("checkpointing"))}
+    how = (
+        "one image at a time, with gradient checkpointing"
+        if facts["checkpointing"]
+        else counted(now, "image") + " at a time"
+    )
+    evidence = f"memory did not suffice {counted(len(shortages), 'time')}; it goes on with {how}, for the same batch"
+    remedy = f"begin like that the next time: --microbatch {now}"
+    remedy += " --training.checkpointing" if facts["checkpointing"] else ""
+    return Finding("run.memory", "hint", evidence, remedy, facts)
+
+
+def unused(record: RunRecord) -> Finding | None:
+    """run.data: the share of the images that could not be used."""
+    found, used = number(record.data.get("found")), number(record.data.get("used"))
+    if not (found > 0 and used >= 0):
+        return None
+    lost = max(0.0, found - used)
+    facts = {"found": int(found), "used": int(used)}
+    if not lost:
+        return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
+    severity: Severity = "warning" if lost > 0.05 * found else "hint"
+    evidence = f"{counted(int(lost), 'image')} of {int(found):,} could not be used ({lost / found:.1%})"
+    return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)
+
+
+def noise_scale(record: RunRecord) -> Finding | None:
+    """run.noise_scale: the batch against the gradient noise scale (McCandlish et al. 2018, appendix A.1).
+
+    A batch far below it sees mostly noise, so that a larger one costs no more images for the same progress; far above
+    it, more images a step hardly make the step better.
+    """
+    steps, scales = record.column("noise_scale")
+    steps, scales = steps[scales > 0], scales[scales > 0]
+    parts = ("gradient_signal", "gradient_noise")
+    measured = [row for row in record.metrics if all(math.isfinite(number(row.get(part))) for part in parts)]
+    if len(measured) < 3:
+        return None
+    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
+    if scale is None:
+        evidence = "the gradient noise is larger than can be measured, so a batch sees next to nothing but noise"
+        unknown = {"noise_scale": None, "batch": batch}
+        return Finding("run.noise_scale", "hint", evidence, _larger(record, UNLIKE * batch), unknown)
+    series = {"measured": (steps, scales), "smoothed": (steps, smooth(scales)), "batch": (steps, 0 * steps + batch)}
+    chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
+    exhibits = (Exhibit("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),)
+    facts = {"noise_scale": scale, "batch": batch}
+    evidence = batch_advice(scale, batch)
+    if batch > UNLIKE * scale:
+        better = _power_of_two(2 * max(scale, 1))
+        remedy = (
+            f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
+            f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+        )
+        return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
+    if scale > UNLIKE * batch:
+        remedy = _larger(record, min(scale / 2, UNLIKE * batch))
+        return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
+    return Finding("run.noise_scale", "fine", evidence, "", facts, exhibits)
+
+
+def _larger(record: RunRecord, images: float) -> str:
+    """To train with a batch of about so many images."""
+    batch, better = record.batch, _power_of_two(images)
+    return (
+        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
+        f"--microbatch {record.config.training.microbatch or batch} "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
+
+
+def _power_of_two(images: float) -> int:
+    """The nearest one."""
+    return int(2 ** max(0, round(math.log2(images))))

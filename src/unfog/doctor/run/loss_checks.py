@@ -1,0 +1,208 @@
+"""What the weights in a checkpoint lose, with the same noise at the same levels each time: the average against the
+weights as trained, and images that were trained on against images that were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfog.data.dataset import ImageSet, spread
+from unfog.diffusion.diffusion import Diffusion
+from unfog.doctor.run.run_record import RunRecord
+from unfog.evaluation.held_out import LossAt
+from unfog.reporting.charts import Floats, line_chart
+from unfog.reporting.findings import Exhibit, Finding, Severity, finite
+from unfog.reporting.progress import counted
+from unfog.reporting.records import number
+from unfog.reporting.report_charts import column
+from unfog.training.ema_schedules import FixedEma, PowerEma
+
+MEASURED = 128
+"""Images of each kind whose loss is measured."""
+LEVELS = "noise level: clean 0 to noisy 1"
+CERTAIN = 3.0
+"""Standard errors from which on a difference is not the luck of the draw."""
+BEHIND = 0.03
+"""Share by which the average may lose more than the weights as trained."""
+GAP, ROSE = 0.10, 0.02
+"""Share by which unseen images may lose more than seen ones, and that loss may have risen since its lowest."""
+
+
+class Looked(NamedTuple):
+    """Images that losses are measured on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
+
+    x0: Tensor
+    label: Tensor | None
+
+
+def looked_at(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> Looked | None:
+    """Images to measure, evenly spread over the set, as the network sees them; None of none."""
+    if not len(images):
+        return None
+    pixels, labels, _ = images.take(spread(len(images), MEASURED))
+    x0 = see(torch.from_numpy(pixels)).to(device)
+    return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
+
+
+@torch.inference_mode()
+def losses(
+    loss_at: LossAt,
+    looked: Looked,
+    levels: Tensor,
+    batch: int,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Floats:
+    """Loss [L, N] of each image at each noise quantile [L]; image i has the same noise whatever N and the batch are.
+
+    `progress` is told of every pass how many images it had.
+    """
+    result = torch.zeros(len(levels), len(looked.x0), dtype=torch.float64)
+    for level, u in enumerate(levels):
+        for first in range(0, len(looked.x0), batch):
+            x0 = looked.x0[first : first + batch]
+            noise = torch.stack([_noise(x0.shape[1:], seed, level, first + i) for i in range(len(x0))]).to(x0.device)
+            label = None if looked.label is None else looked.label[first : first + batch]
+            loss, _ = loss_at(x0, label, u.to(x0.device).expand(len(x0)), noise)
+            result[level, first : first + len(x0)] = loss.cpu().double()
+            progress(len(x0))
+    return result.numpy()
+
+
+def _noise(shape: torch.Size, seed: int, level: int, image: int) -> Tensor:
+    generator = torch.Generator().manual_seed((seed * 1009 + level) * 1_000_003 + image)
+    return torch.randn(shape, generator=generator)
+
+
+def answers(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
+    """What two answers that need no learning lose at noise quantiles [L], on images like x0 [N, C, H, W].
+
+    Returns:
+        The loss [L] of answering 0; and that of the best answer that is linear in each pixel by itself and knows the
+        mean image: of a pixel with variance s^2 about it, y given x_t has the variance (a sigma - b alpha)^2 s^2 /
+        (alpha^2 s^2 + sigma^2).
+    """
+    x0 = x0.double()
+    power = float(x0.square().mean())
+    # For each pixel by itself: many are the same in all images, and need no guessing. One image tells of no variance.
+    spread = (x0.var(0) if len(x0) > 1 else x0[0].square()).flatten()
+    logsnr = diffusion.schedule(levels.double())
+    alpha, sigma = diffusion.path(logsnr)
+    a, b = diffusion.target(alpha, sigma, diffusion.sigma_data)
+    weight = diffusion.weight(logsnr)
+    zero = weight * (a.square() * power + b.square())
+    left = torch.stack([(spread / (p * spread + q)).mean() for p, q in zip(alpha.square(), sigma.square())])
+    linear = weight * (a * sigma - b * alpha).square() * left
+    return zero.numpy(), linear.numpy()
+
+
+def average_against_raw(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:
+    """run.ema_behind: the average of the weights should lose less than the weights themselves.
+
+    Args:
+        record: of the run.
+        average: losses [L, N] with the averaged weights.
+        raw: the same with the weights as trained.
+        updates: optimiser updates so far.
+        what: what the N images are, for people.
+    """
+    pairs = (average - raw).mean(0)
+    excess = float(pairs.mean() / raw.mean())
+    error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
+    horizon = ema_horizon(record, updates)
+    curves = {"average": average.mean(1), "as trained": raw.mean(1)}
+    exhibits = (by_level("The average of the weights against the weights as trained", curves),)
+    facts = {"excess": excess, "error": finite(error), "updates": updates, "horizon": horizon}
+    side = "more" if excess > 0 else "less"
+    evidence = (
+        f"the average of the weights loses {abs(excess):.1%} {side} than the weights as trained, on {len(pairs)} "
+        f"{what}; it averages over the last {horizon:,.0f} of {updates:,} updates"
+    )
+    if excess <= BEHIND or excess < CERTAIN * error:
+        return Finding("run.ema_behind", "fine", evidence, "", facts, exhibits)
+    ema = record.config.ema
+    narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
+    remedy = (
+        f"draw with the others meanwhile: {record.command('sample', '--weights raw')}; the average catches up as the "
+        f"rate falls, or with a shorter one: --ema {narrower}"
+    )
+    severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
+    return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
+
+
+def ema_horizon(record: RunRecord, updates: int) -> float:
+    """Updates over which the average extends: 1 / (1 - decay) after so many."""
+    ema: PowerEma | FixedEma = record.config.ema
+    return min(float(updates), 1 / max(1e-12, 1 - ema.decay(max(updates, 1))))
+
+
+def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
+    """run.overfitting: losses [L, N] of the average on images trained on, and [L, M] on those held out."""
+    a, b = seen.mean(0), unseen.mean(0)
+    gap = float(b.mean() / a.mean() - 1)
+    spread = [values.var(ddof=1) / len(values) if len(values) > 1 else np.inf for values in (a, b)]
+    error = float(np.sqrt(sum(spread)) / a.mean())
+    steps, measured, rose = held_out_history(record)
+    curves = {"trained on": seen.mean(1), "held out": unseen.mean(1)}
+    exhibits: tuple[Exhibit, ...] = (by_level("Images trained on against images held out", curves),)
+    if len(steps) > 1:
+        history = line_chart({"held-out loss": (steps, measured)}, "step", "loss")
+        exhibits += (Exhibit("Held-out loss", svg=history),)
+    worst = int(np.argmax(unseen.mean(1) / np.maximum(seen.mean(1), 1e-12)))
+    lowest_at = int(steps[measured.argmin()]) if len(steps) else 0
+    facts = {"gap": gap, "error": finite(error), "rose": rose, "lowest_at": lowest_at}
+    sure = f" ± {error:.0%}" if np.isfinite(error) else ""
+    evidence = (
+        f"{counted(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
+        f"{(worst + 0.5) / len(seen):.2f}"
+    )
+    if len(steps) > 2:
+        lowest = f"its lowest, at step {facts['lowest_at']:,}"
+        evidence += (
+            f"; the held-out loss is {rose:.1%} above {lowest}" if rose > 0.001 else "; that loss is at its lowest"
+        )
+    certain = gap > max(GAP, CERTAIN * error)
+    if certain and rose > ROSE:
+        return Finding("run.overfitting", "warning", evidence, remedy_of(record), facts, exhibits)
+    if certain or (rose > 2 * ROSE and gap > error):
+        return Finding("run.overfitting", "hint", evidence, remedy_of(record), facts, exhibits)
+    return Finding("run.overfitting", "fine", evidence, "", facts, exhibits)
+
+
+def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
+    """(steps, held-out losses, share by which the latest is above the lowest), since it is measured as it is now."""
+    rows = [
+        row for row in record.metrics if np.isfinite([number(row.get("step")), number(row.get("held_out_loss"))]).all()
+    ]
+    steps, measured = column(rows, "held_out_loss")
+    counts = [len(levels) if isinstance(levels := row.get("held_out_by_level"), list) else 0 for row in rows]
+    if counts:  # another number of levels is another measure
+        same = np.array(counts) == counts[-1]
+        steps, measured = steps[same], measured[same]
+    if not len(measured):
+        return steps, measured, 0.0
+    # Of the last three the middle one unless the last is lower, so that a single measurement is no rise.
+    latest = min(float(measured[-1]), float(np.median(measured[-3:])))
+    return steps, measured, latest / max(float(measured.min()), 1e-12) - 1
+
+
+def remedy_of(record: RunRecord) -> str:
+    """What helps against overfitting, most helpful first."""
+    flip = "" if record.config.data.flip else "--flip, "
+    augment = "" if record.config.codec else "--data.augment 0.15, "  # which changes pixels
+    by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
+    return (
+        f"the best checkpoint{by} is kept: {record.command('sample', '--best')}; next time {flip}{augment}"
+        "dropout (--network small:dropout=0.1), a smaller network or fewer steps"
+    )
+
+
+def by_level(title: str, curves: dict[str, Floats]) -> Exhibit:
+    """Losses [L] over the middles of the levels."""
+    series = {name: ((np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in curves.items()}
+    return Exhibit(title, svg=line_chart(series, LEVELS, "loss"), caption="The same noise for both.")

@@ -1,0 +1,158 @@
+"""What a run does besides training: what previews and evaluation cost, what a crash would, and what classes are for."""
+
+from __future__ import annotations
+
+import math
+
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
+from unfog.diffusion.sampler import TWO_CALLS
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import amount, duration
+
+MOST_ASIDE = 0.2
+"""Share of the time that previews and evaluation may take."""
+SHORT_RUN = 500
+"""Steps below which that share is only mentioned, as it is over soon."""
+FEW_HELD_OUT = 16
+ENOUGH_TO_HOLD_OUT = 100
+"""Images, of fewer of which none is held out."""
+
+
+def passes(config: Config, held_out: int) -> dict[str, float]:
+    """Forward passes of one image, in fp32, that the whole run takes: training, previews, evaluation, and the drawing
+    of pictures for metrics; of these the share of the time that they may take, where their number is open.
+
+    A step back costs twice a step ahead, and bf16 or fp16 about two thirds of fp32, which all but training uses.
+    """
+    steps = config.training.images // config.training.batch
+    calls = (
+        config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1) * (2 if config.usual_guidance != 1 else 1)
+    )
+    measured = min(config.evaluate.images, held_out) * config.evaluate.levels * (config.evaluate.every > 0)
+    training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
+    evaluate, metrics = config.evaluate, 0.0
+    if evaluate.metrics and evaluate.metrics_every >= 0:
+        fixed = evaluate.samples and evaluate.metrics_every
+        # At evaluations, the first after each multiple, and after the last step.
+        often = 1 + max(0, steps - 1) // max(evaluate.metrics_every, evaluate.every, 1)
+        metrics = float(often * evaluate.samples * calls) if fixed else evaluate.share * training
+    return {
+        "training": training,
+        "preview": times(config.preview.every, steps) * config.preview.images * calls,
+        "evaluate": times(config.evaluate.every, steps) * measured,
+        "metrics": metrics,
+    }
+
+
+def times(every: int, steps: int) -> int:
+    """How often something is done every so many steps, before the first and after the last; -1: only at these."""
+    return 2 + (max(0, steps - 1) // every if every > 0 else 0)
+
+
+def check_asides(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
+    """What previews, evaluation and metrics take of the time, by the passes through the network that they make."""
+    costs, steps = passes(config, held_out), config.training.images // config.training.batch
+    whole = sum(costs.values())
+    aside = 1 - costs["training"] / whole
+    facts = {f"{name}_share": cost / whole for name, cost in costs.items()}
+    said = f"previews take about {amount(100 * costs['preview'] / whole)}% of the time and evaluation "
+    said += f"{amount(100 * costs['evaluate'] / whole)}%"
+    if costs["metrics"]:
+        said += f", drawing for metrics {amount(100 * costs['metrics'] / whole)}%"
+    if seconds_per_step:
+        spent = steps * seconds_per_step * (whole / costs["training"] - 1)
+        said, facts["seconds"] = f"{said}, {duration(spent)} in all", spent
+    if aside <= MOST_ASIDE:
+        return Finding("settings.asides", "fine", said, facts=facts)
+    name = max(("preview", "evaluate", "metrics"), key=costs.__getitem__)
+    if name == "metrics":
+        remedy = f"a lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
+    else:
+        interval = _interval(costs, name, config, steps)
+        ends = costs[name] / times(getattr(config, name).every, steps) * 2
+        rarely = ends < costs["training"] * MOST_ASIDE / 2
+        remedy = f"--{name}.every {interval}" if rarely else f"a lower --{name}.images"
+    return Finding("settings.asides", "warning" if steps >= SHORT_RUN else "hint", said, remedy, facts)
+
+
+def _interval(costs: dict[str, float], name: str, config: Config, steps: int) -> int:
+    """Steps between two, at which they take half of what all may."""
+    one = costs[name] / times(getattr(config, name).every, steps)
+    often = max(1.0, costs["training"] * MOST_ASIDE / 2 / one - 2)
+    return math.ceil(steps / often)
+
+
+def check_held_out(config: Config, prepared: Prepared) -> Finding:
+    """Whether there are enough held-out images for their loss to be read."""
+    held, trained = len(prepared.held_out), len(prepared.train)
+    used, levels = min(held, config.evaluate.images), config.evaluate.levels
+    facts = {"held_out": held, "used": used, "levels": levels}
+    if config.evaluate.every < 0:
+        return Finding("settings.held_out", "fine", "no held-out loss is asked for", facts=facts)
+    if not held and trained < ENOUGH_TO_HOLD_OUT:
+        said = f"of {trained} images none is held out, as each is worth more to training; look at the pictures instead"
+        return Finding("settings.held_out", "fine", said, facts=facts)
+    if not held:
+        said = "nothing is held out, so that nobody will see when the network begins to learn its images by heart"
+        return Finding("settings.held_out", "hint", said, "--data.held-out 0.05", facts)
+    said = f"the held-out loss is over {used} images at {levels} noise levels each"
+    if used >= FEW_HELD_OUT:
+        return Finding("settings.held_out", "fine", said, facts=facts)
+    if held >= FEW_HELD_OUT:
+        remedy = f"--evaluate.images {min(64, held)}"
+    else:
+        share = min(0.5, math.ceil(100 * FEW_HELD_OUT / (held + trained)) / 100)
+        remedy = f"--data.held-out {share:g}"
+    return Finding("settings.held_out", "hint", f"{said}, so few that it says little of others", remedy, facts)
+
+
+def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding:
+    """What is lost when the machine goes down at the worst moment."""
+    every, steps = config.checkpoint.every, config.training.images // config.training.batch
+    lost = min(every, steps) if every > 0 else steps
+    hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
+    facts = {"every": every, "steps_to_lose": lost, "hours_to_lose": hours}
+    said = f"a crash loses {lost:,} of {steps:,} steps at most"
+    said += "" if hours is None else f", {duration(hours * 3600)}"
+    long = steps > 2000 and lost > steps / 2 if hours is None else hours > 1
+    if long:
+        at = 1000 if not seconds_per_step else max(1, min(1000, int(1200 / seconds_per_step)))
+        return Finding("settings.checkpoints", "warning", said, f"--checkpoint.every {at}", facts)
+    return Finding("settings.checkpoints", "fine", said, facts=facts)
+
+
+def check_guidance(config: Config) -> Finding:
+    """Whether guidance can do what it is set to, and whether labels are learned."""
+    facts = {"guidance": config.guidance, "label_dropout": config.label_dropout, "classes": len(config.classes)}
+    if config.classes and config.label_dropout == 1:
+        said = "label_dropout = 1 hides every label, so classes are not learned"
+        return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
+    if config.guidance != 1 and config.classes and config.label_dropout == 0:
+        said = f"guidance = {config.guidance:g} has no effect, as the network never sees an image without its class"
+        return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
+    if config.guidance > 10 and config.classes:
+        said = f"guidance = {config.guidance:g} burns colours out, and leaves little variety"
+        return Finding("settings.guidance", "hint", said, "--guidance 1.5", facts)
+    if config.classes and config.label_dropout > 0.5:
+        said = f"{100 * config.label_dropout:.0f}% of the images are shown without their class, which is learned slowly"
+        return Finding("settings.guidance", "hint", said, "--label-dropout 0.1", facts)
+    used = f"guidance {config.guidance:g}, {100 * config.label_dropout:.0f}% of labels hidden in training"
+    return Finding("settings.guidance", "fine", used if config.classes else "no classes", facts=facts)
+
+
+def check_labels(config: Config, prepared: Prepared) -> Finding:
+    """Whether every label is a class of the network, and every class has images."""
+    rows, sets = len(config.classes), [images for images in (prepared.train, prepared.held_out) if len(images)]
+    found = [images.labels for images in sets if images.labels is not None]
+    if not rows:
+        if found:
+            said = "the images have labels, and the network has no classes"
+            return Finding("settings.labels", "fatal", said, "--data.labels none")
+        return Finding("settings.labels", "fine", "no classes")
+    low, high = min(int(each.min()) for each in found) if found else -1, max((int(e.max()) for e in found), default=-1)
+    facts = {"classes": rows, "lowest": low, "highest": high}
+    said = f"labels {low} to {high} for {rows} classes and one more for none"
+    if len(found) != len(sets) or low < 0 or high >= rows:
+        return Finding("settings.labels", "fatal", said, "--data.labels folders reads them anew", facts)
+    return Finding("settings.labels", "fine", said, facts=facts)

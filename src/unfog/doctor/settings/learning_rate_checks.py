@@ -1,0 +1,200 @@
+"""How fast the weights move, and how they are averaged: learning rate, warm-up, optimiser, EMA, batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from unfog.config.schema import Config, Network
+from unfog.models.settings import DiT, MPUNet
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import amount
+from unfog.training.ema_schedules import EmaProfile
+from unfog.training.optimizer_settings import Custom, Method, Muon
+from unfog.training.settings import learning_rate
+
+REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
+"""Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
+MP_LR, DIT_LR = 3e-2, 5e-3
+"""The same of the magnitude-preserving U-Net and of the transformer (docs/decisions/0013-networks.md)."""
+OF_MUON = 2.0
+"""Times the rate of AdamW, for the U-Net, of which it was measured; the others keep theirs."""
+FINE_TUNING = 0.3
+"""Of the usual rate, for weights that are trained already: more would undo what these know."""
+LINEAR_UP_TO = 512
+"""Batch beyond which nobody lets the learning rate grow in proportion."""
+HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
+"""Times the usual learning rate. Small networks in short runs bear ten times as much: of a loss of 0.80 (47k weights,
+14x14, 200 steps of 16) 0.30 was left at the usual rate, 0.26 at 3 times, 0.25 at 10 times, and 0.65 at 100 times."""
+LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
+"""Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
+
+
+def usual_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
+    """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
+
+    The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
+    slowly: by the fourth root, which goes through what Karras et al. (2024, table 6) use from 125M to 1.5B.
+    """
+    millions = max(parameters / 1e6, 1)
+    if isinstance(network, MPUNet):
+        return MP_LR * math.sqrt(batch / REFERENCE_BATCH / math.sqrt(millions))
+    of_unet = REFERENCE_LR * (OF_MUON if isinstance(method, Muon) else 1.0)
+    reference = DIT_LR if isinstance(network, DiT) else of_unet
+    return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
+
+
+def fine_tuning(config: Config) -> float:
+    """What the usual learning rate is multiplied by: less than 1 for weights that are trained already."""
+    return FINE_TUNING if config.init.folder else 1.0
+
+
+def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
+    """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
+    proportional = min(batch, LINEAR_UP_TO)
+    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
+    return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
+
+
+def check_learning_rate(config: Config, parameters: int) -> Finding:
+    """The peak against what either rule allows at most, and the mean over the run against what both have at least."""
+    batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
+    given = parameters, batch, config.network, config.optimizer.method
+    by_root, by_line = (rule(*given) for rule in (usual_learning_rate, linear_learning_rate))
+    peak = config.optimizer.lr
+    if isinstance(config.optimizer.method, Custom):
+        said = f"lr {peak:.2g} of {config.optimizer.method.path}, of which no usual rate is known"
+        return Finding("settings.lr", "fine", said, facts={"lr": peak, "parameters": parameters})
+    mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
+    # Half of it is what a cosine leaves on average, and so no sign of anything.
+    above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
+    facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}
+    rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")
+    said = f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}"
+    remedy = f"--lr {by_root:.1g}"
+    if above >= HOPELESS:
+        said += "; so far above it a run stays finite and hardly learns"
+        return Finding("settings.lr", "fatal", said, remedy, facts)
+    if above >= FAR_TOO_HIGH:
+        said += "; the loss may jump, and pictures suffer"
+        return Finding("settings.lr", "warning", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+    if above > HIGH:
+        said += "; short runs of small networks may bear it, others do not"
+        return Finding("settings.lr", "hint", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+    if below < NEARLY_ZERO:
+        return Finding("settings.lr", "fatal", f"{said}; nothing will move", remedy, facts)
+    if below < FAR_TOO_LOW:
+        said += f"; at {mean:.2g} on average this run takes many times as long"
+        return Finding("settings.lr", "warning", said, remedy, facts)
+    if below < LOW:
+        return Finding("settings.lr", "hint", f"{said}; sound, and slow", remedy, facts)
+    return Finding("settings.lr", "fine", said, facts=facts)
+
+
+def check_warmup(config: Config) -> Finding:
+    """The share of the run that passes before the learning rate is at its peak."""
+    steps = max(1, config.training.images // config.training.batch)
+    warmup = config.optimizer.warmup
+    said = f"warm-up takes {warmup:,} of {steps:,} steps"
+    facts = {"warmup": warmup, "steps": steps}
+    remedy = f"--optimizer.warmup {max(1, min(5000, steps // 20))}"
+    if warmup >= steps and warmup > 1:
+        said += f", so the learning rate ends at {100 * steps / warmup:.0f}% of its peak"
+        return Finding("settings.warmup", "warning", said, remedy, facts)
+    if warmup >= steps / 2 and warmup > 1:
+        return Finding("settings.warmup", "warning", f"{said}, which leaves little at the peak", remedy, facts)
+    return Finding("settings.warmup", "fine", said, facts=facts)
+
+
+def check_average(config: Config) -> Finding:
+    """What the average is made of at the end: the share from the first tenth of the run, and the last steps' half."""
+    steps = max(1, config.training.images // config.training.batch)
+    early, half = share_before(config.ema, steps // 10, steps), half_from(config.ema, steps)
+    facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
+    said = f"half of the average of weights is from the last {half:,} of {steps:,} steps"
+    said += f", {amount(100 * early)}% from the first tenth"
+    remedy = "--ema power, whose window is a share of the run"
+    if early > 0.05 and steps >= 10:
+        return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
+    if half < 10 and steps >= 200:
+        return Finding("settings.ema", "warning", f"{said}; that averages next to nothing", remedy, facts)
+    return Finding("settings.ema", "fine", said, facts=facts)
+
+
+def share_before(profile: EmaProfile, step: int, steps: int) -> float:
+    """Share of the average at update `steps` that stems from the weights up to update `step` (0: the initial ones).
+
+    That is the product of the decays since, here by its logarithm, over some thousand of them where there are more.
+    """
+    if step >= steps:
+        return 1.0
+    updates = np.unique(np.geomspace(step + 1, steps, 4000).round().astype(np.int64))
+    with np.errstate(divide="ignore"):
+        logs = np.log([profile.decay(int(n)) for n in updates])
+    if len(updates) == steps - step:  # every one of them
+        return float(np.exp(logs.sum()))
+    return float(np.exp(np.trapezoid(logs, updates) + (logs[0] + logs[-1]) / 2))
+
+
+def half_from(profile: EmaProfile, steps: int) -> int:
+    """How many of the last updates make half of the average; by bisection."""
+    low, high = 0, steps  # more than half is from before `high`, and less from before `low`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if share_before(profile, middle, steps) > 0.5 else (middle, high)
+    return steps - low
+
+
+def check_optimizer(config: Config) -> Finding:
+    """Whether AdamW is AdamW: momentum within its bounds, eps below the gradients, decay slower than learning.
+
+    Of an optimiser that is named by its path nothing is known but that.
+    """
+    settings = config.optimizer
+    if isinstance(settings.method, Custom):
+        said = f"{settings.method.path} with {', '.join(settings.method.arguments) or 'its own settings'}"
+        return Finding("settings.optimizer", "fine", f"{said}, which is not looked into", facts={})
+    (beta1, beta2), decay = settings.betas, settings.lr * settings.weight_decay
+    facts = {"betas": list(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
+    muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
+    said = f"{muon}AdamW with betas {beta1:g} {beta2:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
+    if beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9:
+        return Finding(
+            "settings.optimizer",
+            "warning",
+            f"{said}: with a square that forgets as fast as the mean, steps have no steady size",
+            "--optimizer.betas 0.9 0.999",
+            facts,
+        )
+    if settings.eps > 1e-5:
+        why = "gradients of a large network are smaller than that, so their steps all but vanish"
+        return Finding("settings.optimizer", "warning", f"{said}: {why}", "--optimizer.eps 1e-8", facts)
+    if decay > 2e-3:
+        said += f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps"
+        return Finding("settings.optimizer", "warning", said, "--optimizer.weight-decay 0.01", facts)
+    return Finding("settings.optimizer", "fine", said, facts=facts)
+
+
+def check_clipping(config: Config) -> Finding:
+    """Whether a single bad batch can throw the weights about."""
+    clip = config.training.clip
+    if clip == 0:
+        said = "the gradient is not clipped, so that one strange batch can undo hours"
+        return Finding("settings.clip", "warning", said, "--training.clip 1", {"clip": clip})
+    return Finding("settings.clip", "fine", f"the gradient is clipped to a norm of {clip:g}", facts={"clip": clip})
+
+
+def check_batch(config: Config, images: int) -> Finding:
+    """The batch against the number of images, and against what a gradient needs."""
+    batch, at_once = config.training.batch, config.training.microbatch or config.training.batch
+    facts = {"batch": batch, "microbatch": at_once, "images": images}
+    said = f"{batch} of {images:,} images a step"
+    if batch > max(8, images):
+        said = f"a step of {batch} images takes each of the {images:,} about {amount(batch / images)} times"
+        remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
+        return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
+    if batch < 8:
+        more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
+        return Finding("settings.batch", "hint", f"{said} make a gradient that is mostly noise", more, facts)
+    return Finding("settings.batch", "fine", said, facts=facts)

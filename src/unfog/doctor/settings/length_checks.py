@@ -1,0 +1,195 @@
+"""How long to train: what others needed, for the images, the network and the pace at hand.
+
+The number of images seen, repeats counted, is what carries over from one run to another; steps, hours and epochs follow
+from it. What is known are a few published runs and our own, of other pictures, so every figure is a wide range.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
+from unfog.reporting.findings import Exhibit, Finding
+from unfog.reporting.progress import amount, duration
+
+MANY_EPOCHS = 2000
+"""Epochs after which a small set is learned by heart; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
+SMALL_SET = 10_000
+LOW_BATCH = 64  # of the founding table, which tells steps only
+
+
+class Known(NamedTuple):
+    """A run that somebody made."""
+
+    what: str
+    side: int
+    pictures: int
+    images: float
+    """Training images seen."""
+    level: str
+    source: str
+
+
+KNOWN = (
+    Known("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
+    Known("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
+    Known("emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "benchmarks/LEDGER.md"),
+    Known("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
+    Known("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
+    Known("butterflies, 114M parameters", 128, 1_000, 5e4, "recognisable", "diffusers' training tutorial"),
+    Known("FFHQ, 62M parameters", 64, 70_000, 200e6, "FID 2.4", "Karras et al. 2022, table 7"),
+    Known("ImageNet, 296M parameters", 64, 1_281_167, 2500e6, "FID 1.4", "Karras et al. 2022, table 7"),
+    Known("CelebA-HQ, 114M parameters", 256, 30_000, 500e3 * 64, "published", "Ho et al. 2020, appendix B"),
+    Known("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
+    Known("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
+)
+FOUNDING = (
+    ("10,000 images", 64, 10_000, 200_000, "1 day on a V100"),
+    ("50,000 images", 64, 50_000, 500_000, "3 to 5 days"),
+    ("1,000,000 images", 64, 1_000_000, 1_000_000, "2 to 3 weeks"),
+    ("50,000 images", 256, 50_000, 500_000, "1 to 2 weeks"),
+    ("CIFAR-10", 32, 50_000, 500_000, ""),
+    ("ImageNet", 256, 1_281_167, 1_000_000, ""),
+)
+"""The duration table that textbooks hand on: pictures, side, how many there are, steps (of 64 images), time."""
+
+Range = tuple[float, float]
+MILESTONES: dict[str, tuple[Range, Range, Range]] = {
+    "recognisable": ((5e4, 1e6), (5e4, 2e6), (5e4, 8e6)),
+    "good": ((1e6, 3e7), (1e7, 6.4e7), (3e7, 1.5e8)),
+    "saturated": ((1e8, 2e8), (2e8, 2.5e9), (5e8, 1.8e9)),
+}
+"""Images seen, from one kind of thing before one kind of background to everything there is, at sides up to 40, up to 96
+and beyond: from `KNOWN`, the upper ends of "recognisable" by proportion to the side, and for lack of better."""
+
+
+def milestones(side: int) -> dict[str, Range]:
+    """Images to be seen for each milestone at this side: lowest and highest."""
+    band = 0 if side <= 40 else 1 if side <= 96 else 2
+    return {name: bands[band] for name, bands in MILESTONES.items()}
+
+
+def check_length(config: Config, prepared: Prepared) -> Finding:
+    """The length of the run against what pictures need, which trained weights know, and what the set can give."""
+    training, pictures = config.training, len(prepared.train)
+    wanted = milestones(config.data.size)["recognisable"]
+    epochs = training.images / pictures
+    steps = training.images // training.batch
+    facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
+    said = f"{training.images:,} images in {steps:,} steps, {amount(epochs)} times the {pictures:,} there are"
+    by_heart, fresh = MANY_EPOCHS * pictures, not config.init.folder
+    if fresh and by_heart < wanted[0]:
+        said += (
+            f"; {pictures} are too few: learned by heart after about {count(by_heart)}, before anything is recognised"
+        )
+        remedy = "more pictures, hundreds at least: these will come back as they are, however long it trains"
+        return Finding("settings.length", "warning", said, remedy, facts)
+    if fresh and training.images < wanted[0] / 2:
+        need = f"pictures are recognisable after about {count(wanted[0])} to {count(wanted[1])} images"
+        remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
+        return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
+    if epochs > MANY_EPOCHS:
+        remedy = f"--images {by_heart}, more pictures, --flip where left and right do not matter, or dropout"
+        if pictures < SMALL_SET:
+            said += "; a small set is learned by heart long before, and pictures come out as copies"
+            return Finding("settings.length", "warning", said, remedy, facts)
+        return Finding("settings.length", "hint", f"{said}; watch the held-out loss for a rise", remedy, facts)
+    if epochs < 1:
+        return Finding("settings.length", "hint", f"{said}; part of them is never seen", "a longer run", facts)
+    return Finding("settings.length", "fine", said, facts=facts)
+
+
+def length_guide(config: Config, prepared: Prepared, seconds_per_step: float | None = None) -> Finding:
+    """How long to train these images with this network: in images, steps, hours and epochs, and whence that is known.
+
+    Args:
+        config: settled.
+        prepared: the images.
+        seconds_per_step: pace, where it was measured; hours are left out without.
+    """
+    training, pictures, side = config.training, len(prepared.train), config.data.size
+    pace = seconds_per_step / training.batch if seconds_per_step else None
+    guide = milestones(side)
+    facts = {
+        "images": training.images,
+        "epochs": training.images / pictures,
+        "seconds_per_image": pace,
+        "milestones": {name: list(span) for name, span in guide.items()},
+        "memorised_from": MANY_EPOCHS * pictures,
+    }
+    exhibits = (
+        Exhibit(
+            f"Images to be seen at {side} pixels",
+            table=_guide_rows(guide, training.images, training.batch, pictures, pace),
+            caption="The lower figure is for pictures of one kind, the higher for pictures of everything. These are "
+            "orders of magnitude, from other people's pictures and networks: the previews know better.",
+        ),
+        Exhibit("Where that is known from", table=[Known._fields, *([*map(_cell, known)] for known in KNOWN)]),
+        Exhibit(
+            "The usual table of durations, at your pace",
+            table=_founding_rows(side, pace),
+            caption="Steps of 64 images. Time is taken to grow with the number of pixels, for the network at hand; a "
+            "larger network than yours, which larger pictures want, takes longer.",
+        ),
+    )
+    low, high = guide["recognisable"]
+    said = (
+        f"at {side} pixels, pictures are recognisable after about {count(low)} to {count(high)} images and good after "
+    )
+    said += f"{count(guide['good'][0])} to {count(guide['good'][1])}; this run sees {count(training.images)}"
+    said += f" in {duration(training.images * pace)}" if pace else ""
+    said += ", after all that its weights have seen" if config.init.folder else f", {_place(training.images, guide)}"
+    return Finding("length.guide", "fine", said, facts=facts, exhibits=exhibits)
+
+
+def _place(images: float, guide: dict[str, Range]) -> str:
+    """Where a number of images lies."""
+    if images < guide["recognisable"][0]:
+        return "which is too few for anything to be recognised"
+    reached = [name for name, span in guide.items() if images >= span[1]]
+    within = [name for name, span in guide.items() if span[0] <= images < span[1]]
+    if within:
+        return f"which is where pictures become {within[-1]}"
+    return f"which is beyond where they become {reached[-1]}"
+
+
+def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int, pace: float | None) -> list[list[str]]:
+    """The guide as a table; what a set of so few pictures cannot give is marked."""
+    rows = [["", "images", "steps", "epochs", "time"]]
+    spans = {**guide, "this run": (float(images), float(images))}
+    for name, span in spans.items():
+        time = span_of([duration(value * pace) for value in span]) if pace else "not measured"
+        epochs = [value / pictures for value in span]
+        often = span_of([count(value) for value in epochs])
+        if epochs[0] > MANY_EPOCHS:
+            often += ": learned by heart before"
+        rows.append([name, span_of([*map(count, span)]), span_of([count(v / batch) for v in span]), often, time])
+    return rows
+
+
+def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
+    rows = [["set", "side", "steps", "images", "epochs", "time as told", "time at your pace"]]
+    for name, its_side, pictures, steps, told in FOUNDING:
+        images = steps * LOW_BATCH
+        time = duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
+        cells = [name, str(its_side), count(steps), count(images), count(images / pictures), told, time]
+        rows.append(cells)
+    return rows
+
+
+def span_of(ends: list[str]) -> str:
+    """Two ends of a range, or what they both are."""
+    return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
+
+
+def count(value: float) -> str:
+    """A number as people say it: "50,000", "1.5 million", "2.5 billion"."""
+    for unit, name in ((1e9, " billion"), (1e6, " million")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else count(float(value)) if isinstance(value, float) else f"{value:,}"

@@ -1,0 +1,158 @@
+"""What this machine makes of the settings: whether it computes in their precision, and has room for what is saved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from unfog.config.schema import Config
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import size
+from unfog.training.checkpoints.writer import free_bytes
+from unfog.training.precision import DTYPES
+from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
+
+_SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
+_ROUNDS = 5
+SLOWER = 1.25
+"""Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
+COPIES = 4
+"""Of the weights in a checkpoint: themselves, their average, and the optimiser's two moments."""
+NO_AVERAGES = Averages(every=-1)
+MARGIN = 16 * 10**6
+"""Bytes for pictures and records."""
+
+
+def check_precision(config: Config, device: torch.device) -> Finding:
+    """Whether the device computes in the precision of the run, and whether that is any faster than fp32: measured."""
+    name = config.training.precision
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        return _fp32(device)
+    try:
+        ours, fp32 = multiply_seconds(dtype, device), multiply_seconds(torch.float32, device)
+    except RuntimeError as error:  # torch says so where a device has no such arithmetic
+        reason = str(error).splitlines()[0]
+        return Finding(
+            "settings.precision", "fatal", f"{device} does not compute in {name}: {reason}", "--precision fp32"
+        )
+    facts = {"precision": name, "seconds": ours, "seconds_fp32": fp32, "times_fp32": ours / fp32}
+    compared = f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}"
+    if ours > SLOWER * fp32:
+        remedy = f"--precision {'bf16' if name == 'fp16' and _bf16_pays(device, fp32) else 'fp32'}"
+        return Finding("settings.precision", "warning", f"{compared}, which has no fast {name}", remedy, facts)
+    if name == "fp16" and _bf16_pays(device, fp32):
+        remedy = "--precision bf16 needs no loss scaling, and refuses no steps while the scale is sought"
+        return Finding("settings.precision", "hint", f"{compared}, and bf16 is fast here as well", remedy, facts)
+    return Finding("settings.precision", "fine", compared, facts=facts)
+
+
+def _fp32(device: torch.device) -> Finding:
+    """fp32 is right everywhere; on a GPU that has bf16 it is needlessly slow."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return Finding(
+            "settings.precision", "hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast"
+        )
+    return Finding("settings.precision", "fine", f"fp32 on {device}")
+
+
+def _bf16_pays(device: torch.device, fp32: float) -> bool:
+    """Whether bf16 is native to the device, or at least no slower than fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return multiply_seconds(torch.bfloat16, device) < fp32
+
+
+def multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds for one product of two square matrices, the fastest of a few.
+
+    Raises:
+        RuntimeError: the device has no such arithmetic.
+    """
+    side = _SIDE[device.type]
+    matrix = torch.ones(side, side, dtype=dtype, device=device)
+    fastest = float("inf")
+    for _ in range(_ROUNDS + 1):  # the first one also prepares
+        _wait(device)
+        started = time.perf_counter()
+        torch.mm(matrix, matrix)
+        _wait(device)
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Room(NamedTuple):
+    """What the checkpoints of a run take on the disk."""
+
+    one: int
+    """Bytes of each."""
+    most: int
+    """How many there are at a time, at most."""
+    beside: int = 0
+    """Bytes of all snapshots of averages."""
+
+    @property
+    def least(self) -> int:
+        """Bytes without which no run can begin: two checkpoints, of which one is always whole."""
+        return 2 * self.one + MARGIN
+
+    @property
+    def ample(self) -> int:
+        """Bytes with which it never has to wait for room."""
+        return self.most * self.one + self.beside + MARGIN
+
+
+def averages_bytes(parameters: int, every: int, steps: int) -> int:
+    """What the snapshots of averages take: two in float16 each time; one more than is kept, and one at the end."""
+    return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
+
+
+def room_for(parameters: int, keep: Checkpoint, steps: int, averages: Averages = NO_AVERAGES) -> Room:
+    """The room that a run of so many steps needs for a network of so many numbers, all of them fp32."""
+    # Beside those that are kept: the best, two to go back to, and one that is being written.
+    most = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
+    one = (COPIES + (averages.every > 0)) * 4 * parameters
+    return Room(one, most, averages_bytes(parameters, averages.every, steps))
+
+
+def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
+    """Whether the checkpoints of the run will fit where `folder` is or will be."""
+    steps = config.training.images // config.training.batch
+    room, free = room_for(parameters, config.checkpoint, steps, config.averages), free_bytes(folder)
+    facts = {"checkpoint_bytes": room.one, "checkpoints": room.most, "free_bytes": free}
+    most = size(room.most * room.one)
+    said = f"{room.most} checkpoints of {size(room.one)} make {most} at most, and {size(free)} are free"
+    said += f"; snapshots of averages take {size(room.beside)}" if room.beside else ""
+    if free > room.ample:
+        return Finding("settings.disk", "fine", said, facts=facts)
+    remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
+    return Finding("settings.disk", "fatal" if free < room.least else "warning", said, remedy, facts)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not tell."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that it ever held; 0 where the system does not tell."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,0 +1,298 @@
+"""Whether the network can learn at all: a few images, always with the same noise, have to be learned by heart.
+
+Whatever keeps a run from learning (a gradient that does not arrive, a target that the answer is not compared with, a
+learning rate of nothing) keeps it from this as well, and shows in seconds rather than hours.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.data.augmentation.augment import to_model_range
+from unfog.data.dataset import ImageSet
+from unfog.data.stream import Batch
+from unfog.diffusion.objective import Loss, Objective
+from unfog.errors import Interrupted
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.image_grids import Pixels, grid
+from unfog.reporting.progress import Progress, amount
+from unfog.training.hooks import Silent
+from unfog.training.loop import Every, train
+from unfog.training.stability.out_of_memory import at_once
+from unfog.training.state import TrainState
+
+IMAGES = 8
+LEARNED = 0.25
+"""Loss, over that of an answer which looks at each pixel alone, at which the images count as learned."""
+LEAST = 0.01
+"""Share of the loss of answering 0 beyond which no answer need go: the noise is nearly all there is to be seen at noisy
+levels, so that repeating the input answers the eps target to a hundred thousandth."""
+STUCK, STUCK_AFTER = 0.95, 100
+"""Loss over that of the first step, above which nothing is learned after so many steps. Measured over targets and
+schedules: up to 0.66 after 100 steps at a learning rate of 2e-4, up to 0.54 after 30 at the usual one, and 1 where no
+gradient arrives."""
+FROZEN, FROZEN_AFTER = 0.999, 20
+"""The same for weights that do not move at all, which shows at once."""
+MOST_STEPS = 600
+HEEDED = 1e-6
+"""Relative change of the answers when an input is exchanged, below which the network does not look at it."""
+
+See = Callable[[Tensor], Tensor]
+
+
+def overfit_one_batch(
+    config: Config,
+    state: TrainState,
+    objective: Objective,
+    images: ImageSet,
+    seconds: float = 20.0,
+    stop: Callable[[], bool] = lambda: False,
+    steps: int = MOST_STEPS,
+    see: See = to_model_range,
+    show: See = lambda x0: x0,
+) -> Finding:
+    """Learn a few images by heart in the real loop: the run's network, objective, optimiser and precision.
+
+    Args:
+        config: settled.
+        state: fresh, and of no use afterwards.
+        objective: that of the run.
+        images: of which eight, evenly spread, are learned, each at a noise level of its own.
+        seconds: time limit; it ends sooner where they are learned.
+        stop: whether somebody wants to leave; Interrupted is raised then.
+        steps: limit of steps.
+        see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
+    """
+    lesson = replace(Lesson.of(images, objective, state.precision.device, see), show=show)
+    lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
+    drill = Drill(lesson, seconds, steps, stop)
+    settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
+    with Progress("learning eight images by heart, step", steps) as progress:
+        drill.progress = progress
+        train(
+            settings,
+            replace(config.optimizer, warmup=20, schedule="constant"),
+            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            state,
+            lesson,
+            lambda pixels: (see(pixels), None),
+            lesson.loss,
+            drill,
+        )
+    if stop():
+        raise Interrupted
+    lesson.at_once = min(lesson.at_once, at_once(settings, state))  # memory may not have sufficed even so
+    return _finding(config, state, lesson, drill)
+
+
+@dataclass(eq=False)
+class Lesson:
+    """The images to be learned, with their labels, noise levels and noise: a stream, and the loss on it."""
+
+    x0: Tensor
+    """float32 [B, C, H, W]."""
+    pixels: Tensor
+    """As the stream gives them: uint8 [B, C, H, W], or stored latents."""
+    label: Tensor | None
+    u: Tensor
+    noise: Tensor
+    objective: Objective
+    show: See = lambda x0: x0
+    at_once: int = IMAGES
+    """How many the network is given at a time, for lack of memory."""
+    place: int = 0
+    """Of the first image of the batch that was asked for last."""
+    latest: Tensor = field(default_factory=lambda: torch.full((IMAGES,), math.nan))
+    """Loss of each image when it was last shown, float32 [B] on the CPU."""
+
+    @classmethod
+    def of(cls, images: ImageSet, objective: Objective, device: torch.device, see: See = to_model_range) -> Lesson:
+        """Eight images of a set, or all where there are fewer; label dropout would hide what is to be learned."""
+        index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
+        index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
+        taken, labels, _ = images.take(index)
+        pixels = torch.from_numpy(taken)
+        label = None if labels is None else torch.from_numpy(labels)
+        x0 = see(pixels).to(device)
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(x0.shape, generator=generator).to(device)
+        u = (torch.arange(IMAGES, device=device) + 0.5) / IMAGES
+        return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
+
+    @property
+    def count(self) -> int:
+        """How many images."""
+        return len(self.x0)
+
+    def batch(self, first: int, size: int) -> Batch:
+        """The images again and again."""
+        self.place = first % self.count
+        part = slice(self.place, self.place + size)
+        label = None if self.label is None else self.label[part]
+        return Batch(first, self.pixels[part], label, torch.arange(self.count)[part])
+
+    def loss(self, network: nn.Module, x0: Tensor, label: Tensor | None, condition: Tensor | None = None) -> Loss:
+        """The run's own, at the levels and with the noise that belong to the images."""
+        part = slice(self.place, self.place + len(x0))
+        loss = self.objective(network, x0, label, u=self.u[part], noise=self.noise[part])
+        self.latest[part] = loss.measured.detach().cpu()
+        return loss
+
+    def blind(self) -> Tensor:
+        """Loss [B] of the best answer that looks at each pixel alone: drawn towards the mean image.
+
+        For pixels of variance s^2 about a mean m that is x0 = m + alpha s^2 / (alpha^2 s^2 + sigma^2) (x_t - alpha m).
+        """
+        diffusion = self.objective.diffusion
+        logsnr = diffusion.schedule(self.u)
+        x_t = diffusion.add_noise(self.x0, self.noise, logsnr)
+        alpha, sigma = (part[:, None, None, None] for part in diffusion.path(logsnr))
+        mean = self.x0.mean(0, keepdim=True)
+        # Of each pixel: those that are the same in all images need no guessing.
+        variance = (self.x0 - mean).square().mean(0, keepdim=True)
+        x0 = mean + alpha * variance / (alpha.square() * variance + sigma.square()) * (x_t - alpha * mean)
+        answer = diffusion.network_target(x0, (x_t - alpha * x0) / sigma, logsnr)
+        objective = replace(self.objective, diffusion=replace(diffusion, learned_variance=False))
+        loss = objective(lambda x, c_noise, label: answer, self.x0, self.label, u=self.u, noise=self.noise)
+        return loss.measured
+
+    def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
+        """What the network says to the images, [B, C, H, W], with one of its inputs exchanged: image, level or label.
+
+        Images and levels are passed on to the next one, labels are hidden.
+        """
+        diffusion = self.objective.diffusion
+        logsnr = diffusion.schedule(self.u)
+        x, c_noise = diffusion.network_input(diffusion.add_noise(self.x0, self.noise, logsnr), logsnr)
+        label = None if self.label is None or exchanged == "label" else self.label.to(x.device)
+        x = x.roll(1, 0) if exchanged == "image" else x
+        c_noise = c_noise.roll(1, 0) if exchanged == "level" else c_noise
+        was_training = network.training
+        network.eval()
+        with torch.inference_mode():
+            parts = [slice(first, first + self.at_once) for first in range(0, self.count, self.at_once)]
+            answer = [network(x[part], c_noise[part], None if label is None else label[part]) for part in parts]
+        network.train(was_training)
+        return torch.cat(answer)
+
+    def unheeded(self, network: nn.Module) -> list[str]:
+        """The inputs that make no difference to the answers."""
+        answers = self.answers(network)
+        inputs = ["image", "level", *([] if self.label is None else ["label"])]
+        limit = HEEDED * answers.norm()
+        return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
+
+    def picture(self, network: nn.Module) -> Pixels:
+        """A column for each image: clean, as shown to the network, and what it makes of that."""
+        diffusion = self.objective.diffusion
+        logsnr = diffusion.schedule(self.u)
+        x_t = diffusion.add_noise(self.x0, self.noise, logsnr)
+        guess = diffusion.recover(self.answers(network), x_t, logsnr)[0]
+        # On the VE path x_t reaches far beyond the range; each is shown as far as it reaches.
+        x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
+        rows = self.show(torch.cat([self.x0, x_t, guess]))
+        pixels: Pixels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        names = [name for name in ("images", "with noise", "guessed") for _ in range(self.count)]
+        return grid(pixels, columns=self.count, labels=names)
+
+
+class Drill(Silent):
+    """A run that watches the loss, and ends when the images are learned or the time is up."""
+
+    def __init__(self, lesson: Lesson, seconds: float, steps: int, stop: Callable[[], bool]):
+        self.lesson, self.steps, self.interrupted = lesson, steps, stop
+        self.deadline = time.monotonic() + seconds
+        self.blind = lesson.blind().cpu()
+        self.first: Tensor
+        self.bar: Tensor
+        self.progress: Progress
+        self.relative: list[float] = []
+        """Loss of each step over that of the blind answer; the geometric mean over the images, as levels differ."""
+        self.fallen: list[float] = []
+        """The same over that of the first step, when the network still answered 0."""
+
+    def advance(self, step: int) -> None:
+        """Note the loss of the step."""
+        loss = self.lesson.latest.clone()
+        if not self.relative:
+            self.first = loss
+            self.bar = torch.maximum(self.blind, LEAST * loss)
+        self.relative.append(ratio(loss, self.bar))
+        self.fallen.append(ratio(loss, self.first))
+        self.progress.update(step)
+
+    @property
+    def reached(self) -> tuple[float, float]:
+        """Loss of late over that of the blind answer, and over that of the first step."""
+        if not self.relative:
+            return math.inf, math.inf
+        return statistics.median(self.relative[-5:]), statistics.median(self.fallen[-5:])
+
+    def stop_requested(self) -> bool:
+        """When the images are learned, after enough steps, or when the time is up or the person wants to leave."""
+        learned = len(self.relative) >= 5 and self.reached[0] < LEARNED
+        late = len(self.relative) >= self.steps or time.monotonic() > self.deadline
+        return learned or late or self.interrupted()
+
+
+def ratio(loss: Tensor, other: Tensor) -> float:
+    """Geometric mean of the ratios of losses [B]."""
+    return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
+
+
+def _finding(config: Config, state: TrainState, lesson: Lesson, drill: Drill) -> Finding:
+    """What came of it."""
+    steps, (relative, fallen) = len(drill.relative), drill.reached
+    facts: dict[str, Any] = {"steps": steps, "images": IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
+    facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
+    facts |= {"lr": config.optimizer.lr, "precision": config.training.precision}
+    lr = f"lr {config.optimizer.lr:.2g}"
+    went = f"fell to {amount(100 * fallen)}% of" if fallen <= 1 else f"rose to {amount(fallen)} times"
+    said = f"in {steps} steps of {IMAGES} images at {lr} the loss {went} what it was at first"
+    exhibits = _exhibits(lesson, drill, state.model)
+
+    def finding(severity: Severity, evidence: str, remedy: str = "") -> Finding:
+        return Finding("rehearsal.overfit", severity, evidence, remedy, facts, exhibits)
+
+    if steps and not math.isfinite(fallen):
+        refused = steps - state.updates
+        said = f"in {steps} steps of {IMAGES} images at {lr} the loss became infinite, and {refused} steps were refused"
+        return finding("fatal", said, "a lower --lr, or --precision fp32")
+    if (fallen > FROZEN and steps >= FROZEN_AFTER) or (fallen > STUCK and steps >= STUCK_AFTER):
+        remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
+        return finding("fatal", f"{said}, so nothing is learned", remedy if fallen <= 1.01 else "a lower --lr")
+    unheeded = lesson.unheeded(state.model)
+    if unheeded and fallen < FROZEN:
+        said = (
+            f"{said}, but the network's answer does not depend on the {' nor on the '.join(unheeded)} that it is given"
+        )
+        return finding("fatal", said, "look at how the network is wired; if it is one of Unfog's own, report it")
+    if relative < LEARNED:
+        return finding("fine", f"{said}, {amount(100 * relative)}% of what looking at each pixel alone would lose")
+    remedy = "nothing to worry about with a low --lr or a slow machine; a longer test would tell more"
+    return finding("hint", f"{said} when the time was up, which is learning, though not yet by heart", remedy)
+
+
+def _exhibits(lesson: Lesson, drill: Drill, network: nn.Module) -> tuple[Exhibit, ...]:
+    steps = range(1, len(drill.relative) + 1)
+    curves = {
+        "of the first step": (list(steps), drill.fallen),
+        "of looking at each pixel alone": (list(steps), drill.relative),
+    }
+    curve = line_chart(curves, "step", "loss, as a share", log_y=True)
+    caption = "Eight images at noise levels from clean (left) to noisy, always with the same noise."
+    return (
+        Exhibit("Learned by heart", picture=lesson.picture(network), caption=caption),
+        Exhibit("Loss while learning by heart", svg=curve, caption="Geometric mean over the images."),
+    )

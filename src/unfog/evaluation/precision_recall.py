@@ -1,0 +1,86 @@
+"""Fidelity and diversity apart: which pictures of one set lie among those of the other, by nearest neighbours.
+
+Precision and recall: Kynkaanniemi et al. 2019, eq. 1 and 2. Density and coverage: Naeem et al. 2020, eq. 4 and 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unfog.evaluation.chunks import blocks
+
+Z = 1.959964
+"""Standard errors from a normal distribution's mean to the ends of its middle 95%."""
+ENTRIES = 2**24
+"""Distances in memory at once: 128 MB."""
+
+
+class Inside(NamedTuple):
+    """For balls around centres [N] that reach to their k-th neighbour, and queries [M]: what lies in what."""
+
+    by_query: Tensor
+    """int64 [M], how many balls hold this query."""
+
+    centre_reached: Tensor
+    """bool [N], whether any query is in this ball."""
+
+
+class Share(NamedTuple):
+    """A mean of what is counted by picture, and its 95% interval, given the other set."""
+
+    value: float
+    low: float
+    high: float
+    error: float
+
+
+def inside(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, Inside]:
+    """Count queries [M, D] in the balls of centres [N, D], for each k of `neighbours`.
+
+    Raises:
+        ValueError: fewer than k + 1 centres have no k-th neighbour.
+    """
+    if len(centres) <= max(neighbours):
+        raise ValueError(f"{len(centres)} pictures have no {max(neighbours)}th neighbour; give more")
+    # Distances do not change, and their rounding becomes that of the spread, not of the place.
+    origin = centres.double().mean(0)
+    centres, queries = centres.double() - origin, queries.double() - origin
+    most = max(neighbours) + 1  # the nearest is the picture itself
+    nearest = torch.cat([d.topk(most, largest=False).values for d in _distances(centres, centres)])
+    reached = {k: torch.zeros(len(centres), dtype=torch.bool, device=centres.device) for k in neighbours}
+    counts: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    for distance in _distances(queries, centres):
+        for k in neighbours:
+            held = distance <= nearest[:, k]
+            reached[k] |= held.any(0)
+            counts[k].append(held.sum(1))
+    return {k: Inside(torch.cat(counts[k]), reached[k]) for k in neighbours}
+
+
+def proportion(hits: Tensor) -> Share:
+    """Share of pictures [N] that hit, with Wilson's interval, which holds at 0 and 1 as well."""
+    n, p, z = len(hits), float(hits.double().mean()), Z
+    middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    return Share(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
+
+
+def mean(values: Tensor) -> Share:
+    """Mean of values [N] by picture, with the interval of the normal distribution."""
+    value, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
+    return Share(value, value - Z * error, value + Z * error, error)
+
+
+def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """Squared distances of blocks of rows, [rows, M]; of equal pictures exactly 0, which they are not by rounding."""
+    norms = y.square().sum(1)
+    rounding = 1e-13 * float(norms.max())
+    rows = max(1, ENTRIES // len(y))
+    for part in blocks(x, rows):
+        distance = torch.addmm(norms, part, y.T, alpha=-2).add_(part.square().sum(1)[:, None])
+        yield distance.masked_fill_(distance < rounding, 0)

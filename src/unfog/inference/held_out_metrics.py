@@ -1,0 +1,78 @@
+"""Metrics of a run's held-out images, for which nothing is drawn: their loss, and how likely they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.likelihood import bits_per_dim
+from unfog.diffusion.sampler import NoiseSource
+from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, paired
+from unfog.evaluation.metrics import Measured
+from unfog.evaluation.precision_recall import Z
+from unfog.pipeline.build import build_objective
+
+FEWEST = 2
+"""Held-out images, of fewer of which there is no error."""
+MOST = 1000
+LIKELY = 256
+"""Held-out images whose bits are counted."""
+LEVELS = 64
+"""Network calls for them; 64 are good for a percent."""
+
+
+def losses_of(
+    network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
+) -> Tensor:
+    """Loss [L, N] at each level of each image; `progress` is told of every pass how many images it had."""
+    objective = build_objective(config)
+
+    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
+
+    return held_out.losses(loss_at, batch, progress=progress)[0]
+
+
+def held_out_loss(losses: Tensor) -> Measured:
+    """The held-out loss, with the interval that the choice of images gives it."""
+    note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
+    return measured("held_out", mean_over_images(losses), note)
+
+
+def against(losses: Tensor, others: Tensor, step: int) -> Measured:
+    """By how much the held-out loss is above that of another checkpoint, image by image."""
+    difference = paired(losses, others)
+    sure = abs(difference.value) > Z * difference.error
+    which = "lower" if difference.value < 0 else "higher"
+    note = f"{which} than at step {step:,}" if sure else f"no telling it from that at step {step:,}"
+    return measured("held_out_difference", difference, f"{note}, by the same images and noise")
+
+
+def bits(
+    network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
+) -> Measured:
+    """Bound on the bits that an image takes, for each of its numbers."""
+    denoiser, found = Denoiser(network, config.diffusion, config.diffusion.learned_variance), []
+    for first in range(0, len(held_out.x0), batch):
+        x0 = held_out.x0[first : first + batch]
+        label = None if held_out.label is None else held_out.label[first : first + batch]
+        source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
+        guess = partial(denoiser, label=label)
+        found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
+        progress(len(x0))
+    note = f"bound on the bits of a number of an image, by {LEVELS} noise levels or fewer"
+    return measured("bits", mean_over_images(torch.cat(found)[None]), note)
+
+
+def measured(name: str, mean: Mean, note: str) -> Measured:
+    """A mean over images, as metrics are told."""
+    if math.isnan(mean.error):
+        return Measured(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
+    low, high = mean.value - Z * mean.error, mean.value + Z * mean.error
+    return Measured(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)

@@ -1,0 +1,80 @@
+"""Whether drawn pictures are copies of training images: by their pixels, and by the features that metrics compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unfog.data.dataset import ImageSet, Prepared, spread
+from unfog.inference.nearest_images import FEWEST, Nearest, memorised, nearest, nearest_features
+from unfog.reporting.findings import Finding
+from unfog.reporting.image_grids import Pixels
+
+REAL = 256
+"""Real images that say how near to the training images an unseen one usually comes."""
+DRAWN = 500
+"""Drawn pictures that are looked at."""
+ENOUGH = 20
+"""Held-out images, of fewer of which nothing can be said."""
+
+
+class Unseen:
+    """Real images to compare with: held-out ones; with too few of those, training images among the others."""
+
+    def __init__(self, prepared: Prepared):
+        self.enough = len(prepared.held_out) >= ENOUGH
+        self.images: ImageSet = prepared.held_out if self.enough else prepared.train
+        self.rows: NDArray[np.int64] = spread(len(self.images), REAL)
+        self.what = "held-out images" if self.enough else "training images among the others"
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """uint8 [M, C, H, W]."""
+        return np.ascontiguousarray(self.images.pixels[self.rows])
+
+    @property
+    def own(self) -> list[int]:
+        """Which training image each of them is; -1 for none."""
+        return [-1] * len(self.rows) if self.enough else self.rows.tolist()
+
+
+def by_pixels(drawn: Pixels, prepared: Prepared, progress: Callable[[int], None]) -> Finding:
+    """By pixels, against all training images; drawn: [N, H, W, C]. `progress` is told how many images are searched."""
+    unseen, train = Unseen(prepared), prepared.train
+    queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
+    both = nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
+    found, usual = parted(both, len(drawn))
+    matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
+    return memorised(drawn, found, usual, matches, unseen.what, len(train))
+
+
+def by_features(
+    drawn: Pixels, features: Tensor, real: Tensor, rows: NDArray[np.int64], unseen: Tensor, prepared: Prepared
+) -> Finding:
+    """By features of the drawn pictures [N, D], of the training images `rows` [R, D], and of those of `Unseen`."""
+    usual = Unseen(prepared)
+    place = {int(row): i for i, row in enumerate(rows)}
+    own = [place.get(row, -1) for row in usual.own]
+    both = nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
+    found, other = parted(both, len(features))
+    matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
+    # What the same picture is at in this scale: a thousandth of how far real ones are from their next.
+    same = 1e-3 * float(other.distance[:, 1:].median())
+    return memorised(drawn, found, other, matches, usual.what, len(rows), same)
+
+
+def can_tell(prepared: Prepared) -> bool:
+    """Whether there are enough training images to tell copies from likeness."""
+    return len(prepared.train) >= FEWEST
+
+
+def parted(both: Nearest, count: int) -> tuple[Nearest, Nearest]:
+    """Those of the first `count` queries, and of the rest."""
+    return (
+        Nearest(both.distance[:count], both.image[:count]),
+        Nearest(both.distance[count:], both.image[count:]),
+    )

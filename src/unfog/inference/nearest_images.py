@@ -1,0 +1,207 @@
+"""Whether a network draws its training images: the nearest of them to each drawn picture, against how near real ones
+that it has not seen come to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from unfog.data.dataset import spread
+from unfog.reporting.charts import Floats, line_chart
+from unfog.reporting.findings import Exhibit, Finding
+from unfog.reporting.image_grids import Pixels, strip
+
+SIDE = 16
+"""Pictures are compared at so many pixels a side, averaged down, so that a pixel's shift hardly counts."""
+NEIGHBOURS = 50
+"""The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
+of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
+COPY = 0.5
+"""A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
+RELATED, LOWEST, NEARER = 0.1, 0.05, 0.4
+"""Where more than the first share of unseen images have such a near relative, that tells nothing; a copy is then what
+comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
+have come 0.7 times as near."""
+SAME = 0.5
+"""Levels of 255 at which two pictures are the same one, whatever others there are."""
+FEWEST = 4
+"""Of fewer training images nothing can be said: all are near."""
+MOST = 100_000
+"""Training images that are compared with; of more, as many evenly spread."""
+SHOWN = 8
+CHUNK = 2048
+
+
+class Images(Protocol):
+    """uint8 [N, C, H, W], in memory or read on the way."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+class Nearest(NamedTuple):
+    """The training images near to each of N pictures."""
+
+    distance: Tensor
+    """float32 [N, K], ascending: root mean square difference in levels of 0 to 255."""
+    image: Tensor
+    """int64 [N, K]: which training images."""
+
+    @property
+    def ratio(self) -> Floats:
+        """[N] in [0, 1]: distance of the nearest over the mean of the next ones. About 1 where there is nothing
+        particular about the nearest one, and near 0 for a copy of it."""
+        rest = self.distance[:, 1:].double().mean(1)
+        return (self.distance[:, 0].double() / rest.clamp_min(1e-9)).clamp(0, 1).numpy()
+
+
+def features(pixels: Tensor) -> Tensor:
+    """uint8 [N, C, H, W] -> float32 [N, D]: what is compared."""
+    side = (min(SIDE, pixels.shape[2]), min(SIDE, pixels.shape[3]))
+    small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
+    return small.flatten(1)
+
+
+def nearest(
+    queries: Tensor,
+    images: Images,
+    rows: Sequence[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Nearest:
+    """The images nearest to each query, mirrored or not, of FEWEST or more; reads them chunk by chunk.
+
+    Args:
+        queries: uint8 [Q, C, H, W].
+        images: those to search, of the same shape.
+        rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
+        progress: told how many images are searched.
+    """
+    looked_at = spread(len(images), MOST)
+    kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
+    wanted = features(queries)
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    best = torch.full((len(queries), 0), 0.0)
+    index = torch.zeros(len(queries), 0, dtype=torch.int64)
+    for first in range(0, len(looked_at), CHUNK):
+        chosen = looked_at[first : first + CHUNK]
+        chunk = torch.from_numpy(np.ascontiguousarray(images[chosen]))
+        distance = torch.minimum(distances(wanted, features(chunk)), distances(wanted, features(chunk.flip(3))))
+        here = torch.from_numpy(chosen).expand(len(queries), -1)
+        if own is not None:
+            distance = distance.masked_fill(here == own, torch.inf)
+        best, index = torch.cat([best, distance], 1), torch.cat([index, here], 1)
+        best, order = best.topk(min(kept, best.shape[1]), largest=False)
+        index = index.gather(1, order)
+        progress(first + len(chosen))
+    return Nearest(best, index)
+
+
+def nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> Nearest:
+    """The same by features [Q, D] of the queries and [N, D] of the images, of any extractor, whose distances have its
+    own scale; an extractor that is to find mirrored copies must not tell them apart."""
+    kept = 1 + min(NEIGHBOURS, max(2, len(reference) // 6))
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    found = []
+    for first in range(0, len(queries), CHUNK // 8):
+        part = slice(first, first + CHUNK // 8)
+        distance = distances(queries[part], reference)
+        if own is not None:
+            distance = distance.masked_fill(torch.arange(len(reference))[None] == own[part], torch.inf)
+        found.append(distance.topk(min(kept, len(reference) - (own is not None)), largest=False))
+    return Nearest(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """Root mean square differences [A, B] of features [A, D] and [B, D]."""
+    a, b = a.double(), b.double()  # in float32 the product would leave a copy at a distance of rounding errors
+    squared = a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T
+    return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
+
+
+def memorised(
+    drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, what: str, searched: int, same: float = SAME
+) -> Finding:
+    """run.memorised.
+
+    Args:
+        drawn: pictures, uint8 [N, H, W, C].
+        found: the training images nearest to them.
+        unseen: the same of real images that are not among those searched, or with themselves left out.
+        matches: the training image nearest to each drawn picture, [N, H, W, C].
+        what: what `unseen` are, for people: "held-out images".
+        searched: how many training images were searched.
+        same: distance below which two are the same picture.
+    """
+    ratio, usual = found.ratio, unseen.ratio
+    limit, (share, expected, certain) = COPY, compared(found, unseen, COPY, same)
+    related = expected
+    if not certain and related > RELATED:
+        limit = min(COPY, NEARER * float(np.quantile(usual, LOWEST)))
+        share, expected, certain = compared(found, unseen, limit, same)
+    copies = round(share * len(ratio))
+    facts = {
+        "copies": copies,
+        "drawn": len(ratio),
+        "share": share,
+        "share_of_unseen": expected,
+        "unseen_with_relatives": related,
+        "limit": limit,
+        "median_ratio": float(np.median(ratio)),
+        "median_ratio_of_unseen": float(np.median(usual)),
+        "training_images": searched,
+    }
+    exhibits = (side_by_side(drawn, matches, ratio), distribution(ratio, usual, what, limit))
+    evidence = (
+        f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {limit:.2g} of the "
+        f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
+    )
+    remedy = "train on more pictures, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
+    if certain and share - expected >= 0.1:
+        return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
+    if certain and copies > 1:
+        return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
+    evidence = (
+        f"drawn pictures come about as near to training images as {what} do: the nearest is at "
+        f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
+        f"for {len(usual)} {what}, of {searched:,} searched"
+    )
+    return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
+
+
+def compared(found: Nearest, unseen: Nearest, limit: float, same: float = SAME) -> tuple[float, float, bool]:
+    """Shares of drawn and of unseen pictures that are as near as copies are, and whether the first is larger for sure.
+
+    A copy is what is nearer than `limit` by the ratio, or the same picture.
+    """
+    copied, usual = (
+        (of.ratio < limit) | ((of.distance[:, 0] < same).numpy() & (of.ratio < COPY)) for of in (found, unseen)
+    )
+    share, expected = float(copied.mean()), float(usual.mean())
+    # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.
+    spread = max(expected, 1 / (len(usual) + 2))
+    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
+    return share, expected, share - expected > 3 * error
+
+
+def side_by_side(drawn: Pixels, matches: Pixels, ratio: Floats) -> Exhibit:
+    """The most suspicious pictures over the training images that are nearest to them."""
+    order = np.argsort(ratio)[:SHOWN]
+    captions = [f"{ratio[i]:.2f}" for i in order]
+    picture = strip({"drawn": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1]))
+    caption = "Over each pair: the distance of the two over that of the drawn one to the next training images."
+    return Exhibit("Drawn pictures and the training images nearest to them", picture, caption=caption)
+
+
+def distribution(ratio: Floats, usual: Floats, what: str, limit: float) -> Exhibit:
+    """Share of pictures below each ratio."""
+    curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("drawn", ratio), (what, usual))}
+    chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
+    caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means that training images return."
+    return Exhibit("How near to the training images", svg=chart, caption=caption)

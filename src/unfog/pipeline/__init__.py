@@ -1,0 +1,1 @@
+"""Turn a configuration into live objects: data, network, objective, samples and image files."""

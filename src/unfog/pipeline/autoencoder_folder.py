@@ -1,0 +1,183 @@
+"""The codec of a run: opened, kept beside its weights, and used to turn images into latents and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.config.toml import update
+from unfog.data.augmentation.augment import to_model_range
+from unfog.data.latents import Normalise
+from unfog.diffusion.editing import Edit
+from unfog.errors import RequestError
+from unfog.export.diffusers_autoencoder import read_autoencoder
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.autoencoder_folder import CONFIG, OURS, WEIGHTS, Described, describe
+from unfog.models.autoencoder_settings import Autoencoder
+from unfog.pipeline.build import normalisation
+from unfog.process.run_folder import CODEC, RunFolder
+from unfog.training.checkpoints.snapshot import sync
+
+Decode = Callable[[Tensor], Tensor]
+"""What the network draws [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
+ENCODED_PIXELS = 2**18
+"""Pixels that are encoded or decoded at once: 64 images of 64x64, 4 of 256x256."""
+
+
+class Codec(Protocol):
+    """A network between images and latents."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Images [B, C, H, W] in [-1, 1] -> latents [B, c, H/f, W/f], the mean where they are Gaussian."""
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents -> images, about [-1, 1]."""
+
+
+def open_codec(described: Described, device: torch.device) -> Codec:
+    """A codec on a device, in evaluation mode and fp32, checked with an image of zeros.
+
+    Raises:
+        RequestError: its weights do not fit its description, or need a package that is missing.
+    """
+    network: nn.Module
+    network = _ours(described) if described.kind == OURS else read_autoencoder(described.folder, described.kind)
+    network = network.to(device).float().eval().requires_grad_(False)
+    codec = cast(Codec, network)
+    side = 8 * described.factor
+    with torch.inference_mode():
+        latent = codec.encode(torch.zeros(1, described.image_channels, side, side, device=device))
+        shapes = (tuple(latent.shape), tuple(codec.decode(latent).shape))
+    if shapes != ((1, described.channels, 8, 8), (1, described.image_channels, side, side)):
+        raise RequestError(f"codec = {described.folder} makes {shapes[0]} and {shapes[1]} of {side} pixels: not usable")
+    return codec
+
+
+def _ours(described: Described) -> AutoencoderModel:
+    given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
+    network = AutoencoderModel(update(Autoencoder(), given, "codec"), described.image_channels)
+    try:
+        network.load_state_dict(load_file(described.weights), strict=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        said = " ".join(str(error).split())[:160]
+        raise RequestError(f"codec = {described.folder}: {described.weights.name} cannot be used: {said}") from None
+    return network
+
+
+def write_codec(folder: Path, network: AutoencoderModel) -> Described:
+    """Write a codec of ours into a folder, which is replaced; whole or not at all."""
+    config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
+    partial_folder = folder.with_name(f".{folder.name}-partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    (partial_folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    save_file(weights, partial_folder / WEIGHTS[OURS])
+    (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
+    _put(partial_folder, folder)
+    return describe(str(folder))
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Put a codec that was made beside in its place; what was there goes when the new one is there and on the disk."""
+    for path in (*made.iterdir(), made):
+        sync(path)
+    old = folder.with_name(f".{folder.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    made.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def keep_codec(folder: RunFolder, config: Config) -> str:
+    """Copy the codec into the run folder, so that the run needs no other; returns where it is from now on."""
+    described, own = describe(config.codec), folder.path / CODEC
+    if own.resolve() != described.folder.resolve():
+        beside = own.with_name(f".{CODEC}-partial")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        for path in (described.folder / CONFIG, described.weights):
+            shutil.copyfile(path, beside / path.name)
+        _check(describe(str(beside)), config)
+        _put(beside, own)
+    return str(own.absolute())
+
+
+def _check(described: Described, config: Config) -> None:
+    """RequestError unless it is the codec that the run began with."""
+    if described.sha256() != config.latents.sha256:
+        raise RequestError(
+            f"the codec in {described.folder} is not the one that this run began with (sha256 differs); bring that "
+            "back, or say where it is: unfog resume RUN --codec FOLDER"
+        )
+
+
+@lru_cache(maxsize=2)
+def _opened(place: str, sha256: str, device: torch.device) -> Codec:
+    return open_codec(describe(place), device)
+
+
+def codec_of(config: Config, device: torch.device) -> Codec:
+    """The codec of a run, which is opened once. RequestError if it is not the one that the run began with."""
+    _check(describe(config.codec), config)
+    return _opened(config.codec, config.latents.sha256, device)
+
+
+def decoder(config: Config, device: torch.device) -> Decode:
+    """What turns what the network draws into images; where the network sees pixels, nothing.
+
+    Raises:
+        RequestError: the codec is not the one that the run began with.
+    """
+    if not config.codec:
+        return lambda x0: x0
+    return partial(_decoded, codec_of(config, device), normalisation(config), config.latents.factor)
+
+
+def _decoded(codec: Codec, normalise: Normalise, factor: int, x0: Tensor) -> Tensor:
+    latents = normalise.inverse(x0)
+    with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+        return torch.cat([codec.decode(part) for part in torch.split(latents, at_once(latents.shape[-1] * factor))])
+
+
+def encoded_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
+    """An edit of an image as one of its latents; as it is where the network sees pixels.
+
+    A latent is unknown where any of its pixels is, so that none is kept that speaks of what is to be painted over; what
+    is known of those pixels comes back with `Edit.keep`.
+    """
+    if edit is None or not config.codec:
+        return edit
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        latents = codec_of(config, device).encode(edit.image[None].to(device)).float()
+    image, unknown = normalisation(config).forward(latents)[0], edit.unknown
+    if unknown is not None:
+        unknown = torch.nn.functional.max_pool2d(unknown.float(), config.latents.factor) > 0
+    return replace(edit, image=image, unknown=unknown)
+
+
+def encode_pixels(codec: Codec, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Latents of images uint8 [B, C, H, W], in the codec's own scale."""
+    x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        latents: NDArray[np.float32] = codec.encode(x).float().cpu().numpy()
+    return latents
+
+
+def at_once(size: int) -> int:
+    """Images of this side that are encoded or decoded at once: a function of the size alone."""
+    return max(1, ENCODED_PIXELS // size**2)

@@ -1,0 +1,152 @@
+"""From a settled configuration to live objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unfog.config.schema import Config
+from unfog.config.validate import check_side
+from unfog.data.augmentation.augment import Augment, to_model_range
+from unfog.data.augmentation.nonleaking import CONDITIONS
+from unfog.data.dataset import Prepared
+from unfog.data.latents import Normalise
+from unfog.diffusion.levels import Levels
+from unfog.diffusion.objective import Objective
+from unfog.errors import RequestError
+from unfog.evaluation.held_out import HeldOut, midpoints
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.registry import Network, build_model
+from unfog.training.autoencoder_loss import CodecLoss
+from unfog.training.distributed.fsdp import compile_blocks
+from unfog.training.hooks import Augmentation, LossFunction
+from unfog.training.loop import Every
+from unfog.training.precision import Precision
+from unfog.training.state import TrainState
+
+
+def shape_of(config: Config) -> tuple[int, int, int]:
+    """(C, H, W) of what the network sees: pixels, or latents. The one place that knows."""
+    if not config.codec:
+        return config.data.channels, config.data.size, config.data.size
+    side = config.data.size // config.latents.factor
+    return config.latents.channels, side, side
+
+
+def augmentation(config: Config) -> Augmentation:
+    """What training does to what the stream gives, pixels or stored latents."""
+    return normalisation(config) if config.codec else Augment.of(config.data)
+
+
+def normalisation(config: Config) -> Normalise:
+    """Between the codec's latents and what the network sees."""
+    latents = config.latents
+    return Normalise(latents.mean, latents.deviation, config.diffusion.sigma_data, config.data.flip)
+
+
+def as_it_is(config: Config) -> Callable[[Tensor], Tensor]:
+    """From what the stream gives to what the network sees of it, with nothing done to it at random."""
+    if not config.codec:
+        return to_model_range
+    normalise = normalisation(config)
+    return lambda stored: normalise.forward(stored[:, 0])
+
+
+def blank_batch(config: Config, images: int) -> Tensor:
+    """As many as the stream gives at once, all zero: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
+    if config.codec:
+        return torch.zeros((images, 1 + config.data.flip, *shape_of(config)), dtype=torch.float16)
+    return torch.zeros((images, *shape_of(config)), dtype=torch.uint8)
+
+
+def loss_function(config: Config, levels: Levels | None = None) -> LossFunction:
+    """What training minimises: the objective of the diffusion, which may follow the losses measured so far by noise
+    level, or that of a codec."""
+    if config.autoencoder.factor:
+        return CodecLoss(config.autoencoder.kl, config.autoencoder.pyramid)
+    return build_objective(config).following(levels)
+
+
+def build_objective(config: Config) -> Objective:
+    """The objective of the diffusion."""
+    interleaved = config.training.noise == "batch"  # as what is drawn together is divided
+    return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)
+
+
+def build_network(config: Config) -> Network | AutoencoderModel:
+    """The network with fresh weights, on the CPU; a function of the configuration and its seed alone.
+
+    Raises:
+        RequestError: the network does not fit the image size, or is not chosen yet.
+    """
+    if config.autoencoder.factor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.training.seed)
+            return AutoencoderModel(config.autoencoder, config.data.channels)
+    if config.network is None:
+        raise RequestError("network = auto has to be settled before a network can be built")
+    channels, side, _ = shape_of(config)
+    check_side(config.network, side, config.latents.factor if config.codec else 1)
+    with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
+        torch.manual_seed(config.training.seed)
+        told = CONDITIONS if config.data.augment else 0
+        out = 2 * channels if config.diffusion.learned_variance else None
+        network = build_model(config.network, channels, len(config.classes), told, out)
+    network.channels_last = config.training.memory_format == "channels_last"
+    return network
+
+
+def build_state(
+    config: Config, device: torch.device, weights: dict[str, Tensor] | None = None, home: torch.device | None = None
+) -> TrainState:
+    """Network, optimiser, EMA and scaler at the start of a run, for the device; with these weights if given.
+
+    Args:
+        home: where weights and averages are until they are divided among processes; None if they will not be.
+    """
+    if device.type == "cuda":
+        # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        # For what cuDNN does not do, such as the backward pass of attention; read when cuBLAS starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    network = build_network(config)
+    if weights is not None:
+        network.load_state_dict(weights)
+    network = network.to(home or device)
+    network.checkpointing = config.training.checkpointing
+    if config.training.compile and home is None:
+        network.compile()  # in place, so that the names of the weights stay what they are
+    elif config.training.compile:
+        compile_blocks(network)
+    precision, second = Precision(config.training.precision, device), config.averages.profile(config.ema)
+    followed = config.diffusion.follows_losses and not config.autoencoder.factor
+    levels = Levels(device) if followed else None
+    return TrainState(network, config.optimizer, config.ema, precision, second, levels)
+
+
+def every_of(config: Config, state: TrainState) -> Every:
+    """What follows a step when; snapshots of averages only where their profiles are known."""
+    every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
+    return Every(*every, averages=config.averages.every if state.widths else 0)
+
+
+def held_out_set(prepared: Prepared, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+    """Held-out images, evenly spread over the set, as the network sees them; None if there are none.
+
+    Args:
+        wanted: how many at most; 0: as many as training measures.
+    """
+    images, wanted = prepared.seen.held_out, wanted or config.evaluate.images
+    if not len(images):
+        return None
+    # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.
+    index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
+    pixels, labels, _ = images.take(index.numpy())
+    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
+    label = None if labels is None else torch.from_numpy(labels).to(device)
+    return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

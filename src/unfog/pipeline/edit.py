@@ -1,0 +1,98 @@
+"""Pictures that new ones are made of: read as training images are, and masks beside them."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from unfog.config.schema import Config
+from unfog.config.toml import of_type
+from unfog.config.values import shown
+from unfog.data.augmentation.augment import to_model_range
+from unfog.data.decode import Facts, colour, decode
+from unfog.data.prepare import calm_pillow
+from unfog.data.sources.image_files import Unusable, open_image
+from unfog.diffusion.editing import Edit
+from unfog.errors import RequestError
+from unfog.pipeline.generate import to_pixels
+from unfog.reporting.image_grids import Pixels, grid
+
+Picture = str | PathLike[str] | np.typing.NDArray[Any]
+USUAL_STRENGTH = 0.6
+
+
+def edit_of(
+    config: Config, image: Picture | None, mask: Picture | None, strength: float | None, repeats: int | None
+) -> Edit | None:
+    """What is to be made of an image, and a mask, at the size of a run; None without an image.
+
+    Raises:
+        RequestError: they cannot be read, do not fit each other, or something is given that needs the other.
+    """
+    if image is None:
+        needy = {"mask": mask, "strength": strength, "repeats": repeats}
+        if given := [name for name, value in needy.items() if value is not None]:
+            raise RequestError(f"{given[0]} says what to do with an image, and there is none; give one: image = FILE")
+        return None
+    if mask is None and repeats is not None:
+        raise RequestError(f"repeats = {repeats} is for painting where a mask is white; give one, or leave it away")
+    pixels, facts = read_picture(image, "image", config.data.size, config.data.channels, config.data.background)
+    unknown = None
+    if mask is not None:
+        white, its = read_picture(mask, "mask", config.data.size, 1, "black")
+        if (its.width, its.height) != (facts.width, facts.height):
+            raise RequestError(
+                f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x {facts.height}; a mask "
+                "must be of the image's size, white where it is to be painted anew"
+            )
+        unknown = torch.from_numpy(white >= 128)
+        if not unknown.any():
+            raise RequestError("the mask is black everywhere, so there is nothing to paint; make white what is to be")
+    usual = USUAL_STRENGTH if mask is None else 1.0
+    return Edit(
+        to_model_range(torch.from_numpy(pixels.copy())),
+        unknown,
+        usual if strength is None else of_type(float, strength, "strength"),
+        Edit.repeats if repeats is None else of_type(int, repeats, "repeats"),
+    )
+
+
+def read_picture(given: Picture, what: str, size: int, channels: int, background: str) -> tuple[Pixels, Facts]:
+    """uint8 [channels, size, size] as the data layer makes it: upright, on the background, resized, its centre square.
+
+    Raises:
+        RequestError: it is no image.
+    """
+
+    def opener() -> Image.Image:
+        return open_image(path) if path else Image.fromarray(values)
+
+    path = Path(given) if isinstance(given, str | PathLike) else None
+    values = np.asarray(None if path else given)
+    if path is None:
+        values = values.astype(np.uint8) * 255 if values.dtype == bool else values
+        values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
+        if values.dtype != np.uint8 or not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))):
+            raise RequestError(
+                f"{what} is {values.dtype} {list(values.shape)}; give a file, or uint8 [H, W], [H, W, 3] or [H, W, 4]"
+            )
+    try:
+        with calm_pillow():
+            return decode(opener, size, channels, colour(background))
+    except Unusable as error:
+        named = shown(str(path)) if path else "the array"
+        reason = "there is no such file" if path and not path.exists() else error
+        raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
+
+
+def edits_grid(edit: Edit, pictures: Pixels) -> Pixels:
+    """The image, the mask if there is one, and what was made of them, in one picture uint8 [H, W, 3]."""
+    first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
+    if edit.unknown is not None:
+        first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
+    return grid(np.concatenate([np.stack(first), pictures]))

@@ -1,0 +1,122 @@
+"""From images to what the network sees of them, where that is latents."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.latents import FORMAT, Stored, Wanted, as_images, encoded, in_memory, statistics
+from unfog.errors import RequestError
+from unfog.models.autoencoder_folder import describe
+from unfog.models.autoencoder_settings import check_multiple
+from unfog.pipeline.autoencoder_folder import at_once, codec_of, encode_pixels
+from unfog.planning.auto_settings import choose_device
+from unfog.reporting.progress import Progress, say, warn
+
+FEW = 64
+"""Images that are encoded where only their shape and an idea of their size are wanted."""
+SAYS_NOTHING = 0.02
+"""Deviation of a channel over the largest, below which it hardly distinguishes one image from another."""
+
+
+def fitted(config: Config) -> Config:
+    """The configuration with what its codec settles before any image is read: channels, factor, digest.
+
+    Raises:
+        RequestError: it is another codec than the run began with, or one for other images.
+    """
+    if not config.codec:
+        return config
+    described = describe(config.codec)
+    digest, stored = described.sha256(), config.latents
+    if stored.sha256 and stored.sha256 != digest:
+        raise RequestError(
+            f"the codec in {config.codec} is not the one that this run was trained with (sha256 differs), so its "
+            "latents mean something else; bring that one back, or start a new run"
+        )
+    latents = replace(stored, sha256=digest, factor=described.factor, channels=described.channels)
+    return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
+
+
+def with_latents(
+    prepared: Prepared, config: Config, stop: Callable[[], None], few: bool = False
+) -> tuple[Prepared, Config]:
+    """The images with their latents beside them, and the configuration with their statistics.
+
+    A run that goes on keeps the statistics that it began with, to the bit.
+
+    Args:
+        prepared: the images.
+        config: `fitted`, with the size of the images settled.
+        stop: called now and then; it may raise.
+        few: encode some of the images, for those who want no more than that.
+    """
+    if not config.codec:
+        return prepared, config
+    check_multiple(config.data.size, config.latents.factor)
+    sets = [some_of(prepared.train), some_of(prepared.held_out)] if few else [prepared.train, prepared.held_out]
+    key, stored = _encoded(config, sets, stop, few)
+    train, held_out = as_images(stored, sets, key)
+    if not config.latents.mean:
+        mean, deviation = statistics(stored.latents[: len(train)])
+        config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
+        _tell(config, few)
+    return replace(prepared, latents=(train, held_out)), config
+
+
+def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool) -> tuple[str, Stored]:
+    """(key of the latents, the latents): of the cache, or encoded now with progress."""
+    try:
+        device = choose_device(config.training.device)
+    except RequestError:  # of the machine where the run began
+        device = torch.device("cpu")
+    latents, size = config.latents, config.data.size
+    side, copies = size // latents.factor, 1 + config.data.flip
+    prints = () if few else tuple(images.fingerprint for images in sets)
+    matters = (FORMAT, prints, latents.sha256, copies, at_once(size))
+    key = hashlib.sha256(repr(matters).encode()).hexdigest()[:32]
+    encode = partial(encode_pixels, codec_of(config, device), device)
+    wanted = Wanted(sets, (latents.channels, side, side), copies, encode, at_once(size))
+    started, done = time.perf_counter(), 0
+    with Progress("encoding latents", None) as progress:
+
+        def update(images: int, total: int) -> None:
+            nonlocal done
+            stop()
+            progress.total, done = total, images
+            progress.update(images)
+
+        stored = in_memory(wanted, update) if few else encoded(key, wanted, update)
+    if done and not few:
+        say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
+    return key, stored
+
+
+def _tell(config: Config, few: bool) -> None:
+    """Say what the latents are like, in a line."""
+    latents, data = config.latents, config.data
+    side = data.size // latents.factor
+    share = data.channels * latents.factor**2 / latents.channels
+    low, high = min(latents.deviation), max(latents.deviation)
+    say(
+        f"  latents: {latents.channels}x{side}x{side} of {data.size}x{data.size} pixels, {share:.3g} times fewer; "
+        f"deviation {low:.3g} to {high:.3g} by channel, made {config.diffusion.sigma_data:g}"
+        + (f", from {FEW} images" if few else "")
+    )
+    if low < SAYS_NOTHING * high:
+        warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); fewer would do")
+
+
+def some_of(images: ImageSet) -> ImageSet:
+    """At most a few images of a set, evenly spread."""
+    wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), FEW)).astype(np.int64))
+    pixels, labels, rows = images.take(wanted)
+    return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)

@@ -1,0 +1,88 @@
+"""What a run has to do with shards far away: what it may go on without, and saying so, once for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.lazy import far_shards_of
+from unfog.data.report import Quarantined, shown
+from unfog.data.settings import bytes_of
+from unfog.data.webdataset.remote_shards import Care
+from unfog.pipeline.data_report import DATA_FILE, data_json
+from unfog.process.run_folder import RunFolder
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import write_atomic
+from unfog.training.checkpoints import format as checkpoint
+
+SHARD = "shard"
+"""What marks a shard among the images that processes tell each other of."""
+
+
+def care_of(config: Config, lost: Mapping[str, str] | None) -> Care:
+    """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
+    begun = lost if lost is not None else {} if config.fingerprint else None
+    return Care(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
+
+
+def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
+    """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
+    return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
+
+
+def told_elsewhere(images: ImageSet) -> set[tuple[str, ...]]:
+    """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
+    shards = far_shards_of(images)
+    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "quarantined", [])}
+    return found | ({(*item, SHARD) for item in shards.given_up.items()} if shards is not None else set())
+
+
+class Missing:
+    """Says, once for each, which images cannot be decoded and which shards are given up while a run goes on."""
+
+    def __init__(self, folder: RunFolder, prepared: Prepared) -> None:
+        self._folder, self._prepared = folder, prepared
+        self._shards = far_shards_of(prepared.train)
+        self._told: set[Quarantined] = set()
+
+    @property
+    def shards(self) -> dict[str, str]:
+        """Name -> reason of the shards that are given up."""
+        return {} if self._shards is None else self._shards.given_up
+
+    def tell(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
+        """Warn of what was not told of yet, and record it; also of what other processes met: see `told_elsewhere`.
+
+        Raises:
+            RunError: all processes together have given up more shards than may be.
+        """
+        sets = (self._prepared.train, self._prepared.held_out)
+        here = [getattr(part.pixels, "quarantined", []) for part in sets]  # of those that are decoded as they come
+        for found in (*here, [Quarantined(*one) for one in elsewhere if SHARD not in one[2:]]):
+            for one in self._new(found):
+                said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
+                recorder.warn(step, said)
+                recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        if self._shards is None:
+            return
+        if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
+            for one in self._new([Quarantined("", trouble)]):
+                recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
+        self._shards.take_over({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
+        lost = self._new([Quarantined(*item) for item in self._shards.given_up.items()])
+        for one in lost:
+            images = self._shards.images_in(one.name)
+            others = f"others stand in for its {images:,} image{'s' * (images != 1)}"
+            recorder.warn(step, f"{shown(one.name)} {one.reason}; {others}")
+            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
+        if lost:
+            with suppress(OSError):  # a run goes on without
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._prepared))
+
+    def _new(self, some: list[Quarantined]) -> list[Quarantined]:
+        """Those that were not told of yet, which now they are."""
+        new = [one for one in some if one not in self._told]
+        self._told.update(new)
+        return new

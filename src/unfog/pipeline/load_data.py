@@ -1,0 +1,85 @@
+"""The images of a run: scanned, decoded, and what became of them said in a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
+from unfog.data.prepare import prepare
+from unfog.data.scan import MIN_TO_HOLD_OUT
+from unfog.data.settings import Data
+from unfog.data.sources.source import SPLITS, open_source
+from unfog.pipeline.encode_latents import fitted, with_latents
+from unfog.pipeline.failed_shards import care_of
+from unfog.process.run_folder import printable
+from unfog.process.signals import StopSignals
+from unfog.reporting.progress import Progress, say, warn
+
+_TOP = re.compile(
+    r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
+)  # behind the folder at the top, or the word a shard is named by
+LOOKED_AT = 10_000
+"""How many names, evenly spread, are looked at for folders called train, test or such."""
+
+
+def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
+    """Say which settings did nothing to these images."""
+    if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
+        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.ledger.found
+        if n >= MIN_TO_HOLD_OUT:
+            why = f"none of the {n:,} pictures fell below that share; give a larger one"
+        warn(f"data.held_out = {asked.held_out} holds nothing out: {why}")
+    made = prepared.settings.background
+    if asked.background not in (Data().background, made):
+        warn(f"data.background = {asked.background} changes nothing: the pack was made with {made}")
+
+
+def load_images(
+    config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
+) -> tuple[Prepared, Config]:
+    """Scan and decode the source, with progress, and say in one line what became of every file.
+
+    With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
+    is, and each image is decoded when it is asked for. `lost` are the shards, name -> reason, that the run had gone on
+    without.
+
+    Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
+    """
+
+    def counting(progress: Progress) -> Callable[[int, int], None]:
+        def update(done: int, total: int) -> None:
+            stop.leave_if_requested()
+            progress.total = total
+            progress.update(done)
+
+        return update
+
+    config = fitted(config)
+    with Progress("indexing shards (MB)", None) as progress:
+        source = open_source(config.source, counting(progress), care_of(config, lost))
+    with Progress("decoding", None) as progress:
+        wanted = config.training.images or config.training.steps * config.training.batch
+        data = replace(config.data, cache="auto") if few else config.data
+        prepared = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
+    say(prepared.ledger.line())
+    if prepared.place and not few:
+        say(f"  cache: {prepared.place}")
+    for left_out in prepared.warnings:
+        warn(left_out)
+    warn_of_no_effect(config.data, prepared)
+    names = source.names
+    looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))
+    tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
+    if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
+        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
+    config = replace(
+        config,
+        source=source.resolved,  # so that a resume finds it from anywhere
+        data=replace(prepared.settings, cache=config.data.cache) if few else prepared.settings,
+        classes=tuple(printable(name) for name in prepared.train.classes),
+        fingerprint=prepared.train.fingerprint,
+    )
+    return with_latents(prepared, config, stop.leave_if_requested, few)

@@ -1,0 +1,1 @@
+"""Predict a run and choose its open settings: memory, time, disk, micro-batch and learning rate."""

@@ -1,0 +1,79 @@
+"""Measuring before a run: how long a training step takes, by taking a few on a throwaway network."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, spread
+from unfog.data.stream import ImageStream
+from unfog.errors import Interrupted
+from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.reporting.progress import Progress
+from unfog.training.hooks import Silent
+from unfog.training.loop import Every, train
+
+TIMED = 64
+"""Images that steps are timed with, where none is decoded yet."""
+
+
+class Clock(Silent):
+    """A run that notes the time after each step, and nothing else."""
+
+    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
+        self.seconds = seconds
+        self.progress = progress
+        self.interrupted = stop_requested
+        self.times = [time.perf_counter()]
+
+    def advance(self, step: int) -> None:
+        """Note the time; the loop has just waited for the device, to see whether the gradient was finite."""
+        self.times.append(time.perf_counter())
+        self.progress.update(step)
+
+    def stop_requested(self) -> bool:
+        """After enough steps, at least one besides the first; or when the person wants to stop."""
+        enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
+        return enough or self.interrupted()
+
+    def seconds_per_step(self) -> float:
+        """Median, without the first step, which also allocates."""
+        return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
+
+
+def seconds_per_step(
+    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
+) -> float:
+    """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
+    mine = [device] if device.type == "cuda" else []
+    # The loop seeds at each step; the caller's generators are none of its business.
+    state = build_state(config, device)
+    with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
+        clock = Clock(limit, progress, stop_requested)
+        train(
+            replace(config.training, images=10**9 * config.training.batch),
+            config.optimizer,
+            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            state,
+            ImageStream(images, config.training.seed),
+            augmentation(config),
+            loss_function(config, state.levels),
+            clock,
+        )
+    if stop_requested():
+        raise Interrupted
+    return clock.seconds_per_step()
+
+
+def at_hand(images: ImageSet) -> ImageSet:
+    """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
+    if isinstance(images.pixels, np.ndarray):
+        return images
+    pixels, labels, rows = images.take(spread(len(images), TIMED))
+    return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)

@@ -1,0 +1,1 @@
+"""The run folder and the outside world: heartbeat, signals, launch and device."""

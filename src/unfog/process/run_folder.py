@@ -1,0 +1,179 @@
+"""Names of what a run folder holds; the one place that knows them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from unfog.config.paths import check_out, why
+from unfog.config.schema import Config, shareable
+from unfog.config.toml import read_toml, to_toml
+from unfog.errors import RequestError, RunError
+from unfog.locks import lock_of
+from unfog.process.heartbeat import last_beat
+from unfog.reporting.progress import say
+from unfog.reporting.records import write_atomic
+
+CODEC = "codec"
+"""Folder in a run of its own copy of the codec, or in a codec's run of what came of it."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder that is, or will be, a run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """Everything needed to rebuild the run."""
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def averages(self) -> Path:
+        """Folder of the snapshots of averages."""
+        return self.path / "averages"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per log."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """A line per event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def newest_preview(self) -> Path:
+        """The last sample grid; the folder of sample grids if there is none yet."""
+        return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
+
+    @contextmanager
+    def reserved(self, source: str) -> Iterator[None]:
+        """Make the folder at once and lock it, so that nobody else takes it and a bad place is noticed.
+
+        What was made is gone again if it is left empty. `source` is where the images are, which it must not be.
+
+        Raises:
+            RequestError: it cannot be made, something is in it, or another process is at it.
+        """
+        check_out(self.path, source)
+        made: list[Path] = []
+        try:
+            made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            str(self.path.resolve()).encode()
+        except (OSError, ValueError) as error:
+            remove_empty(made)
+            raise RequestError(
+                f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
+            ) from None
+        got = False
+        try:
+            with self.locked():
+                got = True
+                yield
+        finally:
+            if got:  # whoever did not get it leaves the folder to the one who has
+                remove_empty(made)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in this folder meanwhile. RequestError if one is at it.
+
+        The system gives the lock back when the process ends, however it ends.
+        """
+        with ExitStack() as stack:
+            try:
+                ours = stack.enter_context(lock_of(self.path))
+            except BlockingIOError:
+                raise self._taken() from None
+            if not ours:  # a network file system without locks: the heartbeat has to do
+                beat = last_beat(self.path)
+                if beat is not None and beat["alive"]:
+                    raise self._taken()
+            yield
+
+    def _taken(self) -> RequestError:
+        beat = last_beat(self.path)
+        who = f" ({beat['pid']} on {beat['host']}, at step {beat['step']:,})" if beat and beat["alive"] else ""
+        return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
+
+    def write_config(self, config: Config) -> None:
+        """Store the configuration; whole or not at all. A URL's secrets, which a resume needs, are in it alone."""
+        write_atomic(self.config_file, to_toml(config).encode(), private=config != shareable(config))
+
+    def read_config(self) -> Config:
+        """The stored configuration. RequestError if this is no run, or one whose configuration was damaged."""
+        self.check_is_run()
+        config = read_toml(self.config_file, Config())
+        if not config.source:
+            raise RequestError(
+                f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
+                "`unfog train` printed into it"
+            )
+        if config.codec and (self.path / CODEC / "config.json").is_file():
+            config = replace(config, codec=str((self.path / CODEC).absolute()))  # wherever the run is now
+        return config
+
+    def check_writable(self) -> None:
+        """RequestError if nothing can be written into the run, as far as looking can tell."""
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
+
+    @contextmanager
+    def keeping(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
+        """Write what took long to find into the run; if that fails, say it rather than lose it.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            for line in found():
+                say(f"  {line}")
+            raise RunError(f"{self.path} cannot be written to: {why(error)}; what was found is above") from None
+
+    def check_is_run(self) -> None:
+        """RequestError if this is no run."""
+        if not self.config_file.is_file():
+            raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove these, innermost first, as far as they are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            if folder.exists():
+                folder.rmdir()
+
+
+def next_folder(source: str, under: str = "runs") -> Path:
+    """A free folder named after the source: runs/photos, runs/photos-2, …; of an archive or URL its last part."""
+    url = source.partition("?")[0].rstrip("/")  # what follows may be a signature
+    last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
+    plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
+    return free_name(Path(under) / (plain or "run"))
+
+
+def printable(name: str) -> str:
+    """A file name without the bytes that are no text, which neither TOML nor a terminal could hold."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3, … that does not exist."""
+    numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
+    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())

@@ -1,0 +1,140 @@
+"""Trackers that a run is copied to: TensorBoard and Weights & Biases, each imported only where asked for.
+
+The record on disk is the truth; a sink is a convenience. So a sink may raise, and the Recorder drops it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from unfog.errors import RequestError
+from unfog.reporting.image_grids import Pixels, png
+from unfog.reporting.records import write_atomic
+
+# sink -> the package it needs, and the extra that brings it
+_PACKAGES = {"tensorboard": ("tensorboard", "tb"), "wandb": ("wandb", "wandb")}
+
+
+class Sink(Protocol):
+    """A tracker. `step` never decreases. Any method may raise any Exception."""
+
+    name: str
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record finite or non-finite numbers by name."""
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        """Record a picture, uint8 [H, W, 3]."""
+
+    def close(self) -> None:
+        """Write out what is held back."""
+
+
+def require(sinks: Sequence[str]) -> None:
+    """Check that the package of each sink is installed; RequestError naming the extra where one is not."""
+    for sink in sinks:
+        package, extra = _PACKAGES[sink]
+        if importlib.util.find_spec(package) is None:
+            raise RequestError(
+                f"log.sinks names {sink!r}, which needs the package {package}: pip install 'unfog[{extra}]'"
+            )
+
+
+def open_sink(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Sink:
+    """Open the sink called `name` for a run that goes on after `start` steps. May raise any Exception."""
+    if name == "tensorboard":
+        return TensorBoard(run_dir, start)
+    return WandB(run_dir, config)
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard, written without TensorFlow and without torch."""
+
+    name = "tensorboard"
+
+    def __init__(self, run_dir: Path, start: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        if start:
+            # What torch calls purge_step: TensorBoard forgets what it read from this step on.
+            log = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=log))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink."""
+        self._add(step, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        """See Sink."""
+        height, width, _ = pixels.shape
+        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(pixels))
+        self._add(step, [self._summary.Value(tag=name, image=image)])
+
+    def close(self) -> None:
+        """See Sink."""
+        self._writer.close()
+
+    def _add(self, step: int, values: list[object]) -> None:
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()  # a kill loses nothing that a resume would not write again
+
+
+class WandB:
+    """A W&B run in RUN/wandb, under one id for the life of the run.
+
+    Offline unless WANDB_MODE says otherwise. A resume offline begins another folder with the same id, which
+    `wandb sync --append` joins; online, W&B itself goes on, and passes over the steps that it has already.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
+        offline = "WANDB_MODE" not in os.environ
+        if offline:
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or it would call home when it fails
+        import wandb
+
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "unfog"),
+            name=run_dir.resolve().name,
+            id=_stored_id(run_dir / "wandb" / "id"),
+            dir=run_dir,
+            mode="offline" if offline else None,
+            resume="allow",
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink."""
+        self._run.log(dict(values), step=step)
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        """See Sink."""
+        self._run.log({name: self._image(np.ascontiguousarray(pixels))}, step=step)
+
+    def close(self) -> None:
+        """See Sink."""
+        self._run.finish()
+
+
+def _stored_id(path: Path) -> str:
+    """The id in the file, or a new one, stored there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, uuid.uuid4().hex[:12].encode())
+    return path.read_text()

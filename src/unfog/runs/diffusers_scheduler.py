@@ -1,0 +1,57 @@
+"""What a scheduler of diffusers means as path, schedule and target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from unfog.config.values import shown
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
+from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
+from unfog.errors import RequestError
+
+TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
+_REMEDY = "give --path, --schedule and --target"
+
+
+def objective_of(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
+    """The objective that a model was trained with, from its scheduler_config.json; the weighting is that of `base`.
+
+    Args:
+        scheduler: keys left out have diffusers' defaults, those of DDPMScheduler.
+        base: what else is set.
+
+    Raises:
+        RequestError: it has no equivalent here.
+    """
+    kind = str(scheduler.get("_class_name", "DDPMScheduler"))
+    plain = replace(base, conditioning="timestep", scale_input=False)
+    if kind.startswith("FlowMatch"):
+        return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
+    if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM")) or scheduler.get("trained_betas"):
+        raise RequestError(f"the scheduler {kind} has no equivalent that could be read off it; {_REMEDY}")
+    steps, betas = scheduler.get("num_train_timesteps", 1000), scheduler.get("beta_schedule", "linear")
+    zero = bool(scheduler.get("rescale_betas_zero_snr", False))
+    if not isinstance(steps, int) or steps < 2:
+        raise RequestError(f"the scheduler's num_train_timesteps = {shown(steps)} is no number of steps; {_REMEDY}")
+    if betas == "linear":
+        ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
+        # Ours are stated for 1,000 steps.
+        first, last = (round(beta * steps / 1000, 12) for beta in ends)
+        schedule: Linear | Cosine = Linear(steps=steps, beta_start=first, beta_end=last, zero_terminal=zero)
+    elif betas == "squaredcos_cap_v2":
+        schedule = Cosine(steps=steps, zero_terminal=zero)
+    else:
+        raise RequestError(
+            f"the scheduler's beta_schedule = {shown(betas)} has no equivalent; there is linear and squaredcos_cap_v2; "
+            f"{_REMEDY}"
+        )
+    predicted = scheduler.get("prediction_type", "epsilon")
+    if predicted not in TARGETS:
+        raise RequestError(
+            f"the scheduler's prediction_type = {shown(predicted)} has no equivalent; there is {', '.join(TARGETS)}; "
+            f"{_REMEDY}"
+        )
+    return replace(plain, path=VP(), schedule=schedule, target=TARGETS[predicted])

@@ -1,0 +1,287 @@
+"""Everything that a run will do later, done now, once and in small: what would fail after a day fails in a minute.
+
+It is a real run of two steps in a folder that is gone afterwards: the session that trains, the loop, the checkpoints,
+the comparison of `unfog resume --verify`, the loading of `unfog sample`, and the export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfog.commands.verify import compare, replay, two_newest
+from unfog.config.schema import Config
+from unfog.data.dataset import Prepared
+from unfog.doctor.settings.machine_checks import resident_bytes
+from unfog.errors import Interrupted, RequestError
+from unfog.inference.run import Run
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import Progress, size
+from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.dry_run_parts import (
+    PARTS,
+    NoRoomError,
+    PartError,
+    Watch,
+    check_room,
+    distance,
+    export_difference,
+    failed,
+    in_small,
+    memory,
+    no_room,
+    well,
+)
+from unfog.runs.session import Session
+from unfog.runs.train import where_to_go_on
+from unfog.training.checkpoints import format as checkpoint
+
+STEPS, MOST_STEPS = 2, 16
+"""Steps, and as many until fp16's loss scale, which begins at 2^16 and halves where it is too large, has come to 1."""
+SAMPLES = 4
+CLOSE = 1e-4
+"""Largest difference of an exported network's answers, relative to the largest of ours, that rounding may make."""
+
+
+def rehearse(
+    config: Config, prepared: Prepared, device: torch.device, stop: StopSignals, folder: Path | None = None
+) -> list[Finding]:
+    """A finding for each part of a run, named rehearsal.*: fine with what it took, or fatal with what went wrong.
+
+    Trackers are left out, as others see them. Torch's random numbers are what they were before.
+
+    Args:
+        config: settled.
+        prepared: the images.
+        device: where the run will compute.
+        stop: a request to leave raises Interrupted; nothing stays behind then either.
+        folder: in which the folder of the rehearsal is made, where there had better be room for as many checkpoints as
+            a run keeps; None: where temporary files go.
+    """
+    before = resident_bytes()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    devices = [device] if device.type == "cuda" else []
+    with (
+        Progress("rehearsing", None) as progress,
+        tempfile.TemporaryDirectory(prefix="unfog-rehearsal-", dir=folder) as place,
+        torch.random.fork_rng(devices=devices),
+    ):
+        findings = Rehearsal(config, prepared, device, stop, RunFolder(Path(place)), progress).run()
+    return [*findings, memory(before, device)]
+
+
+class Rehearsal:
+    """One rehearsal, part by part; a part that needs what failed before it is left out."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        device: torch.device,
+        stop: StopSignals,
+        folder: RunFolder,
+        progress: Progress,
+    ):
+        self.steps = STEPS
+        self.config, self.prepared, self.device = in_small(config, STEPS), prepared, device
+        self.stop, self.folder, self.progress = stop, folder, progress
+        self.findings: list[Finding] = []
+
+    def run(self) -> list[Finding]:
+        """All parts."""
+        if self._part("training", self._train):
+            self._part("reload", self._reload)
+            self._part("repeat", self._repeat)
+            self._part("resume", self._resume)
+            if self._part("sample", self._sample):
+                self._part("export", self._export)
+        return self.findings
+
+    def _part(self, name: str, action: Callable[[], list[Finding]]) -> bool:
+        """Do a part, quietly; whether it went well."""
+        self.stop.leave_if_requested()
+        self.progress.update(len(self.findings), note=name)
+        told = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(told):
+                self.findings += action()
+        except NoRoomError as error:
+            self.findings.append(no_room(str(error)))
+            return False
+        except PartError as error:
+            self.findings.append(failed(error.part, error.reason, told.getvalue()))
+            return False
+        except Exception as error:  # whatever would end the run later is what is looked for
+            self.findings.append(failed(name, error, told.getvalue()))
+            return False
+        return True
+
+    def _session(self, config: Config, saved: checkpoint.Saved | None) -> tuple[Session, Watch]:
+        """A session of the run, carried to its end; PartError names the part in which it failed."""
+        with StopSignals() as own, self.folder.locked(), (pulse := Watch(self.folder.path, own)):
+            try:
+                session = Session(self.folder, config, self.prepared, self.device, own, pulse)
+                if saved is None:
+                    check_room(self.folder.path, session)
+                    self.folder.checkpoints.mkdir()
+                    self.initial = [p.detach().clone() for p in session.state.model.parameters()]
+                self.folder.write_config(config)
+                session.run((), saved=saved)
+            except NoRoomError:
+                raise
+            except Exception as error:
+                ended = "report" if pulse.doing == "finished" else ""
+                raise PartError(ended or PARTS.get(pulse.failed, ""), error) from error
+            if own():
+                self.stop.request(own.received or "a signal")
+                raise Interrupted
+        return session, pulse
+
+    def _train(self) -> list[Finding]:
+        """Two steps with all that surrounds them; one finding for each of its parts."""
+        started = time.perf_counter()
+        session, pulse = self._session(self.config, None)
+        while not session.state.updates and session.state.precision.may_overflow and self.steps < MOST_STEPS:
+            # Nothing else than fp16's scale is sought yet: a run would seek it for a few steps of its many.
+            self.steps = min(2 * self.steps, MOST_STEPS)
+            self.config = in_small(self.config, self.steps)
+            session, pulse = self._session(self.config, where_to_go_on(self.folder)[0])
+        whole = time.perf_counter() - started
+        self.state, path = session.state, self.folder.path
+        saved = checkpoint.described(self.folder.checkpoints)[0][-1]
+        stored = sum(file.bytes for file in saved.files.values())
+        page = path / "report.html"
+        return [
+            self._steps(whole),
+            self._average(),
+            self._timed("preview", pulse.spent.get("preview", []), f"{self.config.preview.images} pictures drawn"),
+            *(
+                [self._timed("evaluation", pulse.spent["evaluation"], "the held-out loss measured")]
+                if pulse.spent.get("evaluation")
+                else []
+            ),
+            well(
+                "checkpoint",
+                f"a checkpoint of {size(stored)} written, for which training stood still {session.saver.held_up:.2g} s",
+                seconds=session.saver.held_up,
+                bytes=stored,
+            ),
+            well("report", f"a report of {size(page.stat().st_size)} written", bytes=page.stat().st_size),
+        ]
+
+    def _steps(self, whole: float) -> Finding:
+        rows = [row for row in read_metrics(self.folder.metrics) if "images_per_second" in row]
+        batch, steps = self.config.training.batch, self.steps
+        paces = [batch / row["images_per_second"] for row in rows]
+        refused = [e for e in read_events(self.folder.path / "events.jsonl") if e["kind"] == "step_refused"]
+        shrunk = [e for e in read_events(self.folder.path / "events.jsonl") if e["kind"] == "out_of_memory"]
+        facts: dict[str, Any] = {"seconds_per_step": paces[-1], "first": paces[0], "batch": batch, "seconds": whole}
+        said = f"{steps} steps of {batch} images trained, {paces[0]:.2g} s the first and {paces[-1]:.2g} s the last"
+        if self.state.updates < steps - len(refused):
+            said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
+        if refused:
+            said = f"{len(refused)} of {steps} steps were refused, as their gradient is not finite"
+            return Finding("rehearsal.training", "warning", said, "--precision fp32, or bf16", facts)
+        if shrunk:
+            now = shrunk[-1]["microbatch"]
+            facts["microbatch"] = now
+            said = f"{said}, but memory did not suffice for more than {now} images at a time"
+            return Finding("rehearsal.training", "hint", said, f"--microbatch {now}", facts)
+        return Finding("rehearsal.training", "fine", said, facts=facts)
+
+    def _average(self) -> Finding:
+        """How far the weights and their average have moved."""
+        model, average = list(self.state.model.parameters()), self.state.ema.parameters
+        moved, followed = distance(model, self.initial), distance(average, self.initial)
+        self.initial = []
+        facts = {"updates": self.state.updates, "moved": moved, "average_moved": followed}
+        if not moved and not self.state.updates and self.config.training.precision == "fp16":
+            said = f"none of {self.steps} steps was taken, as every gradient was beyond what fp16 can hold"
+            return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
+        if not moved:
+            said = f"the weights are after {self.steps} steps what they were before"
+            return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
+        if not followed:
+            return Finding("rehearsal.ema", "fatal", "the average does not follow the weights", "--ema power", facts)
+        return well(
+            "ema", f"the average follows: it has moved {100 * followed / moved:.3g}% as far as the weights", **facts
+        )
+
+    def _timed(self, part: str, seconds: list[float], said: str) -> Finding:
+        took = max(seconds, default=0.0)
+        return well(part, f"{said} in {took:.2g} s", seconds=took)
+
+    def _reload(self) -> list[Finding]:
+        """The checkpoint on disk against the state in memory, and its own checksums."""
+        started = time.perf_counter()
+        saved, broken = checkpoint.newest(self.folder.checkpoints)
+        if saved is None or broken:
+            raise PartError("reload", ValueError(f"it was written and cannot be read: {broken[0] if broken else ''}"))
+        tensors = {f: {n: t.cpu() for n, t in part.items()} for f, part in self.state.tensors().items()}
+        different, count = compare(tensors, saved), sum(map(len, tensors.values()))
+        del self.state
+        took = time.perf_counter() - started
+        if different:
+            raise PartError("reload", ValueError(f"{different[0]} and {len(different) - 1} others are not as saved"))
+        return [well("reload", f"{count} tensors read back as they were, in {took:.2g} s", seconds=took, tensors=count)]
+
+    def _repeat(self) -> list[Finding]:
+        """From the first checkpoint once more to the last: what an interruption would lead to."""
+        first, last = two_newest(self.folder, self.config)
+        state = replay(self.folder, self.config, self.prepared, first, last, self.stop)
+        tensors = {f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}
+        different = compare(tensors, last)
+        if not different:
+            return [well("repeat", "a step repeated after going back to a checkpoint is equal to the bit")]
+        said = (
+            f"a step repeated from its checkpoint came out otherwise ({different[0]} and {len(different) - 1} others)"
+        )
+        remedy = "an interrupted run goes on just as well, but not to the bit as it would have"
+        return [Finding("rehearsal.repeat", "hint", said, remedy, {"different": len(different)})]
+
+    def _resume(self) -> list[Finding]:
+        """As `unfog resume`: from the newest checkpoint, one step further."""
+        started = time.perf_counter()
+        saved, _ = where_to_go_on(self.folder)
+        config = in_small(self.config, self.steps + 1)
+        session, _ = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
+        took = time.perf_counter() - started
+        if session.step != self.steps + 1:
+            raise PartError("resume", ValueError(f"it ended at step {session.step} instead of {self.steps + 1}"))
+        return [well("resume", f"resumed at step {self.steps} and trained one more, in {took:.2g} s", seconds=took)]
+
+    def _sample(self) -> list[Finding]:
+        """As `unfog sample`: a new network, loaded from the run folder alone."""
+        started = time.perf_counter()
+        self.loaded = Run(self.folder.path, device=str(self.device))
+        pictures = self.loaded.sample(SAMPLES, batch=SAMPLES)
+        took = time.perf_counter() - started
+        return [well("sample", f"{len(pictures)} pictures drawn from the saved run in {took:.2g} s", seconds=took)]
+
+    def _export(self) -> list[Finding]:
+        """To diffusers' network and back to numbers; a hint where that is not installed, or has no such network."""
+        if find_spec("diffusers") is None:
+            remedy = "pip install 'unfog[export]' before you export"
+            return [Finding("rehearsal.export", "hint", "diffusers is not installed, so export was not tried", remedy)]
+        started = time.perf_counter()
+        try:
+            off = export_difference(self.loaded)
+        except RequestError as error:
+            return [Finding("rehearsal.export", "hint", str(error))]
+        took = time.perf_counter() - started
+        if off > CLOSE:
+            raise PartError("export", ValueError(f"diffusers' network answers otherwise, by {off:.2g} of the largest"))
+        said = f"diffusers' network answers as ours does, to {off:.1g} of the largest value, in {took:.2g} s"
+        return [well("export", said, seconds=took, difference=off)]

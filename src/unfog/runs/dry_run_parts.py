@@ -1,0 +1,195 @@
+"""What a rehearsal is made of: a run in small, a pulse that watches it, and the words for how its parts went."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.doctor.settings.machine_checks import peak_bytes, resident_bytes, room_for
+from unfog.errors import RequestError
+from unfog.export.diffusers_unet import Network, to_unet2d
+from unfog.inference.run import Run
+from unfog.pipeline.build import shape_of
+from unfog.process.heartbeat import Pulse
+from unfog.process.signals import StopSignals
+from unfog.reporting.findings import Finding
+from unfog.reporting.progress import size
+from unfog.reporting.settings import Log
+from unfog.runs.metrics_hook import FEWEST, TRIED
+from unfog.runs.session import Session
+from unfog.training.checkpoints.writer import free_bytes
+from unfog.training.settings import Evaluate
+
+PARTS = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
+"""What the heartbeat says, and the part of the rehearsal that it is."""
+
+
+class Watch(Pulse):
+    """A pulse that also notes how long everything took, and what was being done when something failed."""
+
+    def __init__(self, folder: Path, stop: StopSignals):
+        super().__init__(folder, stop)
+        self.spent: dict[str, list[float]] = {}
+        self.failed = ""
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """What the heartbeat says meanwhile."""
+        started = time.perf_counter()
+        try:
+            with super().during(what):
+                yield
+        except Exception:
+            self.failed = self.failed or what
+            raise
+        finally:
+            self.spent.setdefault(what, []).append(time.perf_counter() - started)
+
+
+class PartError(Exception):
+    """A part went wrong; which one ("": the one that was begun), and why."""
+
+    def __init__(self, part: str, reason: Exception):
+        super().__init__(str(reason))
+        self.part, self.reason = part or "training", reason
+
+
+def in_small(config: Config, steps: int) -> Config:
+    """The same run in so many steps, with everything that happens now and then happening in it; without trackers."""
+    training = config.training
+    at_once = training.microbatch or training.batch
+    return replace(
+        config,
+        training=replace(training, images=steps * training.batch, steps=0, budget=""),
+        log=Log(every=1),
+        preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
+        evaluate=evaluated_in_small(config.evaluate, steps),
+        checkpoint=replace(config.checkpoint, every=1, milestones=0),
+        averages=replace(config.averages, every=min(config.averages.every, 1)),
+    )
+
+
+def evaluated_in_small(evaluate: Evaluate, steps: int) -> Evaluate:
+    """Evaluation at the end, and with as few drawn pictures as can be measured. The best of two is chosen by the
+    held-out loss, as some metrics are refused of so few."""
+    if evaluate.every <= 0:
+        return replace(evaluate, every=-1)
+    evaluate = replace(evaluate, every=steps)
+    if not evaluate.metrics or evaluate.metrics_every < 0:
+        return evaluate
+    best = "held_out_loss"
+    return replace(evaluate, samples=TRIED, reference=min(evaluate.reference, FEWEST), metrics_every=steps, best=best)
+
+
+def well(part: str, said: str, **facts: Any) -> Finding:
+    """A part that went well."""
+    return Finding(f"rehearsal.{part}", "fine", said, facts=facts)
+
+
+CONSEQUENCE = {
+    **dict.fromkeys(("training", "preview", "evaluation", "checkpoint"), "the run would fail of it as well"),
+    "report": "the run would be trained and saved, but end with this error",
+    **dict.fromkeys(("reload", "resume"), "the run itself may end well, but an interrupted one could not go on"),
+    "repeat": "the run itself may end well, but `unfog resume RUN --verify` would fail",
+    "sample": "the run itself may end well, but `unfog sample RUN` would fail",
+    "export": "the run itself may end well, but it could not be exported to diffusers",
+}
+"""What comes of each part if it fails."""
+
+
+def no_room(said: str) -> Finding:
+    """That there is no room for the rehearsal, which is no fault of the run."""
+    remedy = "make room there, or let TMPDIR name a folder that has it"
+    return Finding("rehearsal.room", "hint", f"the rehearsal was not finished: {said}", remedy)
+
+
+def failed(part: str, error: Exception, told: str) -> Finding:
+    """What went wrong, in its own words, and what to do where that is known."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return no_room(str(error))
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
+    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in first.lower()
+    remedy = "a smaller --microbatch, --network or --size" if short else CONSEQUENCE[part]
+    facts = {"error": type(error).__name__, "said": told[-2000:]}
+    return Finding(f"rehearsal.{part}", "fatal", f"{part} failed: {kind}{first}", remedy, facts)
+
+
+class NoRoomError(Exception):
+    """There is no room for the rehearsal where it is to be."""
+
+
+def check_room(folder: Path, session: Session) -> None:
+    """NoRoomError unless all the checkpoints that a rehearsal keeps at a time find room."""
+    parameters = sum(p.numel() for p in session.state.model.parameters())
+    room, free = room_for(parameters, session.config.checkpoint, 0, session.config.averages), free_bytes(folder)
+    if free < room.ample:
+        said = f"{folder.parent} has {size(free)} free, and {room.most} checkpoints of this network take "
+        raise NoRoomError(said + size(room.most * room.one))
+
+
+def distance(a: list[Any], b: list[Tensor]) -> float:
+    """Root of the sum of squared differences between tensors."""
+    return float(torch.stack([(x.detach() - y).norm() for x, y in zip(a, b)]).norm())
+
+
+@torch.inference_mode()
+def export_difference(run: Run) -> float:
+    """Largest difference between the answers of a run's network and of what it becomes in diffusers, relative to ours.
+
+    Both with random weights, whatever those of the run are: many branches of a network begin as nothing, and would be
+    nothing still after two steps, so that one which goes to a wrong place could not be told.
+
+    Raises:
+        RequestError: it has no equivalent there.
+    """
+    from diffusers import UNet2DModel
+
+    config, network = run.config, filled(run.network.cpu())
+    assert config.network is not None  # a run's is settled
+    channels, side, _ = shape_of(config)
+    out = channels * (2 if config.diffusion.learned_variance else 1)
+    ours = Network(config.network, channels, len(config.classes), network.state_dict(), out)
+    settings, state = to_unet2d(ours, side)
+    theirs = UNet2DModel(**settings).eval()
+    theirs.load_state_dict(state)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, channels, side, side, generator=generator)
+    level = torch.tensor([10.0, 500.0])
+    label = torch.tensor([0, len(config.classes)]) if config.classes else None
+    expected = network(x, level, label)
+    given = theirs(x, level, class_labels=label).sample
+    return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def filled(network: nn.Module) -> nn.Module:
+    """A copy of a network with random weights of ordinary size: everything in it matters to what it answers."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
+    for parameter in copy.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
+        else:  # biases about 0, the scales of normalisations about 1
+            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
+    return copy
+
+
+def memory(before: int, device: torch.device) -> Finding:
+    """Memory of the process before and after, and the most that it ever was."""
+    after, peak = resident_bytes(), peak_bytes()
+    facts = {"before": before, "after": after, "peak": peak}
+    said = f"the process held {size(before)} before the rehearsal, {size(after)} after it and {size(peak)} at most"
+    if device.type == "cuda":
+        facts["device_peak"] = torch.cuda.max_memory_allocated(device)
+        said += f"; {size(facts['device_peak'])} of {device} at most"
+    return well("memory", said, **facts)

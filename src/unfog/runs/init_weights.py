@@ -1,0 +1,259 @@
+"""Starting from trained weights: of another run, or of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unfog.config.init import Init
+from unfog.config.paths import why
+from unfog.config.schema import Config
+from unfog.config.spec_strings import spell
+from unfog.config.toml import update
+from unfog.config.values import shown
+from unfog.diffusion.diffusion import Diffusion
+from unfog.errors import RequestError
+from unfog.export.diffusers_folder import read_folder
+from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
+from unfog.models.autoencoder_folder import describe
+from unfog.models.settings import MPUNet
+from unfog.pipeline.build import build_network, shape_of
+from unfog.planning.auto_settings import Choice
+from unfog.process.run_folder import RunFolder, printable
+from unfog.reporting.progress import warn
+from unfog.runs.diffusers_scheduler import objective_of
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.shard_files import sha256_of
+
+NEAR = 0.02
+"""How far apart new classes begin, of the length of a row; as the rows of other networks are drawn."""
+CLASSES, AUGMENT, BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+
+
+class Found(NamedTuple):
+    """What a folder says of its weights, before they are read."""
+
+    config: Config
+    """Network, objective, size and channels are what they were trained with; the rest is of no account."""
+    weights: Path
+    """The file of weights."""
+    what: str
+    """What they are, in words."""
+    theirs: dict[str, Any] | None
+    """`UNet2DModel`'s configuration; None for a run."""
+    scheduler: dict[str, Any] | None = None
+    """That of diffusers' scheduler, if there is one."""
+
+
+class Weights(NamedTuple):
+    """Weights that fit the network of a run, and what was settled on the way."""
+
+    state: dict[str, Tensor]
+    config: Config
+    choices: list[Choice]
+
+
+def started_from(base: Config, table: Mapping[str, Any]) -> Config:
+    """A recipe for a run that starts from what `table` names as init: `base`, with the network, size and objective of
+    those weights. `base` itself if nothing is named.
+
+    Args:
+        base: the recipe.
+        table: the settings that are given beside it, as a nested table; they are not applied.
+
+    Raises:
+        RequestError: there is nothing to start from, or it has no equivalent here.
+    """
+    init = replace(update(base.init, table.get("init", {}), "init"), sha256="")
+    if not init.folder:
+        return base
+    given = table.get("diffusion", {})
+    known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
+    theirs = look(init, base.diffusion, known).config
+    codec = base.codec or theirs.codec
+    data = replace(base.data, size=theirs.data.size, channels=theirs.data.channels)
+    if (asked := table.get("codec", base.codec)) and not theirs.codec:  # the folder speaks of latents, then
+        data = replace(data, size=theirs.data.size * describe(str(asked)).factor, channels=0)
+    return replace(base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, codec=codec)
+
+
+def seen_alike(config: Config) -> Config:
+    """With the mean and deviation of latents by which the weights that a run starts from know them, if they do.
+
+    Raises:
+        RequestError: those weights know pixels and are to see latents, or the other way round, or another codec's.
+    """
+    found = look(config.init, config.diffusion) if config.init.folder else None
+    if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
+        return config
+    theirs, codec = found.config, describe(config.codec).sha256() if config.codec else ""
+    known = theirs.latents.sha256 if theirs.codec else ""
+    if codec != known:
+        saw = "latents of another codec" if codec and known else "latents" if known else "pixels"
+        raise RequestError(
+            f"the weights in {config.init.folder} know {saw}, and with codec = {shown(config.codec)} they would see "
+            "something else; leave --codec away, or start from other weights"
+        )
+    return replace(config, latents=theirs.latents) if codec else config
+
+
+def look(init: Init, diffusion: Diffusion, known: bool = True) -> Found:
+    """What there is at `init.folder`. Reads no weights.
+
+    Args:
+        init: what to start from.
+        diffusion: the objective where the folder says nothing of it, or `known`.
+        known: whether the objective is given, so that a scheduler without an equivalent does not matter.
+    """
+    folder = Path(init.folder).expanduser()
+    try:
+        if not folder.is_dir():
+            raise RequestError(f"init = {shown(init.folder)} is no folder; give a run, or a folder of diffusers")
+        return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"init = {shown(init.folder)} cannot be read: {why(error)}; give another folder") from None
+
+
+def _in_run(init: Init, folder: Path) -> Found:
+    run = RunFolder(folder)
+    config = run.read_config()
+    if config.autoencoder.factor:
+        raise RequestError(
+            f"init = {shown(init.folder)} is a codec, and a network that draws cannot start from its weights; train on "
+            f"its latents: --codec {shown(init.folder)}"
+        )
+    which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
+    saved = checkpoint.find(run.checkpoints, which, warn)  # type: ignore[arg-type]
+    file = saved.folder / f"{'ema' if init.weights == 'ema' else 'model'}.safetensors"
+    words = "averaged (EMA)" if init.weights == "ema" else "raw"
+    return Found(config, file, f"{words} weights of step {saved.step:,}", None)
+
+
+def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> Found:
+    found = read_folder(folder)
+    network, channels, _ = unet2d_settings(found.config)
+    size = found.config.get("sample_size")
+    size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
+    if found.scheduler is not None and not known:
+        diffusion = objective_of(found.scheduler, diffusion)
+    base = Config()
+    data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
+    config = replace(base, network=network, diffusion=diffusion, data=data)
+    return Found(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
+
+
+def read_weights(config: Config) -> Weights:
+    """The weights that a run with these settings starts from, once its images are known.
+
+    Raises:
+        RequestError: they are those of another network, or not those that the run began with.
+    """
+    found = look(config.init, config.diffusion)
+    mine, theirs = config.network, found.config.network
+    assert theirs is not None  # a run's is settled
+    if mine is None or replace(mine, dropout=theirs.dropout) != theirs:
+        raise RequestError(
+            f"network = {spell(mine)} is not that of {config.init.folder}, {spell(theirs)}; leave --network away, or "
+            "change no more of it than dropout"
+        )
+    (channels, side, _), (known, known_side, _) = shape_of(config), shape_of(found.config)
+    if channels != known:
+        what = "the codec's latents have" if config.codec else "data.channels ="
+        raise RequestError(
+            f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; leave that away"
+        )
+    learned = config.diffusion.learned_variance
+    if learned != (found.theirs is None and found.config.diffusion.learned_variance):
+        has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"
+        raise RequestError(f"the network in {config.init.folder} has {has}; leave diffusion.learned_variance as it was")
+    sha256 = sha256_of(found.weights)
+    if config.init.sha256 not in ("", sha256):
+        raise RequestError(
+            f"{found.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "
+            "yet; bring it back, or train anew with another --out"
+        )
+    choices = [Choice("init", config.init.folder, found.what), objective_said(found, config)]
+    if side != known_side and known_side:
+        choices.append(Choice("size", config.data.size, f"the weights were trained at {found.config.data.size}"))
+    state, classes = _fitted(found, checkpoint.read_tensors(found.weights), config)
+    choices += classes
+    folder = printable(str(Path(config.init.folder).expanduser().resolve()))
+    return Weights(state, replace(config, init=replace(config.init, folder=folder, sha256=sha256)), choices)
+
+
+def objective_said(found: Found, config: Config) -> Choice:
+    """Which objective training goes on with, and why."""
+    told, reason = found.config.diffusion, "as it was trained with"
+    if found.theirs is not None:
+        told, reason = config.diffusion, "as given, or as the recipe has it: the folder says nothing of it"
+    if found.scheduler is not None:
+        reason = "as given: that of the folder has no equivalent here"
+        with suppress(RequestError):
+            told, reason = objective_of(found.scheduler, config.diffusion), "as its scheduler_config.json says"
+    before, now = ([spell(part) for part in (d.path, d.schedule, d.target)] for d in (told, config.diffusion))
+    if now != before:
+        reason = f"as given; the weights were trained with {', '.join(before)}"
+    return Choice("objective", ", ".join(now), reason)
+
+
+def _fitted(found: Found, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
+    """The weights under our names, with the classes and the inputs that the run has."""
+    wanted = len(config.classes)
+    if found.theirs is not None:
+        rows = found.theirs.get("num_class_embeds")
+        # What Unfog exports has a row more than classes, for none; diffusers itself knows no such row.
+        state = from_unet2d(found.theirs, state, null_class=wanted > 0 and rows == wanted + 1).state
+    state = {
+        name: tensor.float() for name, tensor in state.items() if not name.startswith(AUGMENT) or config.data.augment
+    }
+    with torch.no_grad():
+        fresh = build_network(config).state_dict()
+    state |= {name: fresh[name] for name in fresh if name.startswith(AUGMENT) and name not in state}
+    choices = _classes(state, fresh, found, config)
+    wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
+    wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
+    if wrong:
+        raise RequestError(
+            f"{found.weights} does not fit its own settings ({min(wrong)}); was it edited? Write it anew"
+        )
+    return state, choices
+
+
+def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: Found, config: Config) -> list[Choice]:
+    """Make the class embedding fit the classes of the images; what was done about it."""
+    before = state[CLASSES].shape[0] - 1 if CLASSES in state else 0
+    names, wanted = found.config.classes, len(config.classes)
+    if before == wanted:
+        if wanted and names and names != config.classes:
+            return [
+                Choice(
+                    "classes", wanted, f"{', '.join(config.classes)[:60]} take the places of {', '.join(names)[:60]}"
+                )
+            ]
+        return []
+    if not wanted:
+        if BIAS not in state:
+            raise RequestError(f"the weights in {config.init.folder} know {before} classes, and the images have none")
+        # No class adds the last row, always: then it may as well be part of what is added anyway.
+        state[BIAS] = state[BIAS] + state.pop(CLASSES)[-1]
+        return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
+    # There rows have unit magnitude, and the noise condition is scaled where there are any.
+    scaled = isinstance(config.network, MPUNet)
+    if CLASSES not in fresh or (scaled and not before):
+        raise RequestError(
+            f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "
+            "network can take no others: give --data.labels none, or start from other weights"
+        )
+    # Every class begins as what the weights know of "no class", so that the first pictures are as good as before.
+    none = state[CLASSES][-1] if before else torch.zeros_like(fresh[CLASSES][-1])
+    apart = fresh[CLASSES] * (NEAR if scaled else 1.0)
+    apart[-1] = 0
+    state[CLASSES] = none + apart
+    reason = f"their embedding is new, as the weights know {before or 'no'} classes; it begins as that of no class"
+    return [Choice("classes", wanted, reason)]

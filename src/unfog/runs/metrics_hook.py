@@ -1,0 +1,249 @@
+"""Metrics of drawn pictures while a run trains, within a stated share of its time.
+
+When it begins, drawing and measuring are timed once, and how many pictures, how many real ones and how many steps apart
+are settled and stored like the other automatic choices. From then on what is due depends on the settings and the
+position alone, so a run that was interrupted measures what it would have measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, spread
+from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
+from unfog.evaluation.feature_store import features_of
+from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.metrics import Measured, measure
+from unfog.evaluation.sliced_wasserstein import measure_pixels
+from unfog.inference.measure import Rows
+from unfog.pipeline.build import build_network
+from unfog.pipeline.class_labels import labels_like
+from unfog.pipeline.generate import Drawing, draw, usual
+from unfog.planning.auto_settings import Choice, Settling
+from unfog.reporting.image_grids import Pixels
+from unfog.reporting.progress import Progress, counted, duration, warn
+from unfog.runs.previews import Looks
+
+FEWEST, MOST, MOST_REAL = 100, 5000, 10_000
+"""Pictures at least and at most, and real ones at most, where they are chosen."""
+TIMES = 5
+"""How often pictures are drawn, where the share permits it."""
+PIXEL = "sliced"
+"""The metric that looks at pixels instead of features."""
+TRIED = 10
+"""Pictures of the rehearsal; the fewest that can be measured."""
+
+
+class Costs(NamedTuple):
+    """Seconds of a picture drawn, of the features of a picture, and numbers in these."""
+
+    draw: float
+    features: float
+    width: int
+
+
+def settle_metrics(settling: Settling, images: ImageSet, device: torch.device) -> None:
+    """Settle what is open of the metrics; the rest of the settings has been settled before.
+
+    Raises:
+        RequestError: no evaluation is due in this run, or there are too few images.
+    """
+    config, evaluate = settling.config, settling.config.evaluate
+    if not evaluate.metrics:
+        return
+    if evaluate.every < 0:
+        raise RequestError("evaluate.metrics are measured at evaluations, and evaluate.every = -1 makes none")
+    if len(images) < TRIED:
+        raise RequestError(f"evaluate.metrics need at least {TRIED} training images, and there are {len(images)}")
+    if evaluate.samples and evaluate.reference and evaluate.metrics_every:
+        return
+    step, steps = settling.seconds_per_step(), config.training.images // config.training.batch
+    allowed = evaluate.share * step * steps
+    features = open_features(evaluate.features, device, only_known=True)
+    costs = time_costs(config, images, features, device)
+
+    def once(samples: int, reference: int) -> float:
+        return samples * (costs.draw + costs.features) + computing(config, samples, reference, costs.width, device)
+
+    chosen, each = fit(config, len(images), costs, allowed, once)
+    settling.config = replace(config, evaluate=chosen)
+    if chosen.metrics_every < 0:
+        instead = ""
+        if chosen.best != "held_out_loss":
+            settling.config = replace(config, evaluate=replace(chosen, best="held_out_loss"))
+            instead = "; the best checkpoint is chosen by the held-out loss"
+        warn(
+            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} pictures take about "
+            f"{duration(each)}, and {evaluate.share:.0%} of the time is {duration(allowed)}{instead}. Give a higher "
+            "--evaluate.share, or measure afterwards: unfog evaluate RUN"
+        )
+        return
+    apart = f"{chosen.samples} pictures against {chosen.reference} real ones, every {chosen.metrics_every} steps"
+    reason = f"about {duration(each)} each time; at most {evaluate.share:.0%} of {duration(step * steps)} of training"
+    settling.choices.append(Choice("evaluate.metrics", apart, reason))
+
+
+def fit(
+    config: Config, images: int, costs: Costs, allowed: float, once: Callable[[int, int], float]
+) -> tuple[Any, float]:
+    """The settings of evaluation with what is open settled so that all of it takes the allowed seconds at most.
+
+    Args:
+        config: all else settled.
+        images: training images.
+        costs: of a picture.
+        allowed: seconds.
+        once: (pictures, real ones) -> seconds of one time.
+
+    Returns:
+        The settings, with metrics_every = -1 where not even one time is allowed; and the seconds of one time.
+    """
+    evaluate, steps = config.evaluate, config.training.images // config.training.batch
+    affordable = int(allowed / 4 / max(costs.features, 1e-9))  # a quarter, once
+    reference = evaluate.reference or max(FEWEST, min(affordable, MOST_REAL))
+    reference = min(images, reference)
+    left = allowed - reference * costs.features
+    wanted = int(left / TIMES / max(costs.draw + costs.features, 1e-9))
+    samples = evaluate.samples or max(FEWEST, min(wanted, MOST))
+    each = once(samples, reference)
+    while not evaluate.samples and samples > FEWEST and TIMES * each > left:
+        samples = max(FEWEST, samples * 2 // 3)
+        each = once(samples, reference)
+    times = int(left / max(each, 1e-9))
+    every = evaluate.metrics_every
+    if every == 0:
+        # At evaluations, and the last one at the end, so that there are no more of them than `times`.
+        apart = max(1, math.ceil(steps / max(times, 1) / evaluate.every))
+        every = apart * evaluate.every if times > 0 else -1
+    return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
+
+
+def timed(sampler: Sampler) -> int:
+    """Steps of a trial that tells what all of them take; the adaptive sampler has as many as it finds."""
+    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
+
+
+def seconds_a_picture(network: nn.Module, config: Config, drawing: Drawing) -> float:
+    """What drawing one of these takes, by drawing them in a few steps."""
+    sampler, steps = drawing.sampler, timed(drawing.sampler)
+    trial = replace(drawing, sampler=replace(sampler, steps=steps))
+    return seconds_of(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
+
+
+def time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
+    """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
+    with Progress("timing pictures for the metrics", None):
+        network, few = build_network(config).to(device), min(config.training.batch, 64)
+        drawing = seconds_a_picture(network, config, usual(config, few, few))
+        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))
+        width = features(pixels).shape[1]
+        return Costs(drawing, seconds_of(lambda: features(pixels).cpu()) / len(pixels), width)
+
+
+def computing(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
+    """Seconds that the metrics themselves take of so many pictures, by random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
+    shape = (samples, config.data.channels, config.data.size, config.data.size)
+    pixels = (
+        torch.randint(256, shape, generator=generator, dtype=torch.uint8) if PIXEL in config.evaluate.metrics else None
+    )
+    with Progress("timing the metrics", None):
+        return seconds_of(lambda: measured(config, real, fake, pixels, pixels), warm=False)
+
+
+def measured(
+    config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
+) -> dict[str, Measured]:
+    """The metrics by name."""
+    names = [name for name in config.evaluate.metrics if name != PIXEL]
+    found = dict(zip(names, measure(names, real, fake), strict=True))
+    if PIXEL in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
+        found[PIXEL] = measure_pixels([PIXEL], real_pixels, fake_pixels)[0]
+    return found
+
+
+def seconds_of(work: Callable[[], object], warm: bool = True) -> float:
+    """Wall time of some work; `warm`: of its second time, as the first also allocates."""
+    if warm:
+        work()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def due(config: Config, step: int) -> bool:
+    """Whether pictures are drawn at the evaluation after this step: at the last one, and the first after each multiple
+    of `metrics_every`. A function of settings and position, so that an interruption changes nothing."""
+    every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
+    if every < 0:
+        return False
+    return step >= steps or step // every > (step - config.evaluate.every) // every
+
+
+class DrawnMetrics:
+    """Measures the pictures of a run as it trains, with the average of the weights and always from the same noise."""
+
+    def __init__(self, config: Config, images: ImageSet, looks: Looks, device: torch.device):
+        self.config, self.images, self.looks = config, images, looks
+        self.features = open_features(config.evaluate.features, device, only_known=True)
+        self._real: Tensor | None = None
+
+    def rehearse(self) -> dict[str, float]:
+        """Do all of it with few pictures, as what would fail later is to fail at once; nothing is to be recorded.
+
+        Raises:
+            RequestError: the best is to be chosen by a Frechet distance that so few pictures do not have.
+        """
+        self._measure(TRIED)
+        evaluate, width = self.config.evaluate, self._reference().shape[1]
+        if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference()))) <= width:
+            said = f"fid needs more than {width:,} pictures with {self.features.name}, and here are {few:,}"
+            if evaluate.best == "fid":
+                raise RequestError(f"evaluate.best = fid: {said}; choose by kid, or set --evaluate.samples")
+            warn(f"{said}; it is left out. kid holds at any number")
+        return {}
+
+    def measure(self) -> dict[str, float]:
+        """Values for the record by name, with their standard errors where those are known."""
+        return self._measure(self.config.evaluate.samples)
+
+    def _measure(self, count: int) -> dict[str, float]:
+        config, metrics = self.config, self.config.evaluate.metrics
+        labels = labels_like(self.images.labels, count)
+
+        def look(at_once: int) -> Pixels:
+            return draw(self.looks.state.model, config, replace(usual(config, count, at_once), labels=labels))
+
+        pixels = np.ascontiguousarray(self.looks.pictures(count, look).transpose(0, 3, 1, 2))
+        fake = features_of(pixels, self.features)
+        real = np.ascontiguousarray(self.images.pixels[spread(len(self.images), count)]) if PIXEL in metrics else pixels
+        found = measured(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
+        record: dict[str, float] = {"drawn": count}
+        for name, one in found.items():
+            record |= {} if one.value is None else {name: one.value}
+            record |= {} if one.error is None else {f"{name}_error": one.error}
+        return record
+
+    def _reference(self) -> Tensor:
+        """Features of the training images, computed when they are first asked for."""
+        if self._real is None:
+            rows = spread(len(self.images), self.config.evaluate.reference)
+            with Progress(f"{self.features.name} of {counted(len(rows), 'training image')}", len(rows)) as progress:
+                self._real = features_of(
+                    Rows(self.images, rows),
+                    self.features,
+                    f"{self.images.fingerprint} spread",
+                    lambda done, total: progress.update(done),
+                )
+        return self._real

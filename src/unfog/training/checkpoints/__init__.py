@@ -1,0 +1,1 @@
+"""Checkpoints on disk: format, snapshot, background writer, rotation, sharded files, and EMA snapshots."""

@@ -1,0 +1,136 @@
+"""Snapshots of the averages, written while training goes on: RUN/averages/00001000.safetensors.
+
+In float16: a weight is rounded by at most 0.05%, and an average rebuilt from them by about 0.02%
+(docs/decisions/0014-averages.md).
+A snapshot can be done without, so nothing here stops a run: what cannot be written is left out, and told.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unfog.training.checkpoints.posthoc_ema import SAID, kept_in
+from unfog.training.checkpoints.snapshot import sync, system_errors
+from unfog.training.settings import MOST_AVERAGES, Averages
+from unfog.training.state import TrainState
+
+
+class Taken(NamedTuple):
+    """Averages in host memory, no longer changing."""
+
+    step: int
+    updates: int
+    widths: tuple[float, ...]
+    tensors: dict[str, Tensor]
+    """float16 under "0/name" and "1/name" by average, buffers as they are under "buffer/name"."""
+
+
+def spacing(every: int, step: int) -> int:
+    """Steps between snapshots at a step: `every`, doubled as often as it takes to keep at most MOST_AVERAGES of them.
+
+    A function of position, so that a run that was interrupted keeps the same ones.
+    """
+    while every > 0 and step // every > MOST_AVERAGES:
+        every *= 2
+    return every
+
+
+def take(state: TrainState, step: int) -> Taken:
+    """Copy the averages of a state to host memory, rounded."""
+    assert state.second is not None
+    averages = [state.ema, state.second]
+    names = [name for name, _ in state.model.named_parameters()]
+    tensors = {
+        f"{number}/{name}": tensor.to("cpu", copy=True).contiguous()
+        for number, average in enumerate(averages)
+        for name, tensor in zip(names, narrow(average.parameters))
+    }
+    buffers = (name for name, _ in state.model.named_buffers())
+    kept = state.model.state_dict().keys()
+    tensors |= {f"buffer/{n}": b.to("cpu", copy=True) for n, b in zip(buffers, state.ema.buffers) if n in kept}
+    return Taken(step, state.updates, tuple(average.width for average in averages), tensors)
+
+
+def narrow(tensors: list[Tensor]) -> list[Tensor]:
+    """float16, or as they are where a value would be infinite there."""
+    halves = [tensor.to(torch.float16) for tensor in tensors]
+    # One answer for all of them, because each one asked for makes the host wait for the device.
+    finite = torch.stack([half.isfinite().all() for half in halves]).tolist()
+    return [half if good else tensor for half, good, tensor in zip(halves, finite, tensors)]
+
+
+def write(taken: Taken, folder: Path) -> None:
+    """Write a snapshot: whole, or not at all (OSError)."""
+    folder.mkdir(exist_ok=True)  # not what it is in: a run that was moved is not to be made anew
+    path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
+    said = {SAID: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
+    try:
+        with system_errors():
+            save_file(taken.tensors, partial, said)
+        partial.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
+        sync(partial)
+        partial.replace(path)
+        sync(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def thin(folder: Path, every: int, step: int) -> None:
+    """Remove those between the places where one is kept, at this step of the run."""
+    apart = spacing(every, step)
+    for one in kept_in(folder):
+        if one.step % apart and one.step != step:
+            one.path.unlink(missing_ok=True)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Remove what belongs to steps after this one, which a run has gone back to, and what a crash left half done."""
+    for path in folder.glob("[0-9]*.safetensors"):
+        if path.stem.isdecimal() and int(path.stem) > step:
+            path.unlink(missing_ok=True)
+    for path in folder.glob(".partial-*"):
+        path.unlink(missing_ok=True)
+
+
+class AverageWriter:
+    """Writes one snapshot after the other by a thread."""
+
+    def __init__(self, settings: Averages):
+        self.settings = settings
+        self._thread: threading.Thread | None = None
+        self._failed: deque[tuple[int, str]] = deque()
+
+    def submit(self, taken: Taken, folder: Path) -> None:
+        """Begin to write, after the one before."""
+        self.wait()
+        self._thread = threading.Thread(target=self._work, args=(taken, folder), name="averages", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is on its way: seconds at the most, as a full disk is not waited for."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def failures(self) -> list[tuple[int, str]]:
+        """(step, reason) of what could not be written since the last call."""
+        return [self._failed.popleft() for _ in range(len(self._failed))]
+
+    def _work(self, taken: Taken, folder: Path) -> None:
+        if not all(tensor.isfinite().all() for tensor in taken.tensors.values()):
+            self._failed.append((taken.step, "it is not finite"))
+            return
+        try:
+            write(taken, folder)
+            with suppress(OSError):
+                thin(folder, self.settings.every, taken.step)
+        except OSError as error:
+            self._failed.append((taken.step, error.strerror or str(error)))

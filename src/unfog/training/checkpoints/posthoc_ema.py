@@ -1,0 +1,150 @@
+"""An average of any length, rebuilt after training from snapshots of two (Karras et al. 2024, EDM2, appendix C).
+
+An average with a power-function profile weighs the weights after update n of N with (n/N)^(gamma+1) minus
+((n-1)/N)^(gamma+1), the integral of p(t) = (gamma + 1) t^gamma / N^(gamma+1) over that update. A sum of snapshots is an
+average whose profile is the same sum of theirs, so the best sum is the one whose profile is nearest to the wanted one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from unfog.errors import RequestError, RunError
+from unfog.training.ema_schedules import PowerEma
+
+Floats = npt.NDArray[np.float64]
+SAID = "averages"
+"""Where a file says what it holds. One entry, as safetensors writes several in no fixed order."""
+TOO_FAR = 0.25
+"""Distance between profiles beyond which nothing is rebuilt. That of the weights is some thirty times smaller."""
+
+
+class Kept(NamedTuple):
+    """A snapshot of averages on disk."""
+
+    path: Path
+    step: int
+    updates: int
+    """Updates that it averages over."""
+    widths: tuple[float, ...]
+    """Of its averages, in the order of their numbers."""
+
+
+class Mixture(NamedTuple):
+    """How snapshots add up to an average."""
+
+    terms: list[tuple[Kept, int, float]]
+    """Snapshot, number of the average in it, weight."""
+    error: float
+    """Distance between the profile that they make and the wanted one, over the length of that."""
+    step: int
+    """At which it averages: that of a snapshot."""
+
+
+def inner(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: Floats | float) -> Floats:
+    """Integral of the product of two profiles; by logarithms, as the powers alone would overflow."""
+    log_m, total = np.log(np.minimum(t_a, t_b)), gamma_a + gamma_b + 1
+    logs = total * log_m - (gamma_a + 1) * np.log(t_a) - (gamma_b + 1) * np.log(t_b)
+    product: Floats = (gamma_a + 1) * (gamma_b + 1) / total * np.exp(logs)
+    return product
+
+
+def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats, float]:
+    """Weights [K] of averages with these exponents, each over its first `ends` updates, that add up to (gamma, end).
+
+    Returns them, and how far the sum's profile is from the wanted one, relative to that.
+    """
+    products = inner(gammas[:, None], ends[:, None], gammas[None], ends[None])
+    wanted = inner(gammas, ends, gamma, end)
+    length = np.sqrt(np.diag(products))  # to one, or those over few updates would outweigh all others
+    # Neighbours are nearly alike; what is below the cut would only add rounding errors of the snapshots to themselves.
+    scaled, *_ = np.linalg.lstsq(products / np.outer(length, length), wanted / length, rcond=1e-10)
+    found = scaled / length
+    whole = (gamma + 1) ** 2 / (2 * gamma + 1) / end  # the wanted profile's own
+    square = 1 + (found @ products @ found - 2 * found @ wanted) / whole
+    return found, math.sqrt(max(0.0, float(square)))
+
+
+def kept_in(folder: Path) -> list[Kept]:
+    """The snapshots in a folder, oldest first. What is none, or damaged, is passed over: a sum does without."""
+    found = []
+    for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
+        if not path.is_file():  # a pipe would be waited for
+            continue
+        try:
+            with safe_open(path, "pt") as file:
+                said = json.loads((file.metadata() or {})[SAID])
+            widths = tuple(float(width) for width in said["widths"])
+            one = Kept(path, int(said["step"]), int(said["updates"]), widths)
+            if one.updates > 0 and all(0.01 <= width <= 0.28 for width in widths):
+                found.append(one)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
+            continue
+    # After a roll-back updates count from where it went back to; what was averaged before that is gone by then.
+    return [one for one, after in zip(found, [*found[1:], None]) if after is None or one.updates < after.updates]
+
+
+def mixture(kept: Sequence[Kept], width: float, step: int | None = None) -> Mixture:
+    """How snapshots add up to the average of this width at a step, or at the snapshot before; None is the last one's.
+
+    Between two snapshots the newest weights are in none, and an average without them would be another.
+
+    Raises:
+        RequestError: the width is out of range, the step is after the last, or too few snapshots lie before it.
+    """
+    profile = PowerEma(width)
+    if not kept:
+        raise RequestError(
+            "this run has no snapshots of its averages to rebuild another from; runs of 200 steps or more keep them, "
+            "and shorter ones that are begun with --averages.every N"
+        )
+    last = kept[-1]
+    step = last.step if step is None else step
+    if not kept[0].step <= step <= last.step:
+        raise RequestError(f"step = {step} must be from {kept[0].step} to {last.step}, as snapshots are of these")
+    used = [one for one in kept if one.step <= step]
+    step, end = used[-1].step, float(used[-1].updates)
+    pairs = [(one, number) for one in used for number in range(len(one.widths))]
+    gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
+    weights, error = coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
+    if error > TOO_FAR:
+        raise RequestError(
+            f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
+            f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"
+        )
+    return Mixture([(one, n, float(w)) for (one, n), w in zip(pairs, weights)], error, step)
+
+
+@torch.no_grad()
+def rebuild(mix: Mixture) -> dict[str, Tensor]:
+    """The average that a mixture stands for, float32 by the network's names; summed in float64, one tensor at a time.
+
+    Buffers are those of the newest snapshot. RunError if a snapshot cannot be read.
+    """
+    paths = {one.path for one, _, _ in mix.terms}
+    try:
+        files: dict[Path, Any] = {path: safe_open(path, "pt") for path in paths}
+        newest = max(paths, key=lambda path: path.name)
+        averaged: dict[str, Tensor] = {}
+        for full in files[newest].keys():  # noqa: SIM118 - it is no dict
+            kind, _, name = full.partition("/")
+            if kind == "buffer":
+                averaged[name] = files[newest].get_tensor(full)
+            elif kind == "0":
+                total = torch.zeros(files[newest].get_slice(full).get_shape(), dtype=torch.float64)
+                for one, number, weight in mix.terms:
+                    total.add_(files[one.path].get_tensor(f"{number}/{name}").double(), alpha=weight)
+                averaged[name] = total.float()
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise RunError(f"a snapshot of averages cannot be read: {error}; remove it, and the others will do") from None
+    return averaged

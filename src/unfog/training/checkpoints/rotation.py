@@ -1,0 +1,68 @@
+"""Which checkpoints are kept, and how one takes the place of another, so that a crash never leaves none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from unfog.training.checkpoints.format import Broken, best_of, described
+from unfog.training.settings import Checkpoint
+
+
+def rotate(checkpoints: Path, keep: Checkpoint) -> None:
+    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two to roll back to.
+
+    A broken one in a place of honour would cost a whole one its life, but those are set aside when a run is resumed.
+    """
+    saved, _ = described(checkpoints)
+    wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
+    wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
+    wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
+    if (best := best_of(saved)) is not None:
+        wanted.add(best.step)
+    for old in saved:
+        if old.step not in wanted:
+            remove(old.folder)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint so that it is whole or gone, never half there under its name."""
+    aside = folder.with_name(f".old-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:  # what somebody put in its place
+        aside.unlink()
+
+
+def replace(partial: Path, folder: Path) -> None:
+    """Put a checkpoint in its place. One that is there, of the same step, goes when this one has come."""
+    if not os.path.lexists(folder):
+        partial.rename(folder)
+        return
+    aside = folder.with_name(f".replaced-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    partial.rename(folder)
+    remove(aside)
+
+
+def put_back(checkpoints: Path) -> None:
+    """Undo a `replace` that was cut short before the new one had come."""
+    for aside in checkpoints.glob(".replaced-*"):
+        folder = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if not os.path.lexists(folder):
+            aside.rename(folder)
+
+
+def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
+    """Remove what a crash left half done, and hide what is broken, so that it is not counted among those to keep."""
+    for folder in checkpoints.glob(".[por]*"):
+        if folder.name.startswith((".partial-", ".old-", ".replaced-")):
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder, _ in broken:
+        aside = folder.with_name(f".broken-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)

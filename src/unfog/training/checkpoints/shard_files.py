@@ -1,0 +1,200 @@
+"""Tensors in files: all in one, or in as many as there were processes, each with the rows that it had.
+
+`model.safetensors` stands for itself or, where it is not there, for its parts model-00001-of-00004.safetensors and so
+on. A part says of each tensor where its rows begin, as torch's `HuggingFaceStorageWriter(save_distributed=True)` does,
+so `torch.distributed.checkpoint` reads the same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from unfog.errors import RunError
+from unfog.training.distributed.sharded_tensors import divided, first_row, local
+
+SHARDING = "DCP_SHARDING_INFO"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
+
+
+def part_of(file: str, rank: int, size: int) -> str:
+    """The name of what one of several processes writes of `file`.safetensors; that itself where there is one."""
+    return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
+
+
+def header(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
+    """What a part says of its tensors, in torch's words: where the rows of each begin in the whole."""
+    starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
+    told = {name: {"saved_offsets": start} for name, start in starts.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}
+
+
+def together(names: Iterable[str]) -> set[str]:
+    """Names of files, with one for all parts of a file where none of them is missing."""
+    found, parts = set[str](), dict[tuple[str, str], set[int]]()
+    for name in names:
+        if match := _PART.fullmatch(name):
+            stem, rank, size, ending = match.groups()
+            parts.setdefault((stem + ending, size), set()).add(int(rank))
+        else:
+            found.add(name)
+    for (name, size), ranks in parts.items():
+        complete = ranks == set(range(1, int(size) + 1)) and name not in found
+        found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
+    return found
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or its parts in order where it is in parts."""
+    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file; of one in parts, that of the digests of its parts."""
+    digests = [sha256(file) for file in files_of(path)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor, in a file."""
+
+    first: int
+    rows: int
+    file: Any
+    """An open `safe_open`."""
+
+
+class Stored:
+    """The tensors of a file or of its parts, mapped, so that memory is taken by what is asked for.
+
+    Args:
+        path: of the file; see `files_of`.
+
+    Raises:
+        RunError: it cannot be read, or rows are missing.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.shapes: dict[str, list[int]] = {}
+        """Of whole tensors."""
+        self._pieces: dict[str, list[Piece]] = {}
+        with self._reading():
+            for part in files_of(path):
+                self._add(safe_open(part, "pt"))
+            for name, pieces in self._pieces.items():
+                pieces.sort(key=lambda piece: piece.first)
+                ends = [0, *(piece.first + piece.rows for piece in pieces)]
+                if ends[:-1] != [piece.first for piece in pieces]:
+                    raise ValueError(f"rows of {name} are missing, or there twice")
+                if self.shapes[name]:
+                    self.shapes[name][0] = ends[-1]
+
+    def _add(self, file: Any) -> None:
+        told = (file.metadata() or {}).get(SHARDING)
+        starts = {} if told is None else json.loads(told)
+        for name in file.keys():  # noqa: SIM118  it is no dict
+            shape = list(file.get_slice(name).get_shape())
+            start = starts[name]["saved_offsets"] if told is not None else [0] * len(shape)
+            if len(start) != len(shape) or any(start[1:]) or self.shapes.setdefault(name, shape)[1:] != shape[1:]:
+                raise ValueError(f"{name} is not divided by rows")
+            first, rows = (int(start[0]), shape[0]) if shape else (0, 0)
+            self._pieces.setdefault(name, []).append(Piece(first, rows, file))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{self.path} cannot be read: {error}") from None
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into one of the same shape; into one that is divided, the rows that are here."""
+        mine, first = local(tensor.detach()), first_row(tensor)
+        with self._reading():
+            if not mine.ndim:
+                mine.copy_(self._pieces[name][0].file.get_tensor(name))
+                return
+            for at, rows, file in self._pieces[name]:
+                begin, end = max(at, first), min(at + rows, first + len(mine))
+                if begin < end:
+                    mine[begin - first : end - first].copy_(file.get_slice(name)[begin - at : end - at])
+
+    def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
+        """A tensor in host memory; divided as `like` is if that is of its shape, where `like` is."""
+        dtype = self._dtype(name)
+        if like is not None and divided(like) and list(like.shape) == self.shapes[name]:
+            made = torch.empty_like(like, dtype=dtype)
+        else:
+            made = torch.empty(self.shapes[name], dtype=dtype)
+        self.fill(name, made)
+        return made
+
+    def _dtype(self, name: str) -> torch.dtype:
+        with self._reading():
+            some = self._pieces[name][0].file
+            found: Tensor = some.get_slice(name)[:0] if self.shapes[name] else some.get_tensor(name)
+            return found.dtype
+
+    def kind(self, name: str) -> tuple[str, int]:
+        """How safetensors calls the dtype of a tensor, and its bytes."""
+        made = self._pieces[name][0].file.get_slice(name).get_dtype()
+        return made, self._dtype(name).itemsize * math.prod(self.shapes[name])
+
+    def fit(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill these, which have to be what is stored, by name and shape. ValueError if they are not."""
+        wrong = [name for name in sorted({*tensors, *self.shapes}) if name not in tensors or name not in self.shapes]
+        wrong += [n for n, t in tensors.items() if n in self.shapes and self.shapes[n] != list(t.shape)]
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise ValueError(f"{wrong[0]} is in one of them only, or of another shape{more}")
+        for name, tensor in tensors.items():
+            self.fill(name, tensor)
+
+
+def write_whole(path: Path, out: Path) -> None:
+    """Write a file that is in parts as an ordinary one, with no more than one of its tensors in memory.
+
+    safetensors itself writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
+    without dimensions.
+
+    Args:
+        path: of the file; see `files_of`.
+        out: where; it appears when it is whole.
+
+    Raises:
+        RunError: it cannot be read.
+        OSError: it cannot be written.
+    """
+    stored, begin = Stored(path), 0
+    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in stored.shapes.items():
+        dtype, size = stored.kind(name)
+        told[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin := begin + size]}
+    head = json.dumps(told).encode()
+    head += b" " * (-len(head) % 8)  # what follows is aligned
+    partial = out.with_name(f".partial-{out.name}")
+    with partial.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in stored.shapes:
+            file.write(stored.tensor(name).reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(out)

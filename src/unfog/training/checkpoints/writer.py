@@ -1,0 +1,152 @@
+"""Checkpoints written by a thread, one at a time, while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unfog.errors import RunError
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation, snapshot
+from unfog.training.checkpoints import sharded as joint
+from unfog.training.checkpoints.sharded import Post
+from unfog.training.checkpoints.snapshot import Snapshot
+from unfog.training.settings import Checkpoint
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+RETRY = 1.0  # seconds
+TRIES = 3  # of a disk, or a network that it is behind, that refuses for other reasons than room
+RETRY_BLINDLY = 30.0  # seconds; where the free space that is told does not count, as under a quota
+
+
+class News(NamedTuple):
+    """Something that the thread did, for the main thread to record."""
+
+    kind: str
+    step: int
+    fields: dict[str, Any]
+
+
+class Writer:
+    """Writes snapshots as checkpoints of one folder, then removes those that `keep` no longer wants.
+
+    When the disk is full it waits for room and keeps what is there; any other trouble is raised in the main thread by
+    the next call. A daemon thread: leaving the program in the middle of a write loses that checkpoint and no other.
+    """
+
+    def __init__(self, checkpoints: Path, keep: Checkpoint):
+        self.checkpoints, self.keep = checkpoints, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._give_up = threading.Event()
+        self._news: deque[News] = deque()
+        self.waiting = False
+        """Whether the disk is full."""
+
+    def submit(self, taken: Snapshot, post: Post | None = None) -> None:
+        """Begin to write; the one before must have been waited for. With others, if it is a part, by their `post`."""
+        assert not self.busy
+        self._give_up.clear()
+        self._thread = threading.Thread(target=self._work, args=(taken, post), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for at most so long; True once nothing is on its way. RunError if it could not be written."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RunError(
+                f"a checkpoint could not be written to {self.checkpoints} ({error}); earlier ones are whole. "
+                "Put that right, then resume."
+            ) from error
+        return True
+
+    def give_up(self) -> None:
+        """Stop waiting for room and for others: the checkpoint on its way is dropped, unless it gets through by
+        itself."""
+        self._give_up.set()
+
+    def news(self) -> list[News]:
+        """What has happened since the last call."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def _work(self, taken: Snapshot, post: Post | None) -> None:
+        try:
+            started = time.perf_counter()
+            waited = self._write(taken, post)
+            if waited is None or taken.rank > 0:
+                return
+            seconds, size = round(time.perf_counter() - started - waited, 3), taken.bytes
+            if post is not None:
+                whole = checkpoint.read_manifest(self.checkpoints / f"{taken.step:08d}")
+                size = sum(file.bytes for file in whole.files.values())
+            costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}
+            self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
+            try:
+                rotation.rotate(self.checkpoints, self.keep)
+            except OSError as error:  # no reason to stop training
+                self._tell("not_removed", taken, reason=str(error))
+        except Exception as error:  # raised again by `wait`, in the thread that can act on it
+            self._error = error
+            if post is not None and taken.rank > 0:
+                with suppress(RuntimeError):  # the store is gone, and the first process with it
+                    post.tell(taken.rank, {"failed": str(error)})
+
+    def _write(self, taken: Snapshot, post: Post | None) -> float | None:
+        """Write as soon as there is room. Returns the seconds waited for it; None if that was given up."""
+        failures, first = 0, time.perf_counter()
+        tried = first
+        try:
+            while True:
+                try:
+                    if post is None:
+                        snapshot.write(taken, self.checkpoints)
+                    elif not joint.write(taken, self.checkpoints, post, self._give_up):
+                        return None
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        failures += 1
+                        if failures == TRIES or self._give_up.wait(RETRY):
+                            raise
+                        continue
+                else:
+                    if self.waiting:
+                        self._tell("disk_has_room", taken, waited=round(tried - first, 1))
+                    return tried - first
+                if not self.waiting:
+                    self.waiting = True
+                    self._tell("disk_full", taken, needed=taken.bytes, free=free_bytes(self.checkpoints))
+                    if post is not None and taken.rank > 0:  # the first process says so, and waits as well
+                        post.tell(taken.rank, {"full": "no space left"})
+                while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > RETRY_BLINDLY):
+                    if self._give_up.wait(RETRY):
+                        return None
+                if self._give_up.wait(RETRY):
+                    return None
+                tried = time.perf_counter()
+        finally:
+            self.waiting = False
+
+    def _tell(self, kind: str, taken: Snapshot, **fields: Any) -> None:
+        self._news.append(News(kind, taken.step, fields))
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where a folder is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

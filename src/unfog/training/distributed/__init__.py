@@ -1,0 +1,1 @@
+"""Train on several processes: the process group, sharded networks, coordination and the watchdog."""

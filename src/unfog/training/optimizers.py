@@ -1,0 +1,294 @@
+"""Optimisers: AdamW, Muon with AdamW, and any other by its path; and what they remember, by the names of weights."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unfog.errors import RequestError
+from unfog.training.distributed.sharded_tensors import by_owner, divided, local
+from unfog.training.optimizer_settings import Custom, Muon
+from unfog.training.settings import Optimizer
+
+# Of the quintic whose iteration brings singular values near to one the fastest (Jordan et al. 2024).
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """The optimiser of a network's parameters; `fast` is what Muon iterates in, which needs no more than bfloat16.
+
+    Raises:
+        RequestError: it cannot be had, or what it remembers cannot be saved.
+    """
+    method = settings.method
+    if isinstance(method, Custom):
+        return custom(method, in_order(model), settings.lr)
+    if isinstance(method, Muon):
+        return MuonAdamW(*parted(model), settings, method, fast)
+    return adamw(in_order(model), settings)
+
+
+def in_order(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a network, those that are divided first: torch's loss scaler asks the first for all."""
+    return sorted(model.parameters(), key=lambda p: not divided(p))
+
+
+def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
+    """AdamW, fused; but not of parameters without values, which is for those who await others."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=not any(p.is_meta for p in parameters),
+    )
+
+
+def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices that Muon is for, and all other parameters.
+
+    Left out are embeddings, which are tables, and the network's ends, whose rows or columns are not those of a hidden
+    space: the layers that it names as its `ends`, or else the first and the last matrix there are.
+    """
+    tables = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
+    found = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables]
+    named = getattr(model, "ends", ())
+    ends = [part for part in found if part[0].partition(".")[0] in named] or [*found[:1], *found[-1:]]
+    matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
+    of = in_order(model)
+    return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for some parameters, of two dimensions or more, and AdamW for the others, as one optimiser.
+
+    One, so that the loss scaler, a refused step and a roll-back treat both alike. A kernel [out, in, k, k] is the
+    matrix [out, in k k]. Matrices of one shape are worked on together.
+    """
+
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        others: list[nn.Parameter],
+        settings: Optimizer,
+        muon: Muon,
+        fast: torch.dtype = torch.float32,
+    ):
+        self.fast = fast
+        self._adamw = adamw(others, settings)
+        defaults = {
+            "lr": settings.lr,
+            "weight_decay": settings.weight_decay,
+            "momentum": muon.momentum,
+            "rounds": muon.rounds,
+        }
+        super().__init__([{"params": matrices}, *self._adamw.param_groups], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take one step with both. `closure` is not supported, and nobody here has one."""
+        assert closure is None
+        group = self.param_groups[0]
+        by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape[len(p), p.numel() // len(p)].append(p)
+        for (rows, columns), parameters in by_shape.items():
+            updates = self._directions(parameters, rows, columns, group["momentum"], group["rounds"])
+            moved = list(map(local, parameters))
+            torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+            far = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # AdamW's steps have a root mean square of 0.2 lr
+            torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=-far)
+        # A load replaces both, so they are handed over each time.
+        self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
+        self._adamw.step()
+
+    def _directions(self, parameters: list[Tensor], rows: int, columns: int, momentum: float, rounds: int) -> Tensor:
+        """[N, rows, columns]: the orthogonalised Nesterov momentum of each of these, or its rows that are here."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        ahead = torch._foreach_lerp(gradients, means, momentum)
+        stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
+        work = partial(orthogonalised, rounds=rounds)
+        made = by_owner(stacked.to(self.fast), rows, work) if divided(parameters[0]) else work(stacked.to(self.fast))
+        return made.to(stacked.dtype)
+
+
+def orthogonalised(x: Tensor, rounds: int = 5) -> Tensor:
+    """Matrices [N, R, C] with their singular vectors, and singular values of about one, by Newton-Schulz iteration.
+
+    X <- a X + (b X X' + c (X X')^2) X, begun at X / |X|, where no singular value is above one (Jordan et al. 2024).
+    """
+    a, b, c = QUINTIC
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(rounds):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """The optimiser that a path names, tried out on two weights of its own first.
+
+    Raises:
+        RequestError: there is none, it does not take the arguments, does not step, or keeps what cannot be saved.
+    """
+    kind = imported(method.path)
+    keywords = dict(map(keyword, method.arguments))
+    with torch.random.fork_rng(devices=[]):
+        toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
+        try:
+            tried = kind(list(toys), lr=lr or 1e-3, **keywords)
+            for _ in range(2):
+                pushed(tried, toys)
+        except Exception as error:  # whatever a stranger's code raises, in words
+            raise RequestError(f"{method.path} cannot be used as an optimiser: {error}") from error
+    kept = {key for state in tried.state.values() for key, value in state.items() if not storable(value)}
+    if kept:
+        raise RequestError(f"{method.path} keeps {min(kept)}, which no checkpoint can hold; choose another optimiser")
+    return kind(parameters, lr=lr, **keywords)
+
+
+def pushed(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
+    """Take a step with a gradient, at the learning rate that the loop would set."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    for toy in toys:
+        toy.grad = torch.full_like(toy, 0.1)
+    optimizer.step()
+
+
+def check_goes_on(method: Custom) -> None:
+    """Try out whether it goes on from what a checkpoint holds of it as it does without, to the bit.
+
+    Raises:
+        RequestError: it does not, or cannot be used at all.
+    """
+    toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
+    with torch.random.fork_rng(devices=[]):
+        one = custom(method, list(toys), 1e-3)
+        for _ in range(2):
+            pushed(one, toys)
+        again = copy.deepcopy(toys)
+        other = custom(method, list(again), 1e-3)
+        restore(other, again, moments(one, toys), numbers(one, toys))
+        for optimizer, of in ((one, toys), (other, again)):
+            torch.manual_seed(0)  # as the loop does
+            pushed(optimizer, of)
+    if not all(torch.equal(p, q) for p, q in zip(toys, again)):
+        raise RequestError(
+            f"{method.path} keeps something outside its state, which no checkpoint can hold; choose another optimiser"
+        )
+
+
+def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
+    """The class that a dotted path names; runs the code of its module. RequestError if it is no optimiser."""
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise RequestError(
+            f"path = {path!r} must name a module and an optimiser in it, such as torch.optim.RMSprop, as in "
+            "--optimizer custom:path=torch.optim.RMSprop"
+        )
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RequestError(f"path = {path!r} cannot be imported: {error}") from None
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise RequestError(f"path = {path!r} is no torch.optim.Optimizer; give the class of one")
+    return kind
+
+
+def keyword(text: str) -> tuple[str, Any]:
+    """`alpha=0.9` as ("alpha", 0.9). RequestError if it is none, or the value is no literal of Python."""
+    name, equals, value = text.partition("=")
+    try:
+        if not (equals and name.isidentifier()):
+            raise ValueError
+        return name, ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError):
+        raise RequestError(f"{text!r} is no keyword argument; write it as alpha=0.9 or name='text'") from None
+
+
+def storable(value: object) -> bool:
+    """Whether a checkpoint can hold this: a tensor, tensors in a list, a number, or nothing."""
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, Tensor) for item in value)
+    return value is None or isinstance(value, Tensor | bool | int | float)
+
+
+def each(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """("moment/parameter", value) of all that it remembers; of a list "moment.0/parameter", "moment.1/parameter"…"""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, list | tuple):
+                yield from ((f"{key}.{i}/{name}", item) for i, item in enumerate(value))
+            else:
+                yield f"{key}/{name}", value
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Its tensors, by "moment/parameter"."""
+    return {name: value for name, value in each(optimizer, model) if isinstance(value, Tensor)}
+
+
+def numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """What else it remembers, as JSON holds it: numbers of weights, and settings of its own that its steps changed."""
+    found = {name: value for name, value in each(optimizer, model) if not isinstance(value, Tensor)}
+    for i, group in enumerate(optimizer.param_groups):
+        for key, usual in optimizer.defaults.items():
+            value = group.get(key)
+            if key != "lr" and isinstance(value, int | float) and value != usual:
+                found[f"/{i}/{key}"] = value
+    # JSON has no infinity.
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+
+
+def restore(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, Any],
+    copies: bool = True,
+) -> None:
+    """Take over what `moments` and `numbers` gave: copies of it, or itself. ValueError if it is of another network."""
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    order = dict(zip(held, range(len(held))))
+    places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}
+    state: dict[int, dict[str, Any]] = {}
+    lists: dict[tuple[int, str], dict[int, Any]] = defaultdict(dict)
+    groups = optimizer.state_dict()["param_groups"]  # the settings of today, not those that were saved
+    for full, value in {**tensors, **others}.items():
+        key, _, name = full.partition("/")
+        value = float(value) if isinstance(value, str) else value
+        if not key:
+            i, _, setting = name.partition("/")
+            groups[int(i)][setting] = value
+            continue
+        if name not in places:
+            raise ValueError(f"{full} is of no parameter of the network")
+        # A copy, as it may be the file itself, mapped.
+        value = value.clone() if isinstance(value, Tensor) and copies else value
+        plain, dot, number = key.rpartition(".")
+        if dot and number.isdigit():
+            lists[places[name], plain][int(number)] = value
+        else:
+            state.setdefault(places[name], {})[key] = value
+    for (place, key), items in lists.items():
+        state.setdefault(place, {})[key] = [items[i] for i in sorted(items)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

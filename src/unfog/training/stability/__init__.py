@@ -1,0 +1,1 @@
+"""Keep training alive: divergence and roll-back, the NaN debugger, and recovery from out-of-memory."""
