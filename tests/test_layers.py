@@ -20,6 +20,8 @@ ALLOWED = {
     "__init__": BELOW | set(STOREYS) - {"cli"},
     "__main__": {"cli"},
 }
+# Arrows up that are still to be turned around, as (layer, layer it imports). It may only get shorter.
+REMAINING = {("inference", "runs"), ("pipeline", "planning"), ("planning", "doctor"), ("runs", "commands")}
 # Folders inside a layer: which of the layer's other folders each may import ("" is the layer's own modules).
 SUBFOLDERS = {
     "data.augmentation": {""},
@@ -77,7 +79,9 @@ def test_no_layer_imports_one_above_it():
     arrows = graph()
     assert len(arrows) > 100
     for name, targets in arrows.items():
-        illegal = {t.split(".")[0] for t in targets} - ALLOWED[name.split(".")[0]] - BASE
+        layer = name.split(".")[0]
+        illegal = {t.split(".")[0] for t in targets} - ALLOWED[layer] - BASE
+        illegal -= {upper for lower, upper in REMAINING if lower == layer}
         assert not illegal, f"{name} may not import {sorted(illegal)}"
 
 
