@@ -21,7 +21,6 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
 from unfog.doctor.run.run_checks import usual_rate
-from unfog.doctor.settings import interval_checks
 from unfog.doctor.settings import learning_rate_checks as rate_checks
 from unfog.doctor.settings import machine_checks as machine
 from unfog.doctor.settings.learning_rate_checks import half_from, share_before, usual_learning_rate
@@ -33,6 +32,8 @@ from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning import disk
 from unfog.planning.auto_settings import Settling
+from unfog.planning.disk import disk_space_needed
+from unfog.planning.run_costs import forward_passes
 from unfog.training.ema_schedules import FixedEma, PowerEma
 from unfog.training.optimizer_settings import Muon
 
@@ -218,19 +219,19 @@ def test_pace_tells_costs_in_time(fashion):
 def test_passes_are_counted_as_they_are_made(fashion):
     config = settled(fashion, training={"images": 64_000}, sampler={"kind": "heun", "steps": 10}, guidance=2.0)
     config = update(config, {"preview": {"every": 100, "images": 3}, "evaluate": {"every": 250, "images": 50}}, "")
-    counted = interval_checks.passes(config, held_out=20)
+    counted = forward_passes(config, held_out=20)
     # Before the first step, after 100 … 900, and after the last; two calls a step for Heun, two for guidance.
     assert counted["preview"] == 11 * 3 * 10 * 2 * 2
     assert counted["evaluate"] == 5 * 20 * 8
     assert counted["training"] == 3 * 64_000
-    plain = interval_checks.passes(replace(config, guidance=1.0), held_out=20)
+    plain = forward_passes(replace(config, guidance=1.0), held_out=20)
     assert plain["preview"] == counted["preview"] / 2
     assert counted["metrics"] == 0
     drawing = update(config, {"evaluate": {"metrics": ["kid"], "samples": 500, "metrics_every": 300}}, "")
     # After 300, 600, 900 and the last.
-    assert interval_checks.passes(drawing, held_out=20)["metrics"] == 4 * 500 * 10 * 2 * 2
+    assert forward_passes(drawing, held_out=20)["metrics"] == 4 * 500 * 10 * 2 * 2
     within = update(config, {"evaluate": {"metrics": ["kid"], "share": 0.1}}, "")
-    assert interval_checks.passes(within, held_out=20)["metrics"] == pytest.approx(0.1 * 3 * 64_000)
+    assert forward_passes(within, held_out=20)["metrics"] == pytest.approx(0.1 * 3 * 64_000)
 
 
 def test_metrics_that_take_longer_than_training_are_told(fashion):
@@ -251,13 +252,13 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
     config = settled(fashion)
     state, steps = build_state(config, CPU), config.training.images // config.training.batch
     parameters = sum(p.numel() for p in state.model.parameters())
-    room = machine.room_for(parameters, config.checkpoint, steps, config.averages)
-    for free, severity in ((room.least - 1, "fatal"), (room.least, "warning"), (room.ample + 1, "fine")):
+    room = disk_space_needed(parameters, config.checkpoint, steps, config.averages)
+    for free, severity in ((room.minimum - 1, "fatal"), (room.minimum, "warning"), (room.maximum + 1, "fine")):
         for module in (machine, disk):
             monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
         assert machine.check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
-            with pytest.raises(RequestError, match=machine.size(2 * room.one)):
+            with pytest.raises(RequestError, match=machine.size(2 * room.checkpoint)):
                 disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)
         else:
             line = disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)

@@ -13,13 +13,13 @@ import torch
 from unfog.config.schema import Config
 from unfog.config.validate import check_device, seconds
 from unfog.data.dataset import ImageSet
-from unfog.doctor.settings.interval_checks import passes
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
-from unfog.doctor.settings.machine_checks import averages_bytes
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
 from unfog.pipeline.build import build_network, shape_of
+from unfog.planning.disk import snapshot_bytes
 from unfog.planning.microbatch import choose_microbatch, needed, room_on
+from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
 from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
@@ -219,7 +219,7 @@ class Settling:
         for _ in range(4):
             training = replace(self.config.training, images=max(1, round(images)))
             config, _ = with_intervals(replace(self.config, training=training))
-            costs = passes(config, config.evaluate.images)
+            costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             images = max(possible / 2, possible - aside)
         return round(images)
@@ -251,7 +251,7 @@ class Settling:
         if steps < WORTH_AVERAGES or config.averages.profile(config.ema) is None:
             return -1
         every = max(1, round(steps / AVERAGES))
-        takes = averages_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
+        takes = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
         if takes > free_bytes(Path.cwd()) / 4:
             self._note("averages.every", -1, f"{size(takes)} would be over a quarter of the disk that is free")
             return -1

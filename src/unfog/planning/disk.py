@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Prepared
-from unfog.doctor.settings.machine_checks import NO_AVERAGES, room_for
 from unfog.errors import RequestError
 from unfog.reporting.progress import size as size  # as this module's own, for those that also forecast
 from unfog.training.checkpoints.writer import free_bytes
-from unfog.training.settings import Averages, Checkpoint
+from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
 from unfog.training.state import TrainState
+
+NO_SNAPSHOTS = Averages(every=-1)
+_COPIES = 4  # of the weights in a checkpoint: themselves, their EMA, and the two moments of AdamW
+_RECORDS = 16 * 10**6  # bytes for previews, metrics and logs
+
+
+class DiskSpace(NamedTuple):
+    """Bytes that the checkpoints and EMA snapshots of a run take."""
+
+    checkpoint: int
+    """Bytes of one checkpoint."""
+    checkpoints: int
+    """Largest number of checkpoints at a time."""
+    snapshots: int = 0
+    """Bytes of all EMA snapshots."""
+
+    @property
+    def minimum(self) -> int:
+        """Bytes without which no run can begin."""
+        return 2 * self.checkpoint + _RECORDS  # the old checkpoint is deleted only when the new one is complete
+
+    @property
+    def maximum(self) -> int:
+        """Bytes with which the run never has to wait for space."""
+        return self.checkpoints * self.checkpoint + self.snapshots + _RECORDS
+
+
+def disk_space_needed(parameters: int, keep: Checkpoint, steps: int, averages: Averages = NO_SNAPSHOTS) -> DiskSpace:
+    """Return the disk space for a run of `steps` steps with `parameters` fp32 numbers."""
+    # Besides those that are kept: the best one, two to roll back to, and one that is being written.
+    checkpoints = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
+    checkpoint = (_COPIES + (averages.every > 0)) * 4 * parameters
+    return DiskSpace(checkpoint, checkpoints, snapshot_bytes(parameters, averages.every, steps))
+
+
+def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
+    """Return the bytes of all EMA snapshots of a run."""
+    # Two averages in float16 each time; one more snapshot than is kept while one is deleted, and one at the end.
+    return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
 
 
 def forecast(
-    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: Averages = NO_AVERAGES
+    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: Averages = NO_SNAPSHOTS
 ) -> str:
     """A line on what the checkpoints and the snapshots of averages of a new run will need.
 
@@ -26,15 +64,16 @@ def forecast(
         RequestError: there is not even room for two, of which one is always whole while the other is written.
     """
     tensors = [*state.model.parameters(), *state.model.buffers()]
-    room, free = room_for(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)
-    if free < room.least:
+    room, free = disk_space_needed(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)
+    if free < room.minimum:
         raise RequestError(
             f"{checkpoints.parent} has {size(free)} free, and two checkpoints of this network take "
-            f"{size(2 * room.one)}; make room, or give another --out or a smaller --network"
+            f"{size(2 * room.checkpoint)}; make room, or give another --out or a smaller --network"
         )
-    beside = f" and {size(room.beside)} of averages" if room.beside else ""
-    line = f"disk: {size(room.one)} a checkpoint, {size(room.most * room.one)} at most{beside}; {size(free)} free"
-    return line if free > room.ample else f"{line}, so training may have to wait for room"
+    beside = f" and {size(room.snapshots)} of averages" if room.snapshots else ""
+    most = size(room.checkpoints * room.checkpoint)
+    line = f"disk: {size(room.checkpoint)} a checkpoint, {most} at most{beside}; {size(free)} free"
+    return line if free > room.maximum else f"{line}, so training may have to wait for room"
 
 
 def image_bytes(prepared: Prepared, config: Config) -> int:

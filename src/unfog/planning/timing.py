@@ -10,12 +10,12 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
-from unfog.doctor.settings.interval_checks import passes, times
 from unfog.pipeline.build import build_network
 from unfog.planning.accelerators import Device
 from unfog.planning.auto_settings import Settling
 from unfog.planning.flops import Range, Work, call_time, training_time
 from unfog.planning.memory_estimate import images_shape, labels_for
+from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, duration
 from unfog.training.stability.out_of_memory import at_once
@@ -65,9 +65,9 @@ def step_of(config: Config, work: Work, other: Device) -> Range:
 
 def times_of(config: Config, step: Range, call: Range, held_out: int) -> dict[str, Range]:
     """Seconds by what takes them. `call` is of the network for one image, in fp32 and without gradients."""
-    steps, asides = config.training.images // config.training.batch, passes(config, held_out)
-    previews = times(config.preview.every, steps)
-    evaluations = times(config.evaluate.every, steps) if config.evaluate.every > 0 else 0
+    steps, asides = config.training.images // config.training.batch, forward_passes(config, held_out)
+    previews = repetitions(config.preview.every, steps)
+    evaluations = repetitions(config.evaluate.every, steps) if config.evaluate.every > 0 else 0
     found = {
         "step": step,
         f"training ({steps:,} steps)": step.times(steps),

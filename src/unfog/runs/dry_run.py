@@ -21,9 +21,9 @@ import torch
 from unfog.commands.verify import compare, replay, two_newest
 from unfog.config.schema import Config
 from unfog.data.dataset import Prepared
-from unfog.doctor.settings.machine_checks import resident_bytes
 from unfog.errors import Interrupted, RequestError
 from unfog.inference.run import Run
+from unfog.process.memory import resident_bytes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from unfog.config.schema import Config
-from unfog.doctor.settings.machine_checks import peak_bytes, resident_bytes, room_for
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, to_unet2d
 from unfog.inference.run import Run
 from unfog.pipeline.build import shape_of
+from unfog.planning.disk import disk_space_needed
 from unfog.process.heartbeat import Pulse
+from unfog.process.memory import peak_bytes, resident_bytes
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import size
@@ -132,10 +133,13 @@ class NoRoomError(Exception):
 def check_room(folder: Path, session: Session) -> None:
     """NoRoomError unless all the checkpoints that a rehearsal keeps at a time find room."""
     parameters = sum(p.numel() for p in session.state.model.parameters())
-    room, free = room_for(parameters, session.config.checkpoint, 0, session.config.averages), free_bytes(folder)
-    if free < room.ample:
-        said = f"{folder.parent} has {size(free)} free, and {room.most} checkpoints of this network take "
-        raise NoRoomError(said + size(room.most * room.one))
+    room, free = (
+        disk_space_needed(parameters, session.config.checkpoint, 0, session.config.averages),
+        free_bytes(folder),
+    )
+    if free < room.maximum:
+        said = f"{folder.parent} has {size(free)} free, and {room.checkpoints} checkpoints of this network take "
+        raise NoRoomError(said + size(room.checkpoints * room.checkpoint))
 
 
 def distance(a: list[Any], b: list[Tensor]) -> float:

@@ -6,7 +6,7 @@ import math
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Prepared
-from unfog.diffusion.sampler import TWO_CALLS
+from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount, duration
 
@@ -19,40 +19,9 @@ ENOUGH_TO_HOLD_OUT = 100
 """Images, of fewer of which none is held out."""
 
 
-def passes(config: Config, held_out: int) -> dict[str, float]:
-    """Forward passes of one image, in fp32, that the whole run takes: training, previews, evaluation, and the drawing
-    of pictures for metrics; of these the share of the time that they may take, where their number is open.
-
-    A step back costs twice a step ahead, and bf16 or fp16 about two thirds of fp32, which all but training uses.
-    """
-    steps = config.training.images // config.training.batch
-    calls = (
-        config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1) * (2 if config.usual_guidance != 1 else 1)
-    )
-    measured = min(config.evaluate.images, held_out) * config.evaluate.levels * (config.evaluate.every > 0)
-    training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
-    evaluate, metrics = config.evaluate, 0.0
-    if evaluate.metrics and evaluate.metrics_every >= 0:
-        fixed = evaluate.samples and evaluate.metrics_every
-        # At evaluations, the first after each multiple, and after the last step.
-        often = 1 + max(0, steps - 1) // max(evaluate.metrics_every, evaluate.every, 1)
-        metrics = float(often * evaluate.samples * calls) if fixed else evaluate.share * training
-    return {
-        "training": training,
-        "preview": times(config.preview.every, steps) * config.preview.images * calls,
-        "evaluate": times(config.evaluate.every, steps) * measured,
-        "metrics": metrics,
-    }
-
-
-def times(every: int, steps: int) -> int:
-    """How often something is done every so many steps, before the first and after the last; -1: only at these."""
-    return 2 + (max(0, steps - 1) // every if every > 0 else 0)
-
-
 def check_asides(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
     """What previews, evaluation and metrics take of the time, by the passes through the network that they make."""
-    costs, steps = passes(config, held_out), config.training.images // config.training.batch
+    costs, steps = forward_passes(config, held_out), config.training.images // config.training.batch
     whole = sum(costs.values())
     aside = 1 - costs["training"] / whole
     facts = {f"{name}_share": cost / whole for name, cost in costs.items()}
@@ -70,7 +39,7 @@ def check_asides(config: Config, held_out: int, seconds_per_step: float | None) 
         remedy = f"a lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
     else:
         interval = _interval(costs, name, config, steps)
-        ends = costs[name] / times(getattr(config, name).every, steps) * 2
+        ends = costs[name] / repetitions(getattr(config, name).every, steps) * 2
         rarely = ends < costs["training"] * MOST_ASIDE / 2
         remedy = f"--{name}.every {interval}" if rarely else f"a lower --{name}.images"
     return Finding("settings.asides", "warning" if steps >= SHORT_RUN else "hint", said, remedy, facts)
@@ -78,7 +47,7 @@ def check_asides(config: Config, held_out: int, seconds_per_step: float | None) 
 
 def _interval(costs: dict[str, float], name: str, config: Config, steps: int) -> int:
     """Steps between two, at which they take half of what all may."""
-    one = costs[name] / times(getattr(config, name).every, steps)
+    one = costs[name] / repetitions(getattr(config, name).every, steps)
     often = max(1.0, costs["training"] * MOST_ASIDE / 2 / one - 2)
     return math.ceil(steps / often)
 

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from unfog.config.schema import Config
+from unfog.planning.disk import disk_space_needed
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES
-from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
 _ROUNDS = 5
 SLOWER = 1.25
 """Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
-COPIES = 4
-"""Of the weights in a checkpoint: themselves, their average, and the optimiser's two moments."""
-NO_AVERAGES = Averages(every=-1)
-MARGIN = 16 * 10**6
-"""Bytes for pictures and records."""
 
 
 def check_precision(config: Config, device: torch.device) -> Finding:
@@ -92,67 +86,15 @@ def _wait(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-class Room(NamedTuple):
-    """What the checkpoints of a run take on the disk."""
-
-    one: int
-    """Bytes of each."""
-    most: int
-    """How many there are at a time, at most."""
-    beside: int = 0
-    """Bytes of all snapshots of averages."""
-
-    @property
-    def least(self) -> int:
-        """Bytes without which no run can begin: two checkpoints, of which one is always whole."""
-        return 2 * self.one + MARGIN
-
-    @property
-    def ample(self) -> int:
-        """Bytes with which it never has to wait for room."""
-        return self.most * self.one + self.beside + MARGIN
-
-
-def averages_bytes(parameters: int, every: int, steps: int) -> int:
-    """What the snapshots of averages take: two in float16 each time; one more than is kept, and one at the end."""
-    return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
-
-
-def room_for(parameters: int, keep: Checkpoint, steps: int, averages: Averages = NO_AVERAGES) -> Room:
-    """The room that a run of so many steps needs for a network of so many numbers, all of them fp32."""
-    # Beside those that are kept: the best, two to go back to, and one that is being written.
-    most = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
-    one = (COPIES + (averages.every > 0)) * 4 * parameters
-    return Room(one, most, averages_bytes(parameters, averages.every, steps))
-
-
 def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Whether the checkpoints of the run will fit where `folder` is or will be."""
     steps = config.training.images // config.training.batch
-    room, free = room_for(parameters, config.checkpoint, steps, config.averages), free_bytes(folder)
-    facts = {"checkpoint_bytes": room.one, "checkpoints": room.most, "free_bytes": free}
-    most = size(room.most * room.one)
-    said = f"{room.most} checkpoints of {size(room.one)} make {most} at most, and {size(free)} are free"
-    said += f"; snapshots of averages take {size(room.beside)}" if room.beside else ""
-    if free > room.ample:
+    room, free = disk_space_needed(parameters, config.checkpoint, steps, config.averages), free_bytes(folder)
+    facts = {"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free}
+    most = size(room.checkpoints * room.checkpoint)
+    said = f"{room.checkpoints} checkpoints of {size(room.checkpoint)} make {most} at most, and {size(free)} are free"
+    said += f"; snapshots of averages take {size(room.snapshots)}" if room.snapshots else ""
+    if free > room.maximum:
         return Finding("settings.disk", "fine", said, facts=facts)
     remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
-    return Finding("settings.disk", "fatal" if free < room.least else "warning", said, remedy, facts)
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not tell."""
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    """The most that it ever held; 0 where the system does not tell."""
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    return Finding("settings.disk", "fatal" if free < room.minimum else "warning", said, remedy, facts)
