@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import Facts, decode, header
-from unfog.data.sources.image_files import Unusable, open_image
+from unfog.data.sources.image_files import ImageError, open_image
 
 WHITE = (255, 255, 255)
 
@@ -182,9 +182,9 @@ def test_floating_point_is_used_where_its_range_is_known() -> None:
         (x * 1000, "that is neither"),
         (x * np.float32("nan"), "with NaN"),
     ):
-        with pytest.raises(Unusable, match=f"floating point {reason}"):
+        with pytest.raises(ImageError, match=f"floating point {reason}"):
             decode(saved(Image.fromarray(wrong), "TIFF"), 16, 1, WHITE)
-    with pytest.raises(Unusable, match="beyond 16 bits"):
+    with pytest.raises(ImageError, match="beyond 16 bits"):
         decode(saved(Image.fromarray(np.array([[-1, 70000]], np.int32)), "TIFF"), 4, 1, WHITE)
 
 
@@ -272,7 +272,7 @@ def test_a_truncated_file_is_unusable_wherever_it_ends(kind: str) -> None:
     whole = data.getvalue()
     for keep in (0.3, 0.6, 0.9):
         part = whole[: int(len(whole) * keep)]
-        with pytest.raises(Unusable):
+        with pytest.raises(ImageError):
             decode(lambda part=part: Image.open(BytesIO(part)), 32, 3, WHITE)  # type: ignore[misc]
 
 

@@ -17,8 +17,15 @@ from PIL import Image
 from unfog.data.prepare import prepare
 from unfog.data.scan import held_out_split
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import Unusable
-from unfog.data.sources.source import FASHION, FashionSource, FolderSource, labels_of, member_of, open_source
+from unfog.data.sources.image_files import ImageError
+from unfog.data.sources.source import (
+    FASHION_CLASSES,
+    FashionSource,
+    FolderSource,
+    open_source,
+    read_labels,
+    strip_shard,
+)
 from unfog.errors import RequestError
 
 
@@ -54,7 +61,7 @@ def test_hidden_files_and_loops_of_links_are_left_out_and_others_counted(animals
     source = open_source(animals)
     assert source.names == [*(f"cats/{i}.png" for i in range(5)), *(f"dogs/old/{i}.JPG" for i in range(5)), "self.png"]
     assert source.ignored == {".txt": 1, "hidden": 3}
-    with pytest.raises(Unusable, match="a link that leads nowhere"):
+    with pytest.raises(ImageError, match="a link that leads nowhere"):
         source.open(source.names.index("self.png"))
 
 
@@ -95,12 +102,12 @@ def test_folders_that_link_to_each_other_are_looked_at_once(tmp_path: Path) -> N
 
 def test_labels_are_the_top_folders_below_what_all_share(animals: Path) -> None:
     for folder in (animals, animals.parent):
-        classes, labels = labels_of(open_source(folder), "auto")
+        classes, labels = read_labels(open_source(folder), "auto")
         assert classes == ("cats", "dogs")
         assert labels is not None
         assert labels.tolist() == [0] * 5 + [1] * 5
-    assert labels_of(open_source(animals), "none") == ((), None)
-    assert labels_of(open_source(animals / "cats"), "auto") == ((), None)
+    assert read_labels(open_source(animals), "none") == ((), None)
+    assert read_labels(open_source(animals / "cats"), "auto") == ((), None)
 
 
 def test_automatic_labels_need_a_layout_that_shows_them(tmp_path: Path) -> None:
@@ -112,10 +119,10 @@ def test_automatic_labels_need_a_layout_that_shows_them(tmp_path: Path) -> None:
         put(tmp_path / f"few/{i}/x.png")
     put(tmp_path / "mixed/loose.png")
     for layout in ("split", "mixed", "few"):
-        assert labels_of(open_source(tmp_path / layout), "auto") == ((), None), layout
-    assert labels_of(open_source(tmp_path / "few"), "folders")[0] == ("0", "1", "2", "3")
+        assert read_labels(open_source(tmp_path / layout), "auto") == ((), None), layout
+    assert read_labels(open_source(tmp_path / "few"), "folders")[0] == ("0", "1", "2", "3")
     with pytest.raises(RequestError, match=r"loose\.png is in none"):
-        labels_of(open_source(tmp_path / "mixed"), "folders")
+        read_labels(open_source(tmp_path / "mixed"), "folders")
 
 
 LAYOUTS = {
@@ -151,11 +158,11 @@ def test_what_is_settled_gives_the_same_again(tmp_path: Path, layout: str, cache
         assert again.train.fingerprint == known
     if layout in ("split of classes", "below one more"):
         for mode in ("auto", "folders"):
-            assert labels_of(open_source(tmp_path), mode)[0] == ("cats", "dogs")
+            assert read_labels(open_source(tmp_path), mode)[0] == ("cats", "dogs")
 
 
 def test_a_shard_is_left_out_of_a_name_however_it_is_spelt() -> None:
-    assert [member_of(name) for name in ("a.tar/b/1.png", "A.TAR/b.tar/1.png", "b/1.png", "x.target/1.png")] == [
+    assert [strip_shard(name) for name in ("a.tar/b/1.png", "A.TAR/b.tar/1.png", "b/1.png", "x.target/1.png")] == [
         "b/1.png",
         "b.tar/1.png",
         "b/1.png",
@@ -169,7 +176,7 @@ def test_a_source_that_knows_its_folders_is_not_asked_for_names(animals: Path) -
 
     source = Knows(animals, "animals")
     source.names = range(10)  # type: ignore[assignment]  # none of them is text
-    classes, labels = labels_of(source, "auto")
+    classes, labels = read_labels(source, "auto")
     assert classes == ("cats", "dogs")
     assert labels is not None
     assert labels.dtype == np.int64
@@ -203,7 +210,7 @@ def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_pat
                 tar.add(tmp_path / "x.png", f"{i}.png")
     source = open_source(str(tmp_path / "*.tar"))
     order, train = held_out_split(source, 0.2)
-    members = [member_of(source.names[i]) for i in order[train:]]
+    members = [strip_shard(source.names[i]) for i in order[train:]]
     assert 20 < len(members) < 60
     assert max(Counter(members).values()) < 30  # and not all 40 of one name
 
@@ -211,7 +218,7 @@ def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_pat
 def test_one_folder_of_images_can_be_made_one_class(tmp_path: Path) -> None:
     put(tmp_path / "cats/a.png")
     put(tmp_path / "cats/b.png")
-    classes, labels = labels_of(open_source(tmp_path), "folders")
+    classes, labels = read_labels(open_source(tmp_path), "folders")
     assert classes == ("cats",)
     assert labels is not None
     assert labels.tolist() == [0, 0]
@@ -244,7 +251,7 @@ def test_names_that_are_no_text_may_be_of_classes_but_not_of_the_source(tmp_path
     for name in (b"a\xff", b"a\xfe", b"two\nlines"):
         for i in range(4):
             put(tmp_path / "in" / os.fsdecode(name) / f"{i}.png")
-    assert labels_of(open_source(tmp_path / "in"), "auto")[0] == ("a\\xfe", "a\\xff", "two\\nlines")
+    assert read_labels(open_source(tmp_path / "in"), "auto")[0] == ("a\\xfe", "a\\xff", "two\\nlines")
     spoilt = tmp_path / os.fsdecode(b"spoilt\xff")
     put(spoilt / "a.png")
     with pytest.raises(RequestError, match=r"spoilt\\xff has a byte that is no text .*rename the folder"):
@@ -258,7 +265,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     train, held_out = prepared.train, prepared.held_out
     assert train.pixels.shape == (9000, 1, 28, 28)
     assert held_out.pixels.shape == (1000, 1, 28, 28)
-    assert train.classes == FASHION
+    assert train.classes == FASHION_CLASSES
     assert train.labels is not None
     assert held_out.labels is not None
     assert np.bincount(train.labels).tolist() == [900] * 10
@@ -274,7 +281,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     # The known look of the set: means of Fashion-MNIST's 70,000 are 72.9 in all; trousers are dark, pullovers bright.
     assert both.mean() == pytest.approx(72.9, abs=1.5)
     means = [train.pixels[train.labels == label].mean() for label in range(10)]
-    assert means[FASHION.index("sandal")] < 40 < 90 < means[FASHION.index("pullover")]
+    assert means[FASHION_CLASSES.index("sandal")] < 40 < 90 < means[FASHION_CLASSES.index("pullover")]
 
 
 def test_fashion_is_what_the_package_ships() -> None:

@@ -29,7 +29,7 @@ from unfog.data.dataset import Prepared
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import Unusable, open_image
+from unfog.data.sources.image_files import ImageError, open_image
 from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.data_report import write_data_record
@@ -586,7 +586,7 @@ def test_a_damaged_image_is_decoded_or_unusable(kind: str, flips: list[tuple[flo
         file.flush()
         try:
             pixels, _ = decode(lambda: open_image(Path(file.name)), 16, 3, (255, 255, 255))
-        except Unusable as unusable:
+        except ImageError as unusable:
             pixels, reason = np.zeros((3, 16, 16), np.uint8), str(unusable)
         else:
             reason = "none"

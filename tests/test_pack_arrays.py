@@ -22,8 +22,8 @@ from unfog.data import lazy
 from unfog.data.prepare import prepare, survey_of
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
-from unfog.data.sources.arrays import store
-from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.arrays import store_array
+from unfog.data.sources.image_files import ImageError
 from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 
@@ -53,8 +53,8 @@ def test_every_layout_in_files_and_in_memory(tmp_path: Path, array: np.ndarray, 
     np.save(tmp_path / "a.npy", array)
     np.savez(tmp_path / "a.npz", array)
     np.savez_compressed(tmp_path / "b.npz", images=array)
-    files = [tmp_path / "a.npy", tmp_path / "a.npz", tmp_path / "b.npz", store(array)]
-    assert store(torch.from_numpy(np.ascontiguousarray(array))) == files[-1]
+    files = [tmp_path / "a.npy", tmp_path / "a.npz", tmp_path / "b.npz", store_array(array)]
+    assert store_array(torch.from_numpy(np.ascontiguousarray(array))) == files[-1]
     for source in map(open_source, files):
         assert np.array_equal(opened(source), expected)
         assert list(source.names[:2]) == ["00000000", "00000001"]
@@ -74,7 +74,7 @@ def test_a_npy_file_is_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["y", "labels"])
 def test_labels_become_classes(tmp_path: Path, labels: list[object], name: str) -> None:
     np.savez(tmp_path / "a.npz", **{"x": RGB, name: np.array(labels)})
-    for source in (open_source(tmp_path / "a.npz"), open_source(store(RGB, labels))):
+    for source in (open_source(tmp_path / "a.npz"), open_source(store_array(RGB, labels))):
         prepared = prepare(source, ASKED)
         assert prepared.train.classes == tuple(map(str, sorted(set(labels), key=str)))
         assert prepared.train.labels is not None
@@ -98,7 +98,7 @@ def test_what_is_no_array_of_images_is_refused(
     tmp_path: Path, array: np.ndarray, labels: np.ndarray | None, said: str
 ) -> None:
     np.savez(tmp_path / "a.npz", x=array, **({} if labels is None else {"y": labels}))
-    for make in (lambda: open_source(tmp_path / "a.npz"), lambda: store(array, labels)):
+    for make in (lambda: open_source(tmp_path / "a.npz"), lambda: store_array(array, labels)):
         with pytest.raises(RequestError, match=said):
             make()
 
@@ -151,12 +151,23 @@ def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
 
 
 def test_another_array_is_another_file() -> None:
-    assert store(RGB) == store(RGB.copy())
-    assert len({store(RGB), store(255 - RGB), store(RGB, [0, 1] * 6), store(RGB, [1, 0] * 6), store(RGB[:6])}) == 5
+    assert store_array(RGB) == store_array(RGB.copy())
+    assert (
+        len(
+            {
+                store_array(RGB),
+                store_array(255 - RGB),
+                store_array(RGB, [0, 1] * 6),
+                store_array(RGB, [1, 0] * 6),
+                store_array(RGB[:6]),
+            }
+        )
+        == 5
+    )
 
 
 def test_classes_of_numbers_are_in_their_order() -> None:
-    assert open_source(store(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
+    assert open_source(store_array(RGB, [10, 2, 2] * 4)).classes == ("2", "10")
 
 
 def test_an_array_is_trained_on_and_a_run_of_it_resumed(tmp_path: Path) -> None:
@@ -201,11 +212,11 @@ def as_parquet(one: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", [saved, as_parquet])
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
-    from unfog.data.sources.huggingface import HubSource, is_parquet
+    from unfog.data.sources.huggingface import HuggingFaceSource, is_parquet
 
     names = ["cat", "dog", "owl"]
     place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
-    source = HubSource(str(place), "set")
+    source = HuggingFaceSource(str(place), "set")
     assert is_parquet(place) == (how is as_parquet)
     assert np.array_equal(opened(source), RGB)
     assert source.classes == ("cat", "dog", "owl")
@@ -214,32 +225,34 @@ def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable
     prepared = prepare(source, ASKED)
     assert np.array_equal(prepared.train.pixels.transpose(0, 2, 3, 1), RGB)  # type: ignore[attr-defined]
     assert prepared.train.classes == ("cat", "dog", "owl")
-    assert source.stamp() == HubSource(str(place), "set").stamp()
+    assert source.stamp() == HuggingFaceSource(str(place), "set").stamp()
     with ThreadPoolExecutor(8) as pool:
         images = list(pool.map(lambda i: np.asarray(source.open(i % 12)), range(500)))
     assert all(np.array_equal(image, RGB[i % 12]) for i, image in enumerate(images))
 
 
 def test_other_columns_that_may_be_labels(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     words = [["b", "a"][i % 2] for i in range(12)]
-    text = HubSource(str(saved(dataset(datasets, label_text=words, label=None, labels=words), tmp_path / "a")), "a")
+    text = HuggingFaceSource(
+        str(saved(dataset(datasets, label_text=words, label=None, labels=words), tmp_path / "a")), "a"
+    )
     assert text.classes == ("a", "b")
     assert text.labels is not None
     assert text.labels.tolist() == [1, 0] * 6
-    plain = HubSource(str(saved(dataset(datasets, other=list(range(12))), tmp_path / "b")), "b")
+    plain = HuggingFaceSource(str(saved(dataset(datasets, other=list(range(12))), tmp_path / "b")), "b")
     assert (plain.classes, plain.labels) == ((), None)
     unknown = dataset(datasets, label=datasets.ClassLabel(names=["x", "y", "z"]))
     unknown = unknown.map(lambda row: {"kind": -1}, features=unknown.features)
-    assert HubSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
+    assert HuggingFaceSource(str(saved(unknown, tmp_path / "c")), "c").labels is None  # -1 is how a test set hides them
 
 
 def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     def left_out(one: Any, name: str) -> str:
-        source = HubSource(str(saved(one, tmp_path / name)), name)
+        source = HuggingFaceSource(str(saved(one, tmp_path / name)), name)
         assert (source.classes, source.labels) == ((), None)
         assert prepare(source, ASKED).warnings == (source.left_out,)
         assert prepare(source, replace(ASKED, labels="none")).warnings == ()
@@ -259,59 +272,59 @@ def test_a_column_that_lacks_values_is_said_to_be_left_out(datasets: Any, tmp_pa
 
 
 def test_true_and_false_are_classes(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     one = dataset(datasets).add_column("label", [i % 3 == 0 for i in range(12)])
-    source = HubSource(str(saved(one, tmp_path / "a")), "a")
+    source = HuggingFaceSource(str(saved(one, tmp_path / "a")), "a")
     assert (source.classes, source.left_out) == (("false", "true"), "")
     assert source.labels is not None
     assert source.labels.tolist() == [1, 0, 0] * 4
 
 
 def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     splits = datasets.DatasetDict({"test": dataset(datasets, 3), "train": dataset(datasets, 5)})
     place = str(saved(splits, tmp_path / "set"))
-    assert len(HubSource(place, "set").names) == 5
-    assert "split train of" in HubSource(place, "set").name
-    assert len(HubSource(place, "set", "test").names) == 3
+    assert len(HuggingFaceSource(place, "set").names) == 5
+    assert "split train of" in HuggingFaceSource(place, "set").name
+    assert len(HuggingFaceSource(place, "set", "test").names) == 3
     with pytest.raises(RequestError, match=r"has no split 'val'; it has t\w+, t\w+"):
-        HubSource(place, "set", "val")
+        HuggingFaceSource(place, "set", "val")
     assert len(open_source(place).names) == 5  # known by its dataset_dict.json
     with pytest.raises(RequestError, match="has no splits, and so no 'test'"):
-        HubSource(str(saved(dataset(datasets), tmp_path / "flat")), "flat", "test")
+        HuggingFaceSource(str(saved(dataset(datasets), tmp_path / "flat")), "flat", "test")
     assert len(open_source(saved(dataset(datasets), tmp_path / "one")).names) == 12
 
 
 def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     png = BytesIO()
     Image.fromarray(RGB[0]).save(png, "PNG")
     rows = [{"bytes": png.getvalue(), "path": None}, {"bytes": b"no image", "path": "x.png"}, None]
     one = datasets.Dataset.from_dict({"image": rows}, features=datasets.Features({"image": datasets.Image()}))
-    source = HubSource(str(saved(one, tmp_path / "set")), "set")
+    source = HuggingFaceSource(str(saved(one, tmp_path / "set")), "set")
     assert np.array_equal(np.asarray(source.open(0)), RGB[0])
-    with pytest.raises(Unusable, match="not an image"):
+    with pytest.raises(ImageError, match="not an image"):
         source.open(1)
-    with pytest.raises(Unusable, match="empty"):
+    with pytest.raises(ImageError, match="empty"):
         source.open(2)
     assert "2 quarantined" in prepare(source, ASKED).ledger.line()
 
 
 def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) -> None:
-    from unfog.data.sources.huggingface import HubSource
+    from unfog.data.sources.huggingface import HuggingFaceSource
 
     place = saved(datasets.Dataset.from_dict({"text": ["a"]}), tmp_path / "text")
     with pytest.raises(RequestError, match=r"no column of images: text \(string\); cast one"):
-        HubSource(str(place), "text")
+        HuggingFaceSource(str(place), "text")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RequestError, match="neither a saved dataset nor parquet files"):
-        HubSource(str(tmp_path / "empty"), "empty")
+        HuggingFaceSource(str(tmp_path / "empty"), "empty")
     (place / "state.json").write_text("{")
     with pytest.raises(RequestError, match="text cannot be loaded") as error:
-        HubSource(str(place), "text")
+        HuggingFaceSource(str(place), "text")
     assert "\n" not in str(error.value)
 
 
@@ -378,7 +391,7 @@ def test_a_row_opens_no_file_outside_its_dataset(datasets: Any, tmp_path: Path) 
     source = open_source(tmp_path / "set/a.parquet")
     assert np.array_equal(opened(source, 2), RGB[[0, 0]])
     for i in range(2, 5):
-        with pytest.raises(Unusable, match="leads out of its dataset"):
+        with pytest.raises(ImageError, match="leads out of its dataset"):
             source.open(i)
 
 
@@ -472,5 +485,5 @@ def test_a_store_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(RequestError, match="No space left"):
-        store(RGB)
+        store_array(RGB)
     assert not list(Path(os.environ["UNFOG_CACHE"]).glob("*.partial"))

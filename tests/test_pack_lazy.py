@@ -28,7 +28,7 @@ from unfog.data.lazy import LazyPixels, Rows
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.folder import FolderSource
-from unfog.data.sources.image_files import Unreachable, Unusable
+from unfog.data.sources.image_files import ImageError, TransientImageError
 from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
@@ -121,7 +121,7 @@ class Damaged(FolderSource):
 
     def open(self, i: int) -> Image.Image:
         if i in self.bad:
-            raise Unusable("empty")
+            raise ImageError("empty")
         return super().open(i)
 
 
@@ -161,7 +161,13 @@ class Flaky(FolderSource):
         return super().open(i)
 
 
-PASSING = [OSError(errno.EIO, "disk"), OSError(errno.ESTALE, "gone"), MemoryError(), TimeoutError(), Unreachable("far")]
+PASSING = [
+    OSError(errno.EIO, "disk"),
+    OSError(errno.ESTALE, "gone"),
+    MemoryError(),
+    TimeoutError(),
+    TransientImageError("far"),
+]
 
 
 @pytest.mark.parametrize("trouble", PASSING, ids=repr)
@@ -192,7 +198,7 @@ def test_what_passes_is_waited_for_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "trouble", [Unusable("odd"), FileNotFoundError(errno.ENOENT, "x"), OSError("broken")], ids=repr
+    "trouble", [ImageError("odd"), FileNotFoundError(errno.ENOENT, "x"), OSError("broken")], ids=repr
 )
 def test_what_lasts_is_not_waited_for(photos: Path, trouble: Exception) -> None:
     source = Flaky(photos, "flaky")
@@ -248,7 +254,7 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
     source = Flaky(photos, "flaky")
     prepared = prepare(source, replace(ASKED, held_out=0))
     stream = ImageStream(prepared.train, 0)
-    source.victim, source.failing, source.trouble = int(stream.index(250, 1)[0]), range(2, 10**6), Unusable("bad")
+    source.victim, source.failing, source.trouble = int(stream.index(250, 1)[0]), range(2, 10**6), ImageError("bad")
     for first in range(0, 600, 10):
         batch = stream.batch(first, 10)
         assert batch.label is not None

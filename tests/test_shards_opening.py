@@ -12,8 +12,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.source import open_source
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW, Piece
-from unfog.data.webdataset.index_files import save_piece
+from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
+from unfog.data.webdataset.index_files import save_entry
 
 FEW, MANY, SHARDS = 10_000, 1_000_000, 4
 PAGES = 2**18  # what the system reads at once around a byte that is asked for, a few times over
@@ -32,13 +32,13 @@ def make(folder: Path, images: int) -> Path:
     kept = shard_index.cache_folder() / "shards"
     kept.mkdir(parents=True, exist_ok=True)
     for path, state in LocalStorage().states(paths).items():
-        rows = np.zeros(each, ROW)
+        rows = np.zeros(each, ROW_DTYPE)
         rows["start"], rows["size"], rows["name"] = np.arange(each) * 1024 + 512, 512, np.arange(each) * 12
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
-        save_piece(
+        save_entry(
             kept / f"{shard_index._key(path, state)}.piece.npz",
-            Piece(rows, names, [("class", str(i)) for i in range(10)]),
+            IndexEntry(rows, names, [("class", str(i)) for i in range(10)]),
         )
     open_source(folder)  # combines them
     return folder
@@ -75,7 +75,7 @@ def opening(folder: Path) -> tuple[dict[str, int], int, int]:
 def test_it_depends_on_the_number_of_images_by_no_more_than_their_labels(tmp_path: Path) -> None:
     few, many = (opening(make(tmp_path / f"{n}", n)) for n in (FEW, MANY))
     for read, held, _ in (few, many):
-        assert read[".rows"] + read[".names"] <= PAGES < MANY * ROW.itemsize / 100
+        assert read[".rows"] + read[".names"] <= PAGES < MANY * ROW_DTYPE.itemsize / 100
         assert held < 2**16
     assert many[0][".codes"] <= 8 * MANY + PAGES, "each label is looked at once"
     assert many[2] <= 8 * MANY + 2**20, "labels to train on are in memory, and nothing else of each image"

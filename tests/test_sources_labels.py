@@ -19,9 +19,9 @@ from unfog.config.presets import preset
 from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.label_rows import Table, read_table
-from unfog.data.sources.label_tables import Labelled, labelled
-from unfog.data.sources.source import Source, labels_of, open_source
+from unfog.data.sources.label_rows import LabelTable, read_table
+from unfog.data.sources.label_tables import LabelTableSource, apply_label_table
+from unfog.data.sources.source import Source, open_source, read_labels
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
@@ -52,8 +52,8 @@ def write(path: Path, text: str) -> Path:
 
 
 def by_name(source: Source, mode: str) -> dict[str, str]:
-    source = labelled(source, mode)
-    classes, labels = labels_of(source, mode)
+    source = apply_label_table(source, mode)
+    classes, labels = read_labels(source, mode)
     assert labels is not None
     return {name: classes[label] for name, label in zip(source.names, labels)}
 
@@ -96,7 +96,7 @@ def test_tables_as_they_are_found(photos: Path, tmp_path: Path, name: str, text:
 
 def test_whole_numbers_are_in_their_order(photos: Path, tmp_path: Path) -> None:
     table = write(tmp_path / "t.csv", "file,label\n" + "".join(f"{i}.png,{(9, 10, 100)[i % 3]}\n" for i in range(8)))
-    source = labelled(open_source(photos), str(table))
+    source = apply_label_table(open_source(photos), str(table))
     assert source.classes == ("9", "10", "100")
     assert source.labels.tolist() == [i % 3 for i in range(8)]
 
@@ -107,7 +107,7 @@ def test_paths_below_the_source_before_base_names(tmp_path: Path) -> None:
     assert by_name(open_source(photos), str(paths)) == {"a/1.png": "x", "b/1.png": "y", "b/2.png": "x"}
     fill(photos, ["a/3.png"])
     bases = write(tmp_path / "bases.csv", "file,label\n1.png,x\n2.png,y\n3.png,x\n")
-    source = labelled(open_source(photos), str(bases))
+    source = apply_label_table(open_source(photos), str(bases))
     assert list(source.names) == ["a/3.png", "b/2.png"], "1.png is two images"
     # Where paths fit, a row of an image elsewhere is not taken for one of the same base name here.
     mixed = write(tmp_path / "mixed.csv", "file,label\na/1.png,x\na/3.png,x\nelsewhere/2.png,y\n")
@@ -119,11 +119,11 @@ def test_a_row_of_another_folder_labels_nothing(tmp_path: Path) -> None:
     rows = "x/train/0.png,a\nval/1.png,b\n2.png,a\n/data/all/train/3.png,b\n"
     for text in (rows, rows.replace(".png", "")):
         table = write(tmp_path / "t.csv", "file,label\n" + text)
-        source = labelled(open_source(photos), str(table))
+        source = apply_label_table(open_source(photos), str(table))
         assert list(source.names) == ["train/0.png", "train/2.png", "train/3.png"]
         assert [one.name for one in source.unreadable] == ["train/1.png", text.split("\n")[1].split(",")[0]]
     with pytest.raises(RequestError, match="no row of"):
-        labelled(open_source(photos), str(write(tmp_path / "t.csv", "file,label\nval/0.png,a\n")))
+        apply_label_table(open_source(photos), str(write(tmp_path / "t.csv", "file,label\nval/0.png,a\n")))
 
 
 @pytest.mark.parametrize(("of_rows", "of_images"), [("/data/photos/", ""), ("../", ""), ("x/", "photos/x/")])
@@ -159,7 +159,7 @@ def test_accents_match_however_they_are_composed(tmp_path: Path, on_disk: str, i
 )
 def test_a_table_of_fewer_than_half_the_images_is_refused(photos: Path, tmp_path: Path, rows: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        labelled(open_source(photos), str(write(tmp_path / "t.csv", "file,label\n" + rows)))
+        apply_label_table(open_source(photos), str(write(tmp_path / "t.csv", "file,label\n" + rows)))
 
 
 def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) 
 
 def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path: Path) -> None:
     table = write(tmp_path / "t.csv", "file,label\n" + ROWS + "".join(f"x{i}.png,cat\n" for i in range(3000)))
-    unreadable = labelled(open_source(photos), str(table)).unreadable
+    unreadable = apply_label_table(open_source(photos), str(table)).unreadable
     assert len(unreadable) == 1001
     assert unreadable[-1].name == "2,000 more"
 
@@ -214,7 +214,7 @@ def test_very_many_rows_without_images_are_not_all_named(photos: Path, tmp_path:
 def test_tables_that_will_not_do(photos: Path, tmp_path: Path, text: str, said: str) -> None:
     table = write(tmp_path / "t.csv", text)
     with pytest.raises(RequestError, match=said):
-        labelled(open_source(photos), str(table))
+        apply_label_table(open_source(photos), str(table))
 
 
 def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
@@ -229,9 +229,9 @@ def test_damaged_tables_end_in_a_line(photos: Path, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RequestError, match=said):
-            labelled(open_source(photos), str(tmp_path / name))
+            apply_label_table(open_source(photos), str(tmp_path / name))
     with pytest.raises(RequestError, match=r"labels = .*none\.csv is not there; give a \.csv or \.jsonl file, or auto"):
-        labelled(open_source(photos), str(tmp_path / "none.csv"))
+        apply_label_table(open_source(photos), str(tmp_path / "none.csv"))
 
 
 def test_a_table_at_the_top_of_a_folder_is_found(photos: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_table_of_something_else_is_left_out_and_said_to_be(photos: Path, text
     write(photos / "metadata.csv", text)
     source = open_source(photos)
     lines: list[str] = []
-    assert labelled(source, "auto", lines.append) is source
+    assert apply_label_table(source, "auto", lines.append) is source
     (line,) = lines
     assert line.startswith(f"metadata.csv is left out: {said}")
     assert prepare(source, Data()).warnings == (line,)
@@ -287,7 +287,7 @@ def test_of_two_tables_the_other_is_said_to_be_left_out(photos: Path) -> None:
     write(photos / "metadata.csv", "file_name,label\n" + ROWS)
     write(photos / "labels.csv", "file,label\n" + ROWS)
     lines: list[str] = []
-    assert isinstance(labelled(open_source(photos), "auto", lines.append), Labelled)
+    assert isinstance(apply_label_table(open_source(photos), "auto", lines.append), LabelTableSource)
     assert lines == ["labels.csv is left out: metadata.csv has the labels; give --data.labels labels.csv to insist"]
 
 
@@ -295,10 +295,10 @@ def test_a_table_that_would_lose_images_is_not_used_unasked(tmp_path: Path) -> N
     photos = fill(tmp_path / "photos", [f"{i}.png" for i in range(12)])
     rows = "".join(f"{i}.png,{i % 2}\n" for i in range(12))
     table = write(photos / "metadata.csv", "file_name,label\n" + rows)
-    assert len(labelled(open_source(photos), "auto").classes) == 2
+    assert len(apply_label_table(open_source(photos), "auto").classes) == 2
     write(table, "file_name,label\n" + rows.replace("3.png,1\n", ""))
-    assert labelled(open_source(photos), "auto").classes == ()
-    assert len(labelled(open_source(photos), str(table)).classes) == 2
+    assert apply_label_table(open_source(photos), "auto").classes == ()
+    assert len(apply_label_table(open_source(photos), str(table)).classes) == 2
 
 
 def test_folders_that_are_classes_come_before_a_table(tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def test_a_table_that_moved_with_its_folder_is_found(photos: Path, tmp_path: Pat
 def test_a_changed_table_is_another_state(photos: Path, tmp_path: Path) -> None:
     table = write(tmp_path / "t.csv", "file,label\n" + ROWS)
     before = prepare(open_source(photos), Data(labels=str(table), cache="disk"))
-    stamp = labelled(open_source(photos), str(table)).stamp()
+    stamp = apply_label_table(open_source(photos), str(table)).stamp()
     write(table, "file,label\n" + ROWS.replace("cat", "bat"))
-    assert labelled(open_source(photos), str(table)).stamp() != stamp
+    assert apply_label_table(open_source(photos), str(table)).stamp() != stamp
     after = prepare(open_source(photos), Data(labels=str(table), cache="disk"))
     assert (before.train.classes, after.train.classes) == (("cat", "dog"), ("bat", "dog"))
 
@@ -357,7 +357,7 @@ def test_a_table_in_a_zip_is_found_as_in_its_folder(tmp_path: Path, inside: str)
     assert prepare(open_source(path), prepared.settings).train.fingerprint == prepared.train.fingerprint
     check_request(replace(preset("default"), source=str(path), data=Data(labels="labels.csv")))
     with pytest.raises(RequestError, match=r"labels = kinds\.csv is not there"):
-        labelled(open_source(path), "kinds.csv")
+        apply_label_table(open_source(path), "kinds.csv")
 
 
 def test_a_table_in_a_zip_that_cannot_be_read_is_said_to_be_left_out(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_what_labels_may_be() -> None:
 
 def test_a_table_of_many_rows_is_quick(tmp_path: Path) -> None:
     rows = "".join(f"{i:06}.png,{i % 7}\n" for i in range(50_000))
-    found, _ = read_table(Table.at(write(tmp_path / "t.csv", "file,label\n" + rows)))
+    found, _ = read_table(LabelTable.at(write(tmp_path / "t.csv", "file,label\n" + rows)))
     assert len(found) == 50_000
 
 
@@ -410,11 +410,11 @@ def test_train_with_a_relative_table_and_resume_from_elsewhere(
 
 def test_a_labelled_source_is_a_source(photos: Path, tmp_path: Path) -> None:
     table = write(tmp_path / "t.csv", "file,label\n" + ROWS)
-    source = labelled(open_source(photos), str(table))
-    assert isinstance(source, Labelled)
-    assert labelled(source, str(table)) is source
+    source = apply_label_table(open_source(photos), str(table))
+    assert isinstance(source, LabelTableSource)
+    assert apply_label_table(source, str(table)) is source
     assert (source.name, source.resolved) == (str(photos), str(photos))
-    assert labels_of(source, "none") == ((), None)
+    assert read_labels(source, "none") == ((), None)
     assert source.stamp()[1] == open_source(photos).stamp()[1]
 
 

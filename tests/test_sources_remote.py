@@ -24,8 +24,8 @@ from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import remote_files as remote
-from unfog.data.sources.image_files import Unreachable
-from unfog.data.sources.source import labels_of, open_source
+from unfog.data.sources.image_files import TransientImageError
+from unfog.data.sources.source import open_source, read_labels
 from unfog.errors import RequestError, RunError
 
 pytest.importorskip("aiohttp")
@@ -63,7 +63,7 @@ def check(url: str) -> None:
         *(f"set-002.tar/{i:04}.png" for i in range(8, 20)),
     ]
     assert source.resolved == url
-    assert labels_of(source, "auto")[0] == ("cat", "dog")
+    assert read_labels(source, "auto")[0] == ("cat", "dog")
     assert source.labels is not None
     assert source.labels.tolist() == [i % 2 for i in range(20)]
     assert source.stamp()[1] == sum(map(len, SHARDS.values()))
@@ -213,7 +213,7 @@ class Web(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(Web, "faults", Counter())
     monkeypatch.setattr(Web, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
@@ -268,7 +268,7 @@ def test_what_fails_twice_is_read_the_third_time_and_else_unreachable_for_now(we
     Web.faults[which] = 2
     assert source.open(1).size == (16, 16)
     Web.faults[which] = 3
-    with pytest.raises(Unreachable, match=r"could not be reached in 3 tries \(ClientResponseError: 503"):
+    with pytest.raises(TransientImageError, match=r"could not be reached in 3 tries \(ClientResponseError: 503"):
         source.open(1)
     assert source.open(1).size == (16, 16)
 

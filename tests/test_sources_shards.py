@@ -21,14 +21,14 @@ from PIL import Image
 from unfog.config.presets import preset
 from unfog.config.validate import check_source
 from unfog.data.sources import byte_storage as storage
-from unfog.data.sources.byte_storage import LocalStorage, Window
-from unfog.data.sources.image_files import Unusable
-from unfog.data.sources.locate import expand
-from unfog.data.sources.source import Source, labels_of, open_source
+from unfog.data.sources.byte_storage import BlockReader, LocalStorage
+from unfog.data.sources.image_files import ImageError
+from unfog.data.sources.locate import expand_braces
+from unfog.data.sources.source import Source, open_source, read_labels
 from unfog.data.webdataset import index_builder as shard_piece
 from unfog.data.webdataset import index_files as shard_files
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.tar import DamagedError, members
+from unfog.data.webdataset.tar import DamagedTarError, iter_members
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
@@ -82,7 +82,7 @@ def test_folder_pattern_braces_and_single_files(sets: Path, monkeypatch: pytest.
         assert source.names[np.int64(3)] == names[3]
         assert source.resolved == str(text)
         assert all(right(source, i, i) for i in range(9))
-        assert labels_of(source, "auto") == ((), None)
+        assert read_labels(source, "auto") == ((), None)
     with pytest.raises(IndexError):
         source.names[9]
     monkeypatch.chdir(sets)
@@ -96,10 +96,10 @@ def test_braces_are_expanded_as_by_a_shell() -> None:
     patterns = ["a-{000..003}.tar", "{x,y}/a-{8..11}.tar", "{b,a}{1..0}", "a{0..01}", "no{}", "{one}", "a-{1,2}{x,}"]
     lines = "\n".join(f"echo {pattern}" for pattern in patterns)
     said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
-    assert [expand(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
+    assert [expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
     for pattern in ("{0..99999999}", "{0..999}" * 3):
         with pytest.raises(RequestError, match="stands for over 1,000,000 files"):
-            expand(pattern)
+            expand_braces(pattern)
 
 
 def test_wrong_patterns_say_what_is_wrong(sets: Path) -> None:
@@ -138,7 +138,7 @@ def test_every_format_reads_as_tarfile_reads_it(tmp_path: Path, format: int) -> 
             archive.addfile(link)
     with tarfile.open(path) as archive:
         theirs = [(m.name, m.offset_data, m.size, m.isreg()) for m in archive if not m.isdir()]
-    found = members(Window(LocalStorage(), str(path), path.stat().st_size, 4096))
+    found = iter_members(BlockReader(LocalStorage(), str(path), path.stat().st_size, 4096))
     assert [(m.name.decode(), m.start, m.size, m.regular) for m in found] == theirs
     source = open_source(path)
     assert [name.removeprefix("a.tar/") for name in source.names] == names
@@ -163,7 +163,7 @@ def test_what_the_command_tar_writes(tmp_path: Path, format: str) -> None:
     source = open_source(tmp_path / "a.tar")
     assert sorted(source.names) == [f"a.tar/{('cats', 'dogs')[i % 2]}/{i}.png" for i in (0, 2, 4, 1, 3, 5)]
     assert source.ignored == {"hidden": 1}
-    classes, labels = labels_of(source, "folders")
+    classes, labels = read_labels(source, "folders")
     assert classes == ("cats", "dogs")
     assert labels is not None
     for i, name in enumerate(source.names):
@@ -216,7 +216,7 @@ def test_labels_of_cls_json_and_txt(tmp_path: Path) -> None:
         (f"a.tar/00000{i}.png", "without a label, as others have") for i in (6, 7)
     ]
     assert source.ignored == {".json": 1}
-    assert labels_of(source, "none") == ((), None)
+    assert read_labels(source, "none") == ((), None)
     for i, name in enumerate(source.names):
         assert right(source, i, int(name[-10:-4]))
 
@@ -281,7 +281,7 @@ def test_folders_in_shards_are_classes_and_shards_are_not(tmp_path: Path) -> Non
     for k in range(3):
         files = [(f"{kind}/{k}{i}.png", png(i)) for i in range(2) for kind in ("cats", "dogs")]
         shard(tmp_path / f"s/{k}.tar", files)
-    classes, labels = labels_of(open_source(tmp_path / "s"), "auto")
+    classes, labels = read_labels(open_source(tmp_path / "s"), "auto")
     assert classes == ("cats", "dogs")
     assert labels is not None
     assert labels.tolist() == [0, 1] * 6
@@ -322,7 +322,7 @@ def test_very_many_folders_are_read_from_the_names(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(shard_index, "_MOST_FOLDERS", 3)
     source = open_source(shard(tmp_path / "a.tar", [(f"{i % 4}/{i}.png", png(i)) for i in range(16)]))
     assert source.folders is None
-    assert labels_of(source, "auto")[0] == ("0", "1", "2", "3")
+    assert read_labels(source, "auto")[0] == ("0", "1", "2", "3")
 
 
 # The index
@@ -348,7 +348,7 @@ def test_an_index_is_built_once_and_again_for_what_changed(sets: Path, monkeypat
     assert again.stamp() != grown.stamp()
     assert [name[-10:-4] for name in grown.names] == [f"{i:06}" for i in (0, 1, 2, 20, 21, 4, 5, 6, 7, 8, 9, 10)]
     assert right(grown, 3, 20)
-    with pytest.raises(Unusable, match="changed meanwhile"):
+    with pytest.raises(ImageError, match="changed meanwhile"):
         first.open(3)
 
 
@@ -391,7 +391,7 @@ def test_a_damaged_index_is_built_anew(sets: Path) -> None:
         for i in range(len(source.names)):
             try:
                 source.open(i)
-            except (Unusable, IndexError):
+            except (ImageError, IndexError):
                 continue
 
 
@@ -400,14 +400,14 @@ def test_codes_out_of_range_are_built_anew(tmp_path: Path, labelled: bool) -> No
     files = [(f"{'ab'[i % 2]}/{i}.png", png(i)) for i in range(8)]
     files += [(f"{'ab'[i % 2]}/{i}.cls", b"%d" % (i % 2)) for i in range(8)] * labelled
     path = shard(tmp_path / "a.tar", files)
-    classes, labels = labels_of(open_source(path), "auto")
+    classes, labels = read_labels(open_source(path), "auto")
     wanted = labels.copy()  # of what may be mapped
     file = next((Path(os.environ["UNFOG_CACHE"]) / "shards").glob("*.codes"))
     for value in (2, -1, 2**40):
         codes = np.fromfile(file, np.int64)
         codes[3] = value
         codes.tofile(file)
-        found = labels_of(open_source(path), "auto")
+        found = read_labels(open_source(path), "auto")
         assert found[0] == classes
         assert np.array_equal(found[1], wanted)
 
@@ -421,7 +421,7 @@ def test_every_flip_of_a_piece_ends(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[at] = dice.randrange(256)
         file.write_bytes(data)
-        shard_files.load_piece(file, 10**6)
+        shard_files.load_entry(file, 10**6)
 
 
 def test_what_a_killed_process_left_is_swept(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,7 +596,7 @@ def test_doubles_empty_and_hostile_names(tmp_path: Path) -> None:
     assert right(source, 1, 3)
     assert [tuple(one) for one in source.unreadable] == [("a.tar/a.png", "replaced by a later member of its name")]
     assert source.ignored == {"hidden": 2}
-    with pytest.raises(Unusable, match="empty"):
+    with pytest.raises(ImageError, match="empty"):
         source.open(2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar"], "nothing is unpacked"
 
@@ -619,8 +619,8 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
             path = tmp_path / "bad.tar"
             path.write_bytes(data)
             try:
-                found = list(members(Window(LocalStorage(), str(path), len(data), 4096)))
-            except DamagedError:
+                found = list(iter_members(BlockReader(LocalStorage(), str(path), len(data), 4096)))
+            except DamagedTarError:
                 said += 1
                 continue
             assert all(member.start <= len(data) for member in found[:-1])
@@ -631,7 +631,7 @@ def test_every_cut_and_flip_of_a_shard_ends(tmp_path: Path) -> None:
 
 
 def test_few_files_are_open_at_once_and_threads_may_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "OPEN_FILES", 3)
+    monkeypatch.setattr(storage, "_MAX_OPEN_FILES", 3)
     for k in range(20):
         shard(tmp_path / f"s/{k:02}.tar", pictures(range(5 * k, 5 * k + 5)))
     source = open_source(tmp_path / "s")

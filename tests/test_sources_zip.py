@@ -16,8 +16,8 @@ from PIL import Image
 
 from unfog.config.validate import check_source
 from unfog.data.sources import zip_archive as zips
-from unfog.data.sources.image_files import Unusable
-from unfog.data.sources.source import labels_of, open_source
+from unfog.data.sources.image_files import ImageError
+from unfog.data.sources.source import open_source, read_labels
 from unfog.errors import RequestError
 
 
@@ -47,7 +47,7 @@ def test_a_zip_is_what_its_folder_would_be(tmp_path: Path) -> None:
     assert zipped.names == folder.names == sorted(ANIMALS)
     # A hidden folder is one thing to a folder, and in an archive there are only its files.
     assert zipped.ignored == folder.ignored == {"hidden": 2, ".txt": 1, "without suffix": 1}
-    ours, theirs = labels_of(zipped, "auto"), labels_of(folder, "auto")
+    ours, theirs = read_labels(zipped, "auto"), read_labels(folder, "auto")
     assert ours[0] == theirs[0] == ("cats", "dogs")
     assert np.array_equal(ours[1], theirs[1])
     for i in range(8):
@@ -81,7 +81,7 @@ def test_its_stamp_changes_with_it(tmp_path: Path) -> None:
     assert before[1] == path.stat().st_size
     put(path, ANIMALS | {"cats/more.png": png(9)})
     assert source.stamp() != before
-    with pytest.raises(Unusable, match="changed meanwhile"):
+    with pytest.raises(ImageError, match="changed meanwhile"):
         source.open(0)
 
 
@@ -103,7 +103,7 @@ def test_archives_and_folders_of_one_size_and_time_that_hold_other_images_are_ot
 
 
 def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zips, "LARGEST", 100_000)
+    monkeypatch.setattr(zips, "MAX_FILE_BYTES", 100_000)
     path = tmp_path / "hostile.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("whole.png", png(0))
@@ -138,7 +138,7 @@ def test_members_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pyte
     for i, name in enumerate(source.names):
         try:
             source.open(i).load()
-        except Unusable as unusable:
+        except ImageError as unusable:
             said[name] = str(unusable)
     assert said == {
         "empty.png": "empty",
@@ -176,14 +176,14 @@ def opened_in_little(path: Path) -> str:
     """What is said of the first image of an archive, and whether that took little memory."""
     code = """
 import sys
-from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.image_files import ImageError
 from unfog.data.sources.source import open_source
 source = open_source(sys.argv[1])
 peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 before = peak()
 try:
     source.open(0)
-except Unusable as error:
+except ImageError as error:
     print(error, peak() - before < 50_000, sep="|")
 """
     return subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout
@@ -216,7 +216,7 @@ def test_archives_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.zip").write_bytes(whole[100:])  # its table of contents is there, and what it tells of partly not
     source = open_source(tmp_path / "bad.zip")
     assert len(source.names) == 8
-    with pytest.raises(Unusable, match=r"cannot be read|not where its archive says"):
+    with pytest.raises(ImageError, match=r"cannot be read|not where its archive says"):
         source.open(source.names.index("dogs/0.png"))
     put(tmp_path / "empty.zip", {"a.txt": b""})
     with pytest.raises(RequestError, match=r"found 0 images.*empty\.zip \(1 other file: 1 \.txt\)"):
@@ -248,7 +248,7 @@ def test_every_cut_and_flip_of_an_archive_is_said_in_a_line(tmp_path: Path) -> N
             try:
                 source.open(i)
                 opened += 1
-            except Unusable as unusable:
+            except ImageError as unusable:
                 said.append(str(unusable))
     assert opened > 50
     assert len(said) > 100

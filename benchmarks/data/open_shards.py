@@ -29,8 +29,8 @@ from PIL import Image
 from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.source import open_source
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW, Piece
-from unfog.data.webdataset.index_files import save_piece
+from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
+from unfog.data.webdataset.index_files import save_entry
 
 MEMBER = 20_480  # bytes from one image to the next
 PICTURES = 200  # different ones in each shard
@@ -102,13 +102,13 @@ def make(folder: Path, images: int, shards: int, labelled: bool) -> float:
     kept.mkdir(parents=True, exist_ok=True)
     names = [b"%03d/%08d.png" % (i % 1000 if labelled else i * 1000 // each, i) for i in range(each)]
     for path in paths:
-        rows = np.zeros(each, ROW)
+        rows = np.zeros(each, ROW_DTYPE)
         which = np.arange(each) % PICTURES
         rows["start"], rows["size"] = which * MEMBER + 512, sizes[which]
         rows["name"], rows["label"] = np.arange(each) * 16, np.arange(each) % 1000 if labelled else -1
         values = [("class", str(i)) for i in range(1000 * labelled)]
         key = shard_index._key(path, states[path])
-        save_piece(kept / f"{key}.piece.npz", Piece(rows, b"".join(names), values))
+        save_entry(kept / f"{key}.piece.npz", IndexEntry(rows, b"".join(names), values))
     began = time.perf_counter()
     assert len(open_source(folder).names) == each * shards
     return time.perf_counter() - began

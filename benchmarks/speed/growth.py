@@ -32,8 +32,8 @@ from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW, Piece
-from unfog.data.webdataset.index_files import save_piece
+from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
+from unfog.data.webdataset.index_files import save_entry
 from unfog.models.settings import UNet
 from unfog.pipeline.build import augmentation, build_state, loss_function
 from unfog.training.hooks import Silent
@@ -114,12 +114,12 @@ def index(folder: Path, images: int) -> Path:
     kept = shard_index.cache_folder() / "shards"
     kept.mkdir(parents=True, exist_ok=True)
     for path, state in LocalStorage().states(sorted(str(path) for path in folder.iterdir())).items():
-        rows = np.zeros(each, ROW)
+        rows = np.zeros(each, ROW_DTYPE)
         rows["start"], rows["size"], rows["name"] = np.arange(each) * 1024 + 512, 512, np.arange(each) * 12
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
-        piece = Piece(rows, names, [("class", str(i)) for i in range(10)])
-        save_piece(kept / f"{shard_index._key(path, state)}.piece.npz", piece)
+        piece = IndexEntry(rows, names, [("class", str(i)) for i in range(10)])
+        save_entry(kept / f"{shard_index._key(path, state)}.piece.npz", piece)
     open_source(folder)  # combines them
     gc.collect()
     return folder

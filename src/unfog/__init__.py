@@ -350,9 +350,9 @@ def _place(source: Any, settings: dict[str, Any]) -> str:
     """Where the images are; an array, with the labels among the settings, is put into the cache first."""
     if not hasattr(source, "__array__"):
         return path_text(source, "source")
-    from unfog.data.sources.arrays import store
+    from unfog.data.sources.arrays import store_array
 
-    return str(store(source, settings.pop("labels", None)))
+    return str(store_array(source, settings.pop("labels", None)))
 
 
 def _path(given: str | PathLike[str] | None) -> Path | None:

@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
 from unfog.data.color_profile import to_srgb
-from unfog.data.sources.image_files import TEXT_TOO_LARGE, Lost, ShardUnreachable, Unreachable, Unusable, why
+from unfog.data.sources.image_files import (
+    TEXT_TOO_LARGE,
+    FailedShardError,
+    ImageError,
+    ShardReadError,
+    TransientImageError,
+    os_error_reason,
+)
 from unfog.errors import RequestError
 
 ORIENTATION = 0x0112  # EXIF tag
@@ -77,7 +84,7 @@ def colour(text: str) -> tuple[int, int, int]:
 
 
 def header(opener: Callable[[], Image.Image]) -> tuple[int, int]:
-    """(width, height) of an image as stored, without decoding it. Raises Unusable."""
+    """(width, height) of an image as stored, without decoding it. Raises ImageError."""
     try:
         with opener() as image:
             return image.size
@@ -91,14 +98,14 @@ def decode(
     """What `opener` opens, as uint8 [channels, size, size]; channels is 1 or 3.
 
     Raises:
-        Unreachable: it could not be read just now: the disk or the network failed, or memory did not suffice.
-        Unusable: the file is damaged, no image, or too big to be safe; truncated ones are never half used. Lost, if
+        TransientImageError: it could not be read just now: the disk or the network failed, or memory did not suffice.
+        ImageError: the file is damaged, no image, or too big to be safe; truncated ones are never half used. FailedShardError, if
             its shard has been given up.
     """
     try:
         with opener() as image, _turn(image):
             return _decode(image, size, channels, background)
-    except (Lost, ShardUnreachable):
+    except (FailedShardError, ShardReadError):
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
         raise _unusable(error) from error
@@ -226,13 +233,13 @@ def _eight_bit(image: Image.Image, depth: int) -> tuple[Image.Image, list[str]]:
     low, high = float(values.min()), float(values.max())
     if image.mode == "F":
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise Unusable("floating point with NaN or infinity in it")
+            raise ImageError("floating point with NaN or infinity in it")
         if not (low >= 0 and high <= 255):
-            raise Unusable("floating point that is neither in 0..1 nor in 0..255")
+            raise ImageError("floating point that is neither in 0..1 nor in 0..255")
         scaled = values * (255 if high <= 1 else 1)
         return Image.fromarray(np.rint(scaled).astype(np.uint8)), ["float"]
     if not (low >= 0 and high <= 65535):
-        raise Unusable("32-bit values beyond 16 bits")
+        raise ImageError("32-bit values beyond 16 bits")
     most = 2**depth - 1
     scaled = (values.astype(np.uint32) * 255 + most // 2) // most
     grey = Image.fromarray(scaled.astype(np.uint8))
@@ -253,16 +260,16 @@ def _square(image: Image.Image, size: int, width: int, height: int, scale: int) 
     return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
-def _unusable(error: Exception) -> Unusable:
+def _unusable(error: Exception) -> ImageError:
     """What to say of an image whose opening or decoding raised this."""
-    return Unreachable(_reason(error)) if _passes(error) else Unusable(_reason(error))
+    return TransientImageError(_reason(error)) if _passes(error) else ImageError(_reason(error))
 
 
 def _passes(error: BaseException | None) -> bool:
     """Whether it may be otherwise another time; what Pillow says of a damaged file has no errno, or that of a seek to
     before its beginning."""
     while error is not None:
-        passing = isinstance(error, MemoryError | TimeoutError | ConnectionError | Unreachable)
+        passing = isinstance(error, MemoryError | TimeoutError | ConnectionError | TransientImageError)
         if passing or (isinstance(error, OSError) and error.errno and error.errno not in _LASTING):
             return True
         error = error.__cause__
@@ -273,12 +280,12 @@ def _reason(error: Exception) -> str:
     """Why an image cannot be used, in a few words."""
     text = str(error)
     match error:
-        case Unusable():
+        case ImageError():
             return text
         case Image.DecompressionBombError() | Image.DecompressionBombWarning():
             return f"over {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
         case OSError() if error.errno:
-            return why(error)
+            return os_error_reason(error)
         case EOFError():
             return "truncated"
         case MemoryError():

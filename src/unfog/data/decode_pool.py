@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from unfog.data.decode import Facts, decode
 from unfog.data.report import shown
-from unfog.data.sources.image_files import ShardUnreachable, Unreachable, Unusable
+from unfog.data.sources.image_files import ImageError, ShardReadError, TransientImageError
 from unfog.data.sources.source import Source
 from unfog.errors import RunError
 
@@ -35,7 +35,7 @@ and up to half more, so that not all who wait come back at once."""
 PATIENCE = 60.0
 """Seconds after which it is not tried again: each time may take long, where nothing answers."""
 
-_THREADS_FAR = 16
+_REMOTE_THREADS = 16
 _MAX_THREADS = 32
 _MAX_TASK = 64  # images a task: enough to make the pool's own cost small, few enough to report progress
 _CHUNK = 1024  # images handed over at once, fewer where that would be more than
@@ -90,8 +90,8 @@ def chunk_size(channels: int, size: int) -> int:
 
 def threads(source: Source) -> int:
     """How many decode at once: one a core that this process may use, and more where they wait for a network."""
-    if source.far:
-        return _THREADS_FAR
+    if source.remote:
+        return _REMOTE_THREADS
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 8)
 
 
@@ -162,18 +162,18 @@ def patiently(
     shard far away may be `give_up`'s to decide about, which is called with the reason once there is no patience left.
 
     Raises:
-        Unusable: it cannot be decoded; Lost, if its shard has been given up.
+        ImageError: it cannot be decoded; FailedShardError, if its shard has been given up.
         RunError: it still cannot be read.
     """
     began = time.monotonic()
     for attempt in range(1, TRIES + 1):
         try:
             return decode(partial(source.open, i), size, channels, background)
-        except Unreachable as trouble:
+        except TransientImageError as trouble:
             pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
             if attempt < TRIES and time.monotonic() - began < PATIENCE and not leaving.wait(pause):
                 continue
-            if isinstance(trouble, ShardUnreachable) and give_up is not None and not leaving.is_set():
+            if isinstance(trouble, ShardReadError) and give_up is not None and not leaving.is_set():
                 give_up(str(trouble))
             raise RunError(
                 f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {attempt} tries; `unfog "
@@ -193,7 +193,7 @@ def _decode_one(
     """Image i of the source into `out` [channels, size, size]; what was done to it, or why it cannot be used."""
     try:
         out[:], facts = patiently(source, i, out.shape[-1], out.shape[0], background, leaving)
-    except Unusable as unusable:
+    except ImageError as unusable:
         return str(unusable)
     if only_grey and not facts.grey:
         raise ColourFoundError

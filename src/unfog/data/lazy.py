@@ -19,9 +19,9 @@ from unfog.data.decode_pool import patiently, threads
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.report import Ledger, Quarantined, shown
 from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Survey, held_out_split
-from unfog.data.sources.image_files import Lost, Unusable
+from unfog.data.sources.image_files import FailedShardError, ImageError
 from unfog.data.sources.source import Source
-from unfog.data.webdataset.remote_shards import FarShards
+from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.errors import RunError
 
 UNREAD = "unread:"
@@ -92,7 +92,7 @@ class LazyPixels:
     def __init__(self, source: Source, rows: Rows, channels: int, size: int, background: tuple[int, int, int]) -> None:
         self.source, self.rows, self.background = source, rows, background
         self.shape = (len(rows), channels, size, size)
-        self.far_shards: FarShards | None = getattr(source, "far_shards", None)
+        self.remote_shards: RemoteShards | None = getattr(source, "remote_shards", None)
         self.quarantined: list[Quarantined] = []
         """Images that could not be decoded, in the order in which that turned out."""
         self._bad: set[int] = set()  # rows of those
@@ -161,18 +161,18 @@ class LazyPixels:
     def _one(self, row: int) -> tuple[NDArray[np.uint8], int]:
         """(the image at this row, or at the one that stands in for it; which that is)."""
         reason, jumps = "", 0
-        tries = min(_IN_A_ROW, len(self)) if self.far_shards is None else _IN_A_ROW
+        tries = min(_IN_A_ROW, len(self)) if self.remote_shards is None else _IN_A_ROW
         for _ in range(tries):
             if row not in self._bad:
                 index = int(self.rows.index(np.array([row]))[0])
                 try:
                     return self._decoded(index), row
-                except Lost as lost:
+                except FailedShardError as lost:
                     reason = str(lost)
                     row = int(permute(np.array([row]), len(self), epoch_keys(_STAND_IN, np.array([jumps])))[0])
                     jumps += 1
                     continue
-                except Unusable as unusable:
+                except ImageError as unusable:
                     reason = str(unusable)
                     self._note(row, Quarantined(self.source.names[index], reason))
             row = (row + 1) % len(self)
@@ -183,18 +183,18 @@ class LazyPixels:
 
     def _decoded(self, index: int) -> NDArray[np.uint8]:
         """Image number `index` of the source; one far away that cannot be decoded is fetched once more."""
-        (_, channels, size, _), shards = self.shape, self.far_shards
+        (_, channels, size, _), shards = self.shape, self.remote_shards
         look = partial(patiently, self.source, index, size, channels, self.background, self._closed)
         if shards is None:
             return look()[0]
         own = getattr(self.source, "within", int)(index)
-        look = partial(look, partial(shards.give_up, own))
+        look = partial(look, partial(shards.fail_shard_of, own))
         try:
             return look()[0]
-        except Lost:
+        except FailedShardError:
             raise
-        except Unusable:
-            shards.doubt(own)
+        except ImageError:
+            shards.recheck(own)
         return look()[0]
 
     def _note(self, row: int, one: Quarantined) -> None:
@@ -222,9 +222,9 @@ class Taking:
             task.cancel()
 
 
-def far_shards_of(images: ImageSet) -> FarShards | None:
+def remote_shards_of(images: ImageSet) -> RemoteShards | None:
     """The shards far away that these images are read from as they come; None where that is not how they are read."""
-    return images.pixels.far_shards if isinstance(images.pixels, LazyPixels) else None
+    return images.pixels.remote_shards if isinstance(images.pixels, LazyPixels) else None
 
 
 def on_the_fly(survey: Survey, known: str = "") -> Prepared:

@@ -14,13 +14,13 @@ from unfog.data import cache
 from unfog.data.dataset import ImageSet, Prepared, split
 from unfog.data.decode import colour
 from unfog.data.decode_pool import ColourFoundError, Progress, Tally, decode_all
-from unfog.data.lazy import UNREAD, far_shards_of, on_the_fly
+from unfog.data.lazy import UNREAD, on_the_fly, remote_shards_of
 from unfog.data.packs.pack import PackSource
 from unfog.data.scan import Account, Survey, held_out_split
 from unfog.data.settings import Data
-from unfog.data.sources.label_tables import labelled
-from unfog.data.sources.label_tables import settled as settled_labels
-from unfog.data.sources.source import Source, labels_of
+from unfog.data.sources.label_tables import apply_label_table
+from unfog.data.sources.label_tables import labels_setting as settled_labels
+from unfog.data.sources.source import Source, read_labels
 from unfog.errors import RequestError
 
 MEMORY_FILES = 10_000
@@ -66,8 +66,8 @@ def prepare(
         where, why = _place_as_begun(survey, key, unread) if known else _place(survey, key, wanted)
         if where == "none":
             prepared = on_the_fly(survey, known)
-            shards = far_shards_of(prepared.train)
-            why = "; ".join(filter(None, (why, shards.keep() if shards is not None else "")))
+            shards = remote_shards_of(prepared.train)
+            why = "; ".join(filter(None, (why, shards.enable_cache() if shards is not None else "")))
         elif where == "disk":
             prepared = cache.make(survey, key, progress).prepared(asked, source.name)
         else:
@@ -84,8 +84,8 @@ def survey_of(source: Source, settings: Data) -> tuple[Survey, str]:
     if isinstance(source, PackSource):
         settings = source.half_settled(settings)
     left_out: list[str] = []
-    source = labelled(source, settings.labels, left_out.append)
-    classes, labels = labels_of(source, settings.labels)
+    source = apply_label_table(source, settings.labels, left_out.append)
+    classes, labels = read_labels(source, settings.labels)
     survey = replace(Survey.of(source, settings, classes, labels), warnings=tuple(left_out))
     return survey, cache.entry_key(survey.stamp, settings, classes, labels)
 

@@ -17,9 +17,9 @@ from unfog.data.decode_pool import Tally, patiently
 from unfog.data.packs.pack import PackSource
 from unfog.data.report import Ledger, Quarantined, shown
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, Unreachable, Unusable
-from unfog.data.sources.label_tables import settled as settled_labels
-from unfog.data.sources.source import Source, member_of
+from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, ImageError, TransientImageError
+from unfog.data.sources.label_tables import labels_setting as settled_labels
+from unfog.data.sources.source import Source, strip_shard
 from unfog.errors import RequestError, RunError
 
 HEADERS_SAMPLED = 1000
@@ -140,7 +140,7 @@ def held_out_split(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
 def _hashed(names: Sequence[str]) -> Sequence[str]:
     """The names less the shards that they are in and less the folders that all share, so that a folder, an archive of
     it and one of what is in it hold out the same images; as they are, where two would be one then."""
-    members = [member_of(name) for name in names]
+    members = [strip_shard(name) for name in names]
     first, last = min(members), max(members)
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     shared = first.rfind("/", 0, same) + 1
@@ -160,10 +160,10 @@ def _choose_size(source: Source) -> int:
     for i in _spread(len(source.names), HEADERS_SAMPLED):
         try:
             sizes.append(header(partial(source.open, i)))
-        except Unreachable:  # by what others are, a run would be of another size after an outage
+        except TransientImageError:  # by what others are, a run would be of another size after an outage
             _, facts = patiently(source, i, 8, 3, (0, 0, 0), threading.Event())
             sizes.append((facts.width, facts.height))
-        except Unusable:
+        except ImageError:
             continue
     if not sizes:
         return 32
@@ -178,7 +178,7 @@ def _guess_channels(source: Source, size: int, background: tuple[int, int, int])
     for i in _spread(len(source.names), COLOURS_SAMPLED):
         try:
             _, facts = patiently(source, i, size, 3, background, threading.Event())
-        except Unusable:
+        except ImageError:
             continue
         if not facts.grey:
             return 3

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import Prepared, spread
-from unfog.data.lazy import far_shards_of
+from unfog.data.lazy import remote_shards_of
 from unfog.data.report import ACTIONS, PLAIN, Ledger, as_text
 from unfog.data.stream import ImageStream
 from unfog.pipeline.generate import to_pixels
@@ -70,9 +70,9 @@ def data_json(prepared: Prepared) -> bytes:
         "actions": ledger.actions,
         "unlisted": files - len(lines),
     }
-    shards = far_shards_of(prepared.train)
-    if shards is not None and shards.given_up:
-        head["shards_given_up"] = shards.given_up
+    shards = remote_shards_of(prepared.train)
+    if shards is not None and shards.failed:
+        head["shards_given_up"] = shards.failed
     opening = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
     listing = ",\n".join(lines)
     return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")

@@ -16,7 +16,7 @@ from unfog.config.values import shown
 from unfog.data.augmentation.augment import to_model_range
 from unfog.data.decode import Facts, colour, decode
 from unfog.data.prepare import calm_pillow
-from unfog.data.sources.image_files import Unusable, open_image
+from unfog.data.sources.image_files import ImageError, open_image
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.pipeline.generate import to_pixels
@@ -84,7 +84,7 @@ def read_picture(given: Picture, what: str, size: int, channels: int, background
     try:
         with calm_pillow():
             return decode(opener, size, channels, colour(background))
-    except Unusable as error:
+    except ImageError as error:
         named = shown(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None

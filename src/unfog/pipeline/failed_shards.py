@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, Prepared
-from unfog.data.lazy import far_shards_of
+from unfog.data.lazy import remote_shards_of
 from unfog.data.report import Quarantined, shown
 from unfog.data.settings import bytes_of
-from unfog.data.webdataset.remote_shards import Care
+from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.pipeline.data_report import DATA_FILE, data_json
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
@@ -21,10 +21,10 @@ SHARD = "shard"
 """What marks a shard among the images that processes tell each other of."""
 
 
-def care_of(config: Config, lost: Mapping[str, str] | None) -> Care:
+def care_of(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
     """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
     begun = lost if lost is not None else {} if config.fingerprint else None
-    return Care(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
+    return RemotePolicy(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
 
 
 def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
@@ -34,9 +34,9 @@ def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
 
 def told_elsewhere(images: ImageSet) -> set[tuple[str, ...]]:
     """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
-    shards = far_shards_of(images)
+    shards = remote_shards_of(images)
     found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "quarantined", [])}
-    return found | ({(*item, SHARD) for item in shards.given_up.items()} if shards is not None else set())
+    return found | ({(*item, SHARD) for item in shards.failed.items()} if shards is not None else set())
 
 
 class Missing:
@@ -44,13 +44,13 @@ class Missing:
 
     def __init__(self, folder: RunFolder, prepared: Prepared) -> None:
         self._folder, self._prepared = folder, prepared
-        self._shards = far_shards_of(prepared.train)
+        self._shards = remote_shards_of(prepared.train)
         self._told: set[Quarantined] = set()
 
     @property
     def shards(self) -> dict[str, str]:
         """Name -> reason of the shards that are given up."""
-        return {} if self._shards is None else self._shards.given_up
+        return {} if self._shards is None else self._shards.failed
 
     def tell(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
         """Warn of what was not told of yet, and record it; also of what other processes met: see `told_elsewhere`.
@@ -70,10 +70,10 @@ class Missing:
         if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
             for one in self._new([Quarantined("", trouble)]):
                 recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
-        self._shards.take_over({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
-        lost = self._new([Quarantined(*item) for item in self._shards.given_up.items()])
+        self._shards.mark_failed({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
+        lost = self._new([Quarantined(*item) for item in self._shards.failed.items()])
         for one in lost:
-            images = self._shards.images_in(one.name)
+            images = self._shards.image_count(one.name)
             others = f"others stand in for its {images:,} image{'s' * (images != 1)}"
             recorder.warn(step, f"{shown(one.name)} {one.reason}; {others}")
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)

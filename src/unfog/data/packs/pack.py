@@ -136,7 +136,7 @@ class PackSource:
 
     ignored: Mapping[str, int] = {}
     unreadable: Sequence[Quarantined] = ()
-    far = False
+    remote = False
     held_out: frozenset[str] | None = None
 
     def __init__(self, folder: Path, name: str) -> None:

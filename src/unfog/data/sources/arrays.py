@@ -21,7 +21,7 @@ from PIL import Image
 
 from unfog.data.cache import cache_folder, remove_abandoned
 from unfog.data.report import Quarantined, shown
-from unfog.data.sources.fingerprint import sampled
+from unfog.data.sources.fingerprint import sample_digest
 from unfog.errors import RequestError
 
 _IMAGES = ("x", "images", "arr_0")
@@ -41,7 +41,7 @@ _SHARE = 0.5
 _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 
 
-class Numbered(Sequence[str]):
+class NumberedNames(Sequence[str]):
     """ "00000000", "00000001", …, made as they are asked for; behind a prefix."""
 
     def __init__(self, numbers: range, prefix: str = "") -> None:
@@ -53,10 +53,10 @@ class Numbered(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> Numbered: ...
-    def __getitem__(self, index: int | slice) -> str | Numbered:
+    def __getitem__(self, index: slice) -> NumberedNames: ...
+    def __getitem__(self, index: int | slice) -> str | NumberedNames:
         if isinstance(index, slice):
-            return Numbered(self._numbers[index], self._prefix)
+            return NumberedNames(self._numbers[index], self._prefix)
         return f"{self._prefix}{self._numbers[index]:08}"
 
 
@@ -70,7 +70,7 @@ class ArraySource:
         RequestError: it cannot be read, or holds no images of uint8.
     """
 
-    far = False
+    remote = False
     held_out: frozenset[str] | None = None
     ignored: Mapping[str, int] = {}
     unreadable: Sequence[Quarantined] = ()
@@ -94,7 +94,7 @@ class ArraySource:
 
     def _take(self, name: str, images: NDArray[Any], labels: NDArray[Any] | None) -> None:
         self.name, self._images = name, _images(name, images)
-        self.names: Sequence[str] = Numbered(range(len(images)))
+        self.names: Sequence[str] = NumberedNames(range(len(images)))
         if labels is not None:
             self.classes, self.labels = _classes(name, labels, len(images))
 
@@ -111,7 +111,7 @@ class ArraySource:
         return self._stamp, self._images.nbytes
 
 
-def store(array: Any, labels: Any = None) -> Path:
+def store_array(array: Any, labels: Any = None) -> Path:
     """Write images that are in memory into the cache, once, as a file that is a source like any other; its path.
 
     Args:
@@ -161,7 +161,7 @@ def _state(path: Path) -> str:
     """Digest of what is told of a file without reading all of it; an .npz file's end has the checksums of its parts."""
     status = path.stat()
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
-    digest.update(sampled(path))
+    digest.update(sample_digest(path))
     return digest.hexdigest()
 
 

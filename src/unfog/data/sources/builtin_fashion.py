@@ -11,7 +11,7 @@ from PIL import Image
 
 from unfog.data.report import Quarantined
 
-FASHION = (
+FASHION_CLASSES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle_boot"),
 )
@@ -25,11 +25,11 @@ class FashionSource:
     """
 
     name = resolved = "fashion"
-    classes: tuple[str, ...] = FASHION
+    classes: tuple[str, ...] = FASHION_CLASSES
     labels: NDArray[np.int64] | None = None
-    names: Sequence[str] = [f"{name}/{i:04}" for name in FASHION for i in range(1000)]
-    far = False
-    held_out: frozenset[str] | None = frozenset(f"{name}/{i:04}" for name in FASHION for i in range(900, 1000))
+    names: Sequence[str] = [f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(1000)]
+    remote = False
+    held_out: frozenset[str] | None = frozenset(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(900, 1000))
     ignored: Mapping[str, int] = {}
     unreadable: Sequence[Quarantined] = ()
 

@@ -10,14 +10,14 @@ from io import RawIOBase
 from typing import NamedTuple, Protocol
 
 from unfog.data.report import shown
-from unfog.data.sources.image_files import CHANGED, Unusable, why
+from unfog.data.sources.image_files import CHANGED, ImageError, os_error_reason
 from unfog.errors import RequestError
 
-OPEN_FILES = 128
+_MAX_OPEN_FILES = 128
 """How many files are kept open at once."""
 
 
-class State(NamedTuple):
+class FileState(NamedTuple):
     """What a file was like; another one when it was changed."""
 
     size: int
@@ -28,10 +28,10 @@ class State(NamedTuple):
 class Storage(Protocol):
     """Files that can be read by position."""
 
-    far: bool
+    remote: bool
     """Whether each reading takes its time, so that many are best done at once."""
 
-    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         """The state of each file, sorted by path; patterns are looked up. `absent` is for files far away.
 
         Raises:
@@ -39,20 +39,20 @@ class Storage(Protocol):
         """
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """At most `size` bytes from `start`; fewer where the file ends. Raises Unusable."""
+        """At most `size` bytes from `start`; fewer where the file ends. Raises ImageError."""
 
 
 class LocalStorage:
     """Files of this machine."""
 
-    far = False
+    remote = False
 
     def __init__(self) -> None:
         self._files: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        self._listed: dict[str, State] = {}  # as they were at first; positions in a file changed since mean nothing
+        self._listed: dict[str, FileState] = {}  # as they were at first; positions in a file changed since mean nothing
 
-    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         """See Storage."""
         found = {path: self._state(path) for path in sorted(paths)}
         self._listed = self._listed or found
@@ -64,28 +64,28 @@ class LocalStorage:
             file = self._open(path)
             stat = os.fstat(file.number)  # each time, as what is open may be written over in place
             if self._listed.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
-                raise Unusable(CHANGED)
+                raise ImageError(CHANGED)
             parts: list[bytes] = []
             while size > 0 and (part := os.pread(file.number, size, start)):  # at most 2 GB at once
                 parts.append(part)
                 start, size = start + len(part), size - len(part)
         except OSError as error:
-            raise Unusable(f"in an archive {why(error)}") from error
+            raise ImageError(f"in an archive {os_error_reason(error)}") from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @staticmethod
-    def _state(path: str) -> State:
+    def _state(path: str) -> FileState:
         try:
             stat = os.stat(path)
         except OSError as error:
-            raise RequestError(f"{shown(path)} is a file {why(error)}; bring it, or leave it out") from None
-        return State(stat.st_size, str(stat.st_mtime_ns))
+            raise RequestError(f"{shown(path)} is a file {os_error_reason(error)}; bring it, or leave it out") from None
+        return FileState(stat.st_size, str(stat.st_mtime_ns))
 
     def _open(self, path: str) -> _Descriptor:
         with self._lock:
             if path not in self._files:
                 self._files[path] = _Descriptor(path)
-                if len(self._files) > OPEN_FILES:
+                if len(self._files) > _MAX_OPEN_FILES:
                     # Whoever reads from it holds it, too, so it is closed when the last of them is done.
                     self._files.popitem(last=False)
             self._files.move_to_end(path)
@@ -104,7 +104,7 @@ class _Descriptor:
             os.close(self.number)
 
 
-class Window(RawIOBase):
+class BlockReader(RawIOBase):
     """A file as Python's own readers want it: seekable, reading a piece at a time and holding one.
 
     Args:
@@ -152,7 +152,7 @@ class Window(RawIOBase):
         return data
 
 
-def storage_of(path: str) -> Storage:
+def open_storage(path: str) -> Storage:
     """What reads this path or URL."""
     if "://" not in path:
         return LocalStorage()

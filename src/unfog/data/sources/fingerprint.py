@@ -17,7 +17,7 @@ _BYTES = 64
 """Of how many of many files how many bytes at the beginning, the middle and the end are part of their state."""
 
 
-def sampled(path: str | os.PathLike[str], blocks: int = BLOCKS, block: int = BLOCK) -> bytes:
+def sample_digest(path: str | os.PathLike[str], blocks: int = BLOCKS, block: int = BLOCK) -> bytes:
     """Digest of a regular file's beginning, its end and blocks spread evenly between; all of a small file.
 
     Raises:
@@ -35,7 +35,7 @@ def sampled(path: str | os.PathLike[str], blocks: int = BLOCKS, block: int = BLO
     return digest.digest()
 
 
-def state_of(folder: Path, names: Sequence[str]) -> tuple[str, int]:
+def files_digest(folder: Path, names: Sequence[str]) -> tuple[str, int]:
     """(digest of the name, bytes and mtime of each of these files below a folder, and of a few bytes in each of at most
     512 of them, spread evenly; bytes in all). Zeros for one that cannot be looked at."""
     digest, total = hashlib.sha256(), 0
@@ -46,7 +46,7 @@ def state_of(folder: Path, names: Sequence[str]) -> tuple[str, int]:
             status = os.stat(folder / name)
             size, changed = status.st_size, status.st_mtime_ns
             if i % step == 0 and stat.S_ISREG(status.st_mode):  # to open a pipe would be to wait for its writer
-                digest.update(sampled(folder / name, 1, _BYTES))
+                digest.update(sample_digest(folder / name, 1, _BYTES))
         digest.update(f"{name}\0{size}\0{changed}\0".encode("utf-8", "surrogateescape"))
         total += size
     return digest.hexdigest(), total

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.report import Quarantined
-from unfog.data.sources.fingerprint import state_of
-from unfog.data.sources.image_files import find, none_found, open_image
+from unfog.data.sources.fingerprint import files_digest
+from unfog.data.sources.image_files import list_images, no_images_error, open_image
 
 
 class FolderSource:
@@ -23,23 +23,23 @@ class FolderSource:
 
     classes: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None
-    far = False
+    remote = False
     held_out: frozenset[str] | None = None
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
-        found = find(folder)
+        found = list_images(folder)
         self.names: Sequence[str] = sorted(found.names)
         self.ignored: Mapping[str, int] = found.ignored
         self.unreadable: Sequence[Quarantined] = sorted(found.unreadable)
         if not self.names:
-            raise none_found(name, found.ignored, self.unreadable)
+            raise no_images_error(name, found.ignored, self.unreadable)
 
     def open(self, i: int) -> Image.Image:
         """The file's header, read; its pixels are read on use."""
         return open_image(self.folder / self.names[i])
 
     def stamp(self) -> tuple[str, int]:
-        """See `state_of`."""
-        return state_of(self.folder, self.names)
+        """See `files_digest`."""
+        return files_digest(self.folder, self.names)

@@ -15,16 +15,16 @@ from PIL import Image
 
 from unfog.data.cache import cache_folder
 from unfog.data.report import Quarantined, shown
-from unfog.data.sources.arrays import Numbered
-from unfog.data.sources.fingerprint import sampled, state_of
-from unfog.data.sources.image_files import Unusable, open_bytes, open_image
+from unfog.data.sources.arrays import NumberedNames
+from unfog.data.sources.fingerprint import files_digest, sample_digest
+from unfog.data.sources.image_files import ImageError, open_bytes, open_image
 from unfog.errors import RequestError
 
 _LABELS = ("label", "labels", "class", "fine_label")
 """What a column of labels may be called where its type does not say it."""
 
 
-class HubSource:
+class HuggingFaceSource:
     """Images of a map-style dataset of the `datasets` library (`pip install 'unfog[hf]'`).
 
     The image column is the first of type Image, or of files' bytes; the label column the first of type ClassLabel,
@@ -41,7 +41,7 @@ class HubSource:
         RequestError: there is no such dataset or split, it has no images, or `datasets` is not installed.
     """
 
-    far = False
+    remote = False
     held_out: frozenset[str] | None = None
     ignored: Mapping[str, int] = {}
     unreadable: Sequence[Quarantined] = ()
@@ -72,7 +72,7 @@ class HubSource:
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
             raise RequestError(f"{shown(self.name)} is empty; give another split")
-        self.names: Sequence[str] = Numbered(range(len(dataset)))
+        self.names: Sequence[str] = NumberedNames(range(len(dataset)))
         self.classes, self.labels, self.left_out = _labels(dataset, datasets)
         self._roots = [_root(local)] if there else _roots(datasets)
         state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
@@ -83,12 +83,14 @@ class HubSource:
         """Image i, its pixels read on use."""
         one = self._images[i][self._column]
         if one is None or (one.get("bytes") is None and not one.get("path")):
-            raise Unusable("empty")
+            raise ImageError("empty")
         if one.get("bytes") is not None:
             return open_bytes(one["bytes"], str(one.get("path") or ""))
         path = (self._roots[0] / str(one["path"])).resolve()
         if not any(path.is_relative_to(root) for root in self._roots):
-            raise Unusable("a path that leads out of its dataset")  # which may be anybody's: it reads no file of yours
+            raise ImageError(
+                "a path that leads out of its dataset"
+            )  # which may be anybody's: it reads no file of yours
         return open_image(path)
 
     def stamp(self) -> tuple[str, int]:
@@ -97,7 +99,7 @@ class HubSource:
         """
         fingerprint, size = self._stamp
         if self._beside:
-            fingerprint = f"{fingerprint} {state_of(self._roots[0], self._beside)[0]}"
+            fingerprint = f"{fingerprint} {files_digest(self._roots[0], self._beside)[0]}"
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
 
     @property
@@ -150,7 +152,7 @@ def _parquet_files(local: Path) -> list[Path]:
 def _parquet_state(local: Path) -> str:
     """What parquet files hold; the library's fingerprint is another whenever it reads them anew."""
     states = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns, sampled(file)) for file in _parquet_files(local)
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns, sample_digest(file)) for file in _parquet_files(local)
     ]
     return repr(states)
 

@@ -51,24 +51,24 @@ ARCHIVE_GONE = f"in an archive {GONE}"
 """What is said of an image whose file, or archive, is not what it was when the source was opened."""
 
 
-class Unusable(Exception):
+class ImageError(Exception):
     """An image that cannot be used. The message is the reason, in the same few words for the same trouble."""
 
 
-class Unreachable(Unusable):
+class TransientImageError(ImageError):
     """An image that could not be read just now, and may be another time: the network or the disk failed."""
 
 
-class ShardUnreachable(Unreachable):
+class ShardReadError(TransientImageError):
     """An image far away whose shard could not be read just now."""
 
 
-class Lost(Unusable):
+class FailedShardError(ImageError):
     """An image in a shard that has been given up; the message says why."""
 
 
 @dataclass
-class Found:
+class FolderListing:
     """What is below a folder."""
 
     names: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Found:
     """Folders that could not be listed."""
 
 
-def passed_over(name: str) -> str | None:
+def ignored_kind(name: str) -> str | None:
     """Why a member of an archive is no image to use, as `Found.ignored` counts it; None if it is one.
 
     `name` is its path in the archive, "/" between folders. The rules are those of a folder.
@@ -93,7 +93,7 @@ def passed_over(name: str) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
-def none_found(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quarantined]) -> RequestError:
+def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quarantined]) -> RequestError:
     """What to say of a source called `name` that has no images, but has these."""
     others = sum(ignored.values())
     listed = ", ".join(f"{count:,} {shown(kind)}" for kind, count in Counter(ignored).most_common(3))
@@ -104,7 +104,7 @@ def none_found(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quara
     )
 
 
-def find(folder: Path) -> Found:
+def list_images(folder: Path) -> FolderListing:
     """Look at everything below a folder, links followed; each folder once, and by its own name rather than a link's.
 
     Of several names the first in their order counts, rather than the one that the file system lists first.
@@ -112,7 +112,7 @@ def find(folder: Path) -> Found:
     Raises:
         RequestError: the folder itself cannot be read.
     """
-    found = Found()
+    found = FolderListing()
     pending, links, entered = [""], list[str](), set[tuple[int, int]]()  # no recursion: folders may be thousands deep
     while pending or links:
         below = heappop(pending or links)
@@ -122,7 +122,7 @@ def find(folder: Path) -> Found:
         except OSError as error:
             if not below:
                 raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
-            found.unreadable.append(Quarantined(below, f"a folder {why(error)}"))
+            found.unreadable.append(Quarantined(below, f"a folder {os_error_reason(error)}"))
             continue
         here = (status.st_dev, status.st_ino)
         if here in entered and status.st_ino:  # which not every file system has
@@ -155,19 +155,19 @@ def open_image(path: Path) -> Image.Image:
     """An image with its header read; its pixels are read on use.
 
     Raises:
-        Unusable: it is not a file, or no image.
+        ImageError: it is not a file, or no image.
         Exception: whatever else Pillow raises on a damaged one.
     """
     try:
         status = path.stat()
     except OSError as error:
         if path.is_symlink():
-            raise Unusable("a link that leads nowhere") from error
+            raise ImageError("a link that leads nowhere") from error
         raise
     if not stat.S_ISREG(status.st_mode):
-        raise Unusable("not a regular file")  # to open a pipe would be to wait for its writer
+        raise ImageError("not a regular file")  # to open a pipe would be to wait for its writer
     if not status.st_size:
-        raise Unusable("empty")
+        raise ImageError("empty")
     try:
         return Image.open(path, formats=_readable())
     except UnidentifiedImageError as error:
@@ -182,7 +182,7 @@ def open_image(path: Path) -> Image.Image:
 def open_bytes(data: bytes, name: str) -> Image.Image:
     """As `open_image`, of a file's content; `name` is what it was called."""
     if not data:
-        raise Unusable("empty")
+        raise ImageError("empty")
     try:
         return Image.open(BytesIO(data), formats=_readable())
     except UnidentifiedImageError as error:
@@ -193,18 +193,18 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
         return _open_without_texts(data)
 
 
-def may_be_image(start: bytes) -> bool:
+def has_image_signature(start: bytes) -> bool:
     """Whether a file that begins so may be an image, by the signatures of the formats that have one."""
     readers = [Image.OPEN[name][1] for name in _readable()]
     targa = start[2:3] in (b"\1", b"\2", b"\3", b"\x09", b"\x0a", b"\x0b")  # the kind of pixels, where it has that
     return targa or any(accepts is not None and accepts(start[:16]) for accepts in readers)
 
 
-def _unidentified(start: bytes, name: str) -> Unusable:
+def _unidentified(start: bytes, name: str) -> ImageError:
     """What a file is that begins so and that Pillow does not know."""
     if name.lower().endswith((".heic", ".heif")):
-        return Unusable("HEIC, to be converted to JPEG or PNG first")
-    return Unusable("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
+        return ImageError("HEIC, to be converted to JPEG or PNG first")
+    return ImageError("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
 
 
 @cache
@@ -250,7 +250,7 @@ def _without(png: bytes, kinds: frozenset[bytes]) -> BytesIO:
     return BytesIO(b"".join(kept))
 
 
-def why(error: OSError) -> str:
+def os_error_reason(error: OSError) -> str:
     """Why a file or folder cannot be read, in a few words."""
     if isinstance(error, PermissionError):
         return "not permitted to be read"

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from unfog.data.sources.image_files import SUFFIXES
-from unfog.data.sources.source import member_of
+from unfog.data.sources.source import strip_shard
 
 Spelling = Callable[[str], str]
 
 
-def match(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], set[str]]:
+def match_rows(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], set[str]]:
     """(row of each image that has one; rows without an image). The rows are in NFC, as what macOS writes is not.
 
     By whole paths if any is in both; else by the way of writing them that fits the most. Only one way, as else the
@@ -21,7 +21,7 @@ def match(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], 
     another folder than the image's, val/0.png for train/0.png, is not that image's.
     """
     names = [unicodedata.normalize("NFC", name) for name in names]
-    found = _matched(names, rows, str, str) or _matched(names, rows, member_of, member_of)
+    found = _matched(names, rows, str, str) or _matched(names, rows, strip_shard, strip_shard)
     found = found or max((_matched(names, rows, *ways) for ways in _ways(names, rows)), key=len)
     return dict(sorted(found.items())), set(rows) - set(found.values())
 
@@ -32,7 +32,7 @@ def _matched(names: Sequence[str], rows: Collection[str], of_name: Spelling, of_
     return {
         i: row
         for key, (i, name) in of_images.items()
-        if (row := of_rows.get(key, (0, ""))[1]) and _in_one_folder(member_of(name), row)
+        if (row := of_rows.get(key, (0, ""))[1]) and _in_one_folder(strip_shard(name), row)
     }
 
 
@@ -45,11 +45,11 @@ def _ways(names: Sequence[str], rows: Collection[str]) -> Iterator[tuple[Spellin
 
 def _below_shared(names: Sequence[str], rows: Collection[str]) -> tuple[Spelling, Spelling]:
     """Paths less leading folders that all rows share, or else all images: as many of those as fit the most paths."""
-    members = {member_of(name) for name in names}
+    members = {strip_shard(name) for name in names}
     fits = [(sum(row[cut:] in members for row in rows), 0, cut) for cut in _shared(rows)]
     fits += [(sum(name[cut:] in rows for name in members), cut, 0) for cut in _shared(members)]
     _, of_name, of_row = max(fits, key=lambda fit: fit[0], default=(0, 0, 0))
-    return lambda name: member_of(name)[of_name:], lambda row: row[of_row:]
+    return lambda name: strip_shard(name)[of_name:], lambda row: row[of_row:]
 
 
 def _shared(paths: Collection[str]) -> list[int]:

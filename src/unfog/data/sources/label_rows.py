@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from unfog.data.report import shown
-from unfog.data.sources.image_files import Unusable, why
-from unfog.data.webdataset.index_builder import label_text, plain
+from unfog.data.sources.image_files import ImageError, os_error_reason
+from unfog.data.webdataset.index_builder import normalize_label, normalize_path
 from unfog.errors import RequestError
 
 FILE_COLUMNS = (
@@ -28,7 +28,7 @@ LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name"
 
 
 @dataclass(frozen=True)
-class Table:
+class LabelTable:
     """A file of labels, maybe a member of an archive."""
 
     name: str
@@ -38,10 +38,10 @@ class Table:
     """How to find it again from anywhere; of a member, ARCHIVE.zip/labels.csv."""
 
     read: Callable[[], bytes]
-    """Its content. Raises OSError or Unusable."""
+    """Its content. Raises OSError or ImageError."""
 
     @classmethod
-    def at(cls, path: Path) -> Table:
+    def at(cls, path: Path) -> LabelTable:
         """A file of its own."""
         return cls(str(path), str(path.resolve()), path.read_bytes)
 
@@ -51,7 +51,7 @@ class Table:
         return os.path.basename(self.resolved)
 
 
-def read_table(table: Table) -> tuple[dict[str, str], str]:
+def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
     """(label by file name, "" where it is empty; digest of the file).
 
     Raises:
@@ -64,8 +64,8 @@ def read_table(table: Table) -> tuple[dict[str, str], str]:
         rows = _json_rows(text) if table.base.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
         found = _labels(rows, said)
     except OSError as error:
-        raise RequestError(f"{said} is a table {why(error)}; check it") from None
-    except Unusable as error:
+        raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
+    except ImageError as error:
         raise RequestError(f"{said} cannot be read ({error}); put it beside the archive, or make that anew") from None
     except UnicodeDecodeError as error:
         raise RequestError(f"{said} is no text in UTF-8 (byte {error.start:,}); save it as that") from None
@@ -76,7 +76,7 @@ def read_table(table: Table) -> tuple[dict[str, str], str]:
     return found, hashlib.sha256(content).hexdigest()
 
 
-def _csv_rows(text: str, table: Table) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
     head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     separator = "\t" if table.base.lower().endswith(".tsv") else max(",;\t", key=head.count)
     # Not splitlines, which ends a line at characters that a text may hold, such as U+2028.
@@ -117,8 +117,8 @@ def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
         )
         file, value = (row.get(column) for column in columns)
         written = unicodedata.normalize("NFC", str(file).strip())  # as `match` compares names
-        name = plain(written.replace("\\", "/")) if isinstance(file, str | int) else ""
-        label = label_text(value)
+        name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
+        label = normalize_label(value)
         if not name or (not label and value not in (None, "")):
             row_says = f"file {shown(str(file)[:60])} and label {shown(str(value)[:60])}"
             raise RequestError(

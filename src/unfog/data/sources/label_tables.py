@@ -14,11 +14,11 @@ from PIL import Image
 from unfog.data.report import Quarantined, shown
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.folder import FolderSource
-from unfog.data.sources.label_match import match
-from unfog.data.sources.label_rows import Table, read_table
-from unfog.data.sources.source import Source, labels_of
-from unfog.data.webdataset.index_builder import in_order
-from unfog.data.webdataset.remote_shards import FarShards
+from unfog.data.sources.label_match import match_rows
+from unfog.data.sources.label_rows import LabelTable, read_table
+from unfog.data.sources.source import Source, read_labels
+from unfog.data.webdataset.index_builder import sort_labels
+from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.errors import RequestError
 
 OWN_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
@@ -27,7 +27,7 @@ OWN_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suff
 _NAMED = 1000
 
 
-class Labelled:
+class LabelTableSource:
     """A source with the labels of a table. What has no row, and what has a row and is not there, is `unreadable`.
 
     Raises:
@@ -37,22 +37,22 @@ class Labelled:
 
     held_out: frozenset[str] | None
 
-    def __init__(self, source: Source, table: Table) -> None:
+    def __init__(self, source: Source, table: LabelTable) -> None:
         self._source = source
         self.table = table.resolved
         self.name, self.resolved = source.name, source.resolved
-        self.held_out, self.ignored, self.far = source.held_out, source.ignored, source.far
+        self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
         rows, self._digest = read_table(table)
-        found, left = match(source.names, rows)
+        found, left = match_rows(source.names, rows)
         _refuse_few(source, table, rows, found)
         values = [rows[row] for row in found.values()]
-        self.classes = tuple(in_order(set(values) - {""}))
+        self.classes = tuple(sort_labels(set(values) - {""}))
         number = {name: i for i, name in enumerate(self.classes)}
         known = [(i, number[value]) for i, value in zip(found, values) if value]
         self._rows = np.array([i for i, _ in known], np.int64)
         self.labels: NDArray[np.int64] | None = np.array([label for _, label in known], np.int64)
         self.names: Sequence[str] = [source.names[i] for i in self._rows]
-        self.far_shards: FarShards | None = getattr(source, "far_shards", None)
+        self.remote_shards: RemoteShards | None = getattr(source, "remote_shards", None)
         unlabelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in unlabelled]
         self.unreadable: Sequence[Quarantined] = [
@@ -77,7 +77,7 @@ class Labelled:
         return hashlib.sha256(f"{digest} {self._digest}".encode()).hexdigest(), size
 
 
-def labelled(source: Source, mode: str, tell: Callable[[str], None] = lambda said: None) -> Source:
+def apply_label_table(source: Source, mode: str, tell: Callable[[str], None] = lambda said: None) -> Source:
     """The source with the labels of the table that `mode` is the path of, or that "auto" finds; else as it is.
 
     A table is looked for where it says, then at the top of a folder or archive of images. "auto" uses one at the top
@@ -88,15 +88,15 @@ def labelled(source: Source, mode: str, tell: Callable[[str], None] = lambda sai
     of its own that it left out.
 
     Raises:
-        RequestError: as Labelled; there is no such table.
+        RequestError: as LabelTableSource; there is no such table.
     """
     if mode in LABELS:
         if mode != "none" and (left_out := getattr(source, "left_out", "")):
             tell(left_out)
         return _found(source, tell) if mode == "auto" and source.labels is None else source
-    if isinstance(source, Labelled):
+    if isinstance(source, LabelTableSource):
         return source
-    return Labelled(source, _named(mode, source))
+    return LabelTableSource(source, _named(mode, source))
 
 
 def find_table(mode: str, top: Path | None) -> Path | None:
@@ -114,29 +114,29 @@ def find_table(mode: str, top: Path | None) -> Path | None:
     return table
 
 
-def settled(source: Source, labels: NDArray[np.int64] | None) -> str:
+def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
     """The setting that gives the same labels another time: the path of a table, "folders" or "none"."""
     if labels is None:
         return "none"
-    return source.table if isinstance(source, Labelled) else "folders"
+    return source.table if isinstance(source, LabelTableSource) else "folders"
 
 
-def _named(mode: str, source: Source) -> Table:
+def _named(mode: str, source: Source) -> LabelTable:
     """The table that a setting names, a member of the archive where there is no such file."""
-    members: Mapping[str, Table] = getattr(source, "tables", {})
+    members: Mapping[str, LabelTable] = getattr(source, "tables", {})
     base = os.path.basename(mode)
     if base in members and not os.path.isfile(os.path.expanduser(mode)):
         return members[base]
     path = find_table(mode, source.folder if isinstance(source, FolderSource) else None)
     assert path is not None  # it is none of LABELS
-    return Table.at(path)
+    return LabelTable.at(path)
 
 
-def _at_the_top(source: Source) -> list[Table]:
+def _at_the_top(source: Source) -> list[LabelTable]:
     """Those of OWN_TABLES that there are."""
     if isinstance(source, FolderSource):
-        return [Table.at(source.folder / name) for name in OWN_TABLES if (source.folder / name).is_file()]
-    members: Mapping[str, Table] = getattr(source, "tables", {})
+        return [LabelTable.at(source.folder / name) for name in OWN_TABLES if (source.folder / name).is_file()]
+    members: Mapping[str, LabelTable] = getattr(source, "tables", {})
     return [members[name] for name in OWN_TABLES if name in members]
 
 
@@ -144,7 +144,7 @@ def _found(source: Source, tell: Callable[[str], None]) -> Source:
     """The source with the labels of the first table at its top that will do, else as it is; see `labelled`."""
     tables = _at_the_top(source)
     chosen, taken = source, ""
-    if tables and labels_of(source, "auto")[1] is not None:
+    if tables and read_labels(source, "auto")[1] is not None:
         taken = "the folders are the classes"
     for table in tables:
         insist = f"give --data.labels {shown(table.base)} to insist"
@@ -156,10 +156,10 @@ def _found(source: Source, tell: Callable[[str], None]) -> Source:
     return chosen
 
 
-def _tried(source: Source, table: Table, insist: str) -> Labelled | str:
+def _tried(source: Source, table: LabelTable, insist: str) -> LabelTableSource | str:
     """The source with the labels of that table, or why it is left out; it may be of something else: captions, say."""
     try:
-        found = Labelled(source, table)
+        found = LabelTableSource(source, table)
     except RequestError as error:
         return str(error).replace(shown(table.name), "it")
     classes, without = len(found.classes), len(found.unlabelled)
@@ -173,7 +173,7 @@ def _tried(source: Source, table: Table, insist: str) -> Labelled | str:
     return found
 
 
-def _refuse_few(source: Source, table: Table, rows: Mapping[str, str], found: Mapping[int, str]) -> None:
+def _refuse_few(source: Source, table: LabelTable, rows: Mapping[str, str], found: Mapping[int, str]) -> None:
     """RequestError if the rows found name fewer than half of the images: those left would hardly be the data meant."""
     names = source.names
     if 2 * len(found) >= len(names):

@@ -16,7 +16,7 @@ from typing import Literal
 
 from unfog.data.packs.pack_files import is_begun, is_pack
 from unfog.data.report import shown
-from unfog.data.sources.image_files import SUFFIXES, why
+from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
 from unfog.urls import without_secrets
 
@@ -37,7 +37,7 @@ _GIVE = "give a folder of images, a .zip, .tar shards, or fashion"
 
 
 @dataclass(frozen=True)
-class Located:
+class SourceLocation:
     """A source that is there, as far as looking can tell without reading it."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Located:
     """What all of `paths` begin with; the rest of each is its name."""
 
 
-def locate(text: str) -> Located:
+def locate(text: str) -> SourceLocation:
     """The source that a user means by a text.
 
     A built-in name, or hf:NAME; else a URL; else the path of a folder or file ("./fashion" is a folder in any case);
@@ -66,9 +66,9 @@ def locate(text: str) -> Located:
     if not text:
         raise RequestError(f"SOURCE is empty; {_GIVE}")
     if text == "fashion":
-        return Located("fashion", text, text)
+        return SourceLocation("fashion", text, text)
     if text.startswith("hf:"):
-        return Located("hub", text, text)
+        return SourceLocation("hub", text, text)
     if text.startswith("file://"):
         return locate(text.removeprefix("file://"))
     if "://" in text:
@@ -81,14 +81,14 @@ def locate(text: str) -> Located:
         if os.path.exists(path):
             return _file(text, path)
     except OSError as error:
-        raise RequestError(f"{shown(text)} is a source {why(error)}; check its permissions") from None
+        raise RequestError(f"{shown(text)} is a source {os_error_reason(error)}; check its permissions") from None
     with suppress(OSError, ValueError):  # a pattern with a character that no path may have
         if shards := _matching(path):
             return _shards(text, os.path.abspath(path), shards)
     raise _nothing(text, Path(path))
 
 
-def _folder(text: str, path: str) -> Located:
+def _folder(text: str, path: str) -> SourceLocation:
     resolved = str(Path(path).resolve())
     try:
         resolved.encode()
@@ -100,12 +100,12 @@ def _folder(text: str, path: str) -> Located:
         raise RequestError(f"{shown(text)} is an unfinished pack; finish it with the same `unfog pack` as before")
     for marker, kind in _MARKERS.items():
         if os.path.isfile(os.path.join(path, marker)):
-            return Located(kind, text, resolved)
+            return SourceLocation(kind, text, resolved)
     if shards := _only(".tar", path):
-        return Located("tar", text, resolved, tuple(f"{resolved}/{name}" for name in shards), f"{resolved}/")
+        return SourceLocation("tar", text, resolved, tuple(f"{resolved}/{name}" for name in shards), f"{resolved}/")
     if _only(".parquet", path):
-        return Located("hub", text, resolved)
-    return Located("folder", text, resolved)
+        return SourceLocation("hub", text, resolved)
+    return SourceLocation("folder", text, resolved)
 
 
 _MARKERS: dict[str, Kind] = {"pack.json": "pack", "dataset_info.json": "hub", "dataset_dict.json": "hub"}
@@ -126,7 +126,7 @@ def _only(wanted: str, path: str) -> list[str]:
     return sorted(shards)
 
 
-def _file(text: str, path: str) -> Located:
+def _file(text: str, path: str) -> SourceLocation:
     kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
     resolved = str(Path(path).resolve())
     if path.lower().endswith(_COMPRESSED):
@@ -135,7 +135,7 @@ def _file(text: str, path: str) -> Located:
         raise RequestError(
             f"{shown(text)} is a file; give the folder that holds the images, or a .zip, .tar, .npy or .parquet file"
         )
-    return Located(kind, text, resolved, (resolved,), f"{os.path.dirname(resolved).rstrip('/')}/")
+    return SourceLocation(kind, text, resolved, (resolved,), f"{os.path.dirname(resolved).rstrip('/')}/")
 
 
 def _unpack(path: str) -> str:
@@ -144,7 +144,7 @@ def _unpack(path: str) -> str:
     return f"unpack it to a plain .tar first: {'zstd -d' if path.endswith('zst') else 'gunzip, bunzip2 or unxz'}"
 
 
-def _shards(text: str, pattern: str, paths: list[str]) -> Located:
+def _shards(text: str, pattern: str, paths: list[str]) -> SourceLocation:
     """Shards that a pattern stands for, here or far away."""
     path = re.split(r"[?#]", paths[0])[0] if "://" in pattern else paths[0]
     kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
@@ -153,7 +153,7 @@ def _shards(text: str, pattern: str, paths: list[str]) -> Located:
     if kind not in ("tar", "zip") or (kind == "zip" and len(paths) > 1):
         raise RequestError(f"{shown(text)} stands for {shown(path)}, and not for .tar shards or one .zip; {_GIVE}")
     base = re.split(r"[*?{\[]", pattern)[0].rpartition("/")[0] + "/"
-    return Located(kind, without_secrets(text), pattern, tuple(sorted(set(paths))), base)
+    return SourceLocation(kind, without_secrets(text), pattern, tuple(sorted(set(paths))), base)
 
 
 def _matching(pattern: str) -> list[str]:
@@ -166,7 +166,7 @@ def _matching(pattern: str) -> list[str]:
         return []
     found: list[str] = []
     missing: list[str] = []
-    for path in map(os.path.abspath, expand(pattern)):
+    for path in map(os.path.abspath, expand_braces(pattern)):
         if re.search(r"[*?\[]", path) and not os.path.exists(path):
             found += (match for match in glob.iglob(path) if os.path.isfile(match))
         else:
@@ -180,7 +180,7 @@ def _matching(pattern: str) -> list[str]:
     return found
 
 
-def expand(pattern: str) -> list[str]:
+def expand_braces(pattern: str) -> list[str]:
     """A pattern with its braces expanded as a shell does: "a-{00..02}" -> a-00, a-01, a-02; "{a,b}" -> a, b.
 
     Raises:
@@ -214,7 +214,7 @@ def _alternatives(match: re.Match[str]) -> Iterator[str]:
         yield f"{number:0{width}}"
 
 
-def _remote(text: str) -> Located:
+def _remote(text: str) -> SourceLocation:
     protocol = text.partition("://")[0]
     package = PROTOCOLS.get(protocol)
     if package is None:
@@ -224,8 +224,8 @@ def _remote(text: str) -> Located:
         extra = {"s3fs": "unfog[s3]", "aiohttp": "unfog[http]"}.get(package, package)
         raise RequestError(f"{protocol}:// needs {package}, which is not installed: pip install '{extra}'")
     if text.endswith("/"):
-        return Located("tar", without_secrets(text), text, (f"{text}*.tar",), text)
-    return _shards(text, text, expand(text))
+        return SourceLocation("tar", without_secrets(text), text, (f"{text}*.tar",), text)
+    return _shards(text, text, expand_braces(text))
 
 
 def _nothing(text: str, path: Path) -> RequestError:

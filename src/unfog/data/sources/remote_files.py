@@ -11,22 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from unfog.data.report import shown
-from unfog.data.sources.byte_storage import State
-from unfog.data.sources.image_files import Unreachable, Unusable
+from unfog.data.sources.byte_storage import FileState
+from unfog.data.sources.image_files import ImageError, TransientImageError
 from unfog.errors import RequestError
 from unfog.urls import without_secrets
 
-TRIES = 3
-FIRST_PAUSE = 0.5
+_TRIES = 3
+_FIRST_PAUSE = 0.5
 """How often something is tried in all, and seconds before the second time; then twice that, and up to half more."""
 
 _AT_ONCE = 16
 _MANY = 8  # files of one folder, from which on its listing is asked for
 
-SILENCE = 30.0
+_SILENCE = 30.0
 """Seconds without a word from a web server that count as a failure."""
 
-SLOWEST = 2**15
+_SLOWEST = 2**15
 """Bytes a second: who sends a part of a file more slowly than that, once SILENCE is over, has failed as well."""
 
 _T = TypeVar("_T")
@@ -36,7 +36,7 @@ class RemoteStorage:
     """Files that fsspec reads. Where they are and with which credentials comes from the environment, as
     AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID do for S3. What fails is tried again, a few times."""
 
-    far = True
+    remote = True
 
     def __init__(self, url: str) -> None:
         self._protocol = url.partition("://")[0]
@@ -66,10 +66,10 @@ class RemoteStorage:
         from aiohttp import ClientTimeout
 
         # Of its own accord it waits five minutes for a server that says nothing.
-        timeout = ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+        timeout = ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
         return fsspec.filesystem(self._protocol, client_kwargs={"timeout": timeout})
 
-    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, State]:
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
         """See Storage. Of one folder with many files, its listing is asked for once.
 
         What cannot be looked at goes into `absent`, where that is given, with the reason.
@@ -77,7 +77,7 @@ class RemoteStorage:
         paths = dict.fromkeys(paths)
         self._system.invalidate_cache()  # what it remembers of folders it listed before
         listed = self._listings(paths)
-        found: dict[str, State] = {}
+        found: dict[str, FileState] = {}
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for infos in pool.map(lambda path: listed.get(path) or self._look_up(path, absent), paths):
                 found |= {name: self._state(name, info) for name, info in infos.items()}
@@ -87,16 +87,16 @@ class RemoteStorage:
         return dict(sorted(found.items()))
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """See Storage. Unreachable where it may be otherwise another time."""
+        """See Storage. TransientImageError where it may be otherwise another time."""
         if size <= 0:
             return b""
         try:
             data: bytes = _again(lambda: self._part(path, start, size))
         except Exception as error:
             said = _what(error).partition(";")[0]
-            raise (Unusable if _is_final(error) else Unreachable)(said) from error
+            raise (ImageError if _is_final(error) else TransientImageError)(said) from error
         if len(data) > size:
-            raise Unusable("on a server that does not serve parts of a file")
+            raise ImageError("on a server that does not serve parts of a file")
         return data
 
     def _part(self, path: str, start: int, size: int) -> bytes:
@@ -104,7 +104,7 @@ class RemoteStorage:
         from fsspec.asyn import sync
 
         system, end = self._system, start + size
-        limit = SILENCE + size / SLOWEST
+        limit = _SILENCE + size / _SLOWEST
         data: bytes = sync(system.loop, system._cat_file, path, start=start, end=end, timeout=limit)
         return data
 
@@ -152,14 +152,14 @@ class RemoteStorage:
                 "does not; download the file, or use another server"
             )
 
-    def _state(self, path: str, info: dict[str, Any]) -> State:
+    def _state(self, path: str, info: dict[str, Any]) -> FileState:
         size = info.get("size")
         if type(size) is not int or info.get("partial") is False:
             raise RequestError(f"the server of {shown(path)} serves no parts of it; download it, or use another server")
         versions = (
             info.get(key) for key in ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime")
         )
-        return State(size, str(next(filter(None, versions), "")))
+        return FileState(size, str(next(filter(None, versions), "")))
 
 
 def _is_pattern(url: str) -> bool:
@@ -168,13 +168,13 @@ def _is_pattern(url: str) -> bool:
 
 def _again(action: Callable[[], _T]) -> _T:
     """What an action gives, tried a few times unless what went wrong will not change."""
-    for attempt in range(TRIES):
+    for attempt in range(_TRIES):
         try:
             return action()
         except Exception as error:  # each protocol has errors of its own
-            if attempt == TRIES - 1 or _is_final(error):
+            if attempt == _TRIES - 1 or _is_final(error):
                 raise
-            time.sleep(FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5))
+            time.sleep(_FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5))
     raise AssertionError
 
 
@@ -205,5 +205,5 @@ def _what(error: Exception) -> str:
     if isinstance(error, PermissionError) or "Credentials" in name:
         return f"may not be read ({text or name}); check the credentials in the environment, such as AWS_PROFILE"
     if isinstance(error, TimeoutError):
-        return f"did not answer in time in {TRIES} tries; check the network and try again"
-    return f"could not be reached in {TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"
+        return f"did not answer in time in {_TRIES} tries; check the network and try again"
+    return f"could not be reached in {_TRIES} tries ({name}{': ' * bool(text)}{text}); check the network and try again"

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.report import Quarantined, shown
-from unfog.data.sources.builtin_fashion import FASHION as FASHION
+from unfog.data.sources.builtin_fashion import FASHION_CLASSES as FASHION_CLASSES
 from unfog.data.sources.builtin_fashion import FashionSource as FashionSource
 from unfog.data.sources.folder import FolderSource as FolderSource
 from unfog.data.sources.locate import locate
-from unfog.data.webdataset.remote_shards import NO_CARE, Care
+from unfog.data.webdataset.remote_shards import DEFAULT_POLICY, RemotePolicy
 from unfog.errors import RequestError
 
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
@@ -51,7 +51,7 @@ class Source(Protocol):
         """Names of a split of its own; None to make one."""
 
     @property
-    def far(self) -> bool:
+    def remote(self) -> bool:
         """Whether who opens an image waits for a network rather than for a processor."""
 
     @property
@@ -63,17 +63,19 @@ class Source(Protocol):
         """What was found and is not in `names`: folders that could not be listed, images without a label."""
 
     def open(self, i: int) -> Image.Image:
-        """Image i, not necessarily decoded yet. Raises Unusable, or whatever opening it raises. Safe in threads."""
+        """Image i, not necessarily decoded yet. Raises ImageError, or whatever opening it raises. Safe in threads."""
 
     def stamp(self) -> tuple[str, int]:
         """(digest of its state, which differs when an image or label was changed; bytes in all)."""
 
 
-def open_source(text: str | Path, progress: Callable[[int, int], None] | None = None, care: Care = NO_CARE) -> Source:
+def open_source(
+    text: str | Path, progress: Callable[[int, int], None] | None = None, policy: RemotePolicy = DEFAULT_POLICY
+) -> Source:
     """The source that a user means: see `locate`.
 
     `progress` is called with (megabytes passed, megabytes in all) while an index of shards is built, which may take
-    minutes once; what it raises stops that, and what is done by then is kept. `care` is for shards far away.
+    minutes once; what it raises stops that, and what is done by then is kept. `policy` is for shards far away.
 
     Raises:
         RequestError: there is no such thing, no image in it, or it cannot be read.
@@ -92,7 +94,7 @@ def open_source(text: str | Path, progress: Callable[[int, int], None] | None = 
         case "tar":
             from unfog.data.webdataset.shard_source import ShardSource
 
-            return ShardSource(located, progress, care)
+            return ShardSource(located, progress, policy)
         case "pack":
             from unfog.data.packs.pack import PackSource
 
@@ -102,15 +104,15 @@ def open_source(text: str | Path, progress: Callable[[int, int], None] | None = 
 
             return ArraySource(path, str(text))
         case "hub":
-            from unfog.data.sources.huggingface import HubSource
+            from unfog.data.sources.huggingface import HuggingFaceSource
 
             if located.resolved.startswith("hf:"):
                 place, _, split = located.resolved.removeprefix("hf:").partition(":")
-                return HubSource(place, str(text), split)
-            return HubSource(located.resolved, str(text))
+                return HuggingFaceSource(place, str(text), split)
+            return HuggingFaceSource(located.resolved, str(text))
 
 
-def member_of(name: str) -> str:
+def strip_shard(name: str) -> str:
     """An image's name less the shard that it is in."""
     return _SHARD.split(name, 1)[-1]
 
@@ -123,13 +125,13 @@ def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[Any]]:
     known = getattr(source, "folders", None)
     if known is None:
         names, found = source.names, dict[str, int]()
-        folders = (member_of(name).rpartition("/")[0] for name in names)
+        folders = (strip_shard(name).rpartition("/")[0] for name in names)
         codes = np.fromiter((found.setdefault(folder, len(found)) for folder in folders), np.int64, len(names))
         known = list(found), codes
     return [tuple(folder.split("/")) if folder else () for folder in known[0]], known[1]
 
 
-def labels_of(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
     """(classes, label of each image int64 [N]), or ((), None).
 
     The source's own labels, where it has some. Else a class is a top folder below whatever all images share

@@ -19,12 +19,19 @@ from PIL import Image
 
 from unfog.data.report import Quarantined, shown
 from unfog.data.settings import TABLES
-from unfog.data.sources.byte_storage import State, Window, storage_of
-from unfog.data.sources.fingerprint import sampled
-from unfog.data.sources.image_files import Unreachable, Unusable, may_be_image, none_found, open_bytes, passed_over
-from unfog.data.sources.label_rows import Table
-from unfog.data.sources.locate import Located
-from unfog.data.webdataset.index_builder import LARGEST, plain
+from unfog.data.sources.byte_storage import BlockReader, FileState, open_storage
+from unfog.data.sources.fingerprint import sample_digest
+from unfog.data.sources.image_files import (
+    ImageError,
+    TransientImageError,
+    has_image_signature,
+    ignored_kind,
+    no_images_error,
+    open_bytes,
+)
+from unfog.data.sources.label_rows import LabelTable
+from unfog.data.sources.locate import SourceLocation
+from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, normalize_path
 from unfog.errors import RequestError
 
 _PIECE = 2**16
@@ -56,11 +63,11 @@ class ZipSource:
     labels: NDArray[np.int64] | None = None
     held_out: frozenset[str] | None = None
 
-    def __init__(self, located: Located) -> None:
+    def __init__(self, located: SourceLocation) -> None:
         self.name, self.resolved = located.name, located.resolved
         self._path = located.paths[0]
-        self._storage = storage_of(self._path)
-        self.far = self._storage.far
+        self._storage = open_storage(self._path)
+        self.remote = self._storage.remote
         ((self._path, self._state),) = self._storage.states([self._path]).items()
         ignored = Counter[str]()
         quarantined: list[Quarantined] = []
@@ -74,10 +81,10 @@ class ZipSource:
         self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
         self.unreadable: Sequence[Quarantined] = sorted(quarantined)
         if not self.names:
-            raise none_found(self.name, ignored, self.unreadable)
+            raise no_images_error(self.name, ignored, self.unreadable)
 
     def open(self, i: int) -> Image.Image:
-        """Image i, its file unpacked in memory and its pixels not yet. Raises Unusable."""
+        """Image i, its file unpacked in memory and its pixels not yet. Raises ImageError."""
         name = self.names[i]
         member = self._members[name]
         # Half a megabyte may unpack to half a gigabyte, in each of many threads.
@@ -88,38 +95,38 @@ class ZipSource:
         """Digest of the bytes, time of change and members' checksums of the archive, and, unless it is far away, of a
         sample of its bytes now; of one far away, as it was when opened."""
         state, sample = self._state, b""
-        if not self._storage.far:
+        if not self._storage.remote:
             try:
                 (state,) = self._storage.states([self._path]).values()
             except RequestError:
-                state = State(0, "")
+                state = FileState(0, "")
             with suppress(OSError):
-                sample = sampled(self._path)
+                sample = sample_digest(self._path)
         return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
     @property
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, LabelTable]:
         """The tables at the top, by name: in no folder, or in folders that all images are below, as where the folder
         was put into the archive and not what is in it."""
-        found: dict[str, Table] = {}
+        found: dict[str, LabelTable] = {}
         for path in sorted(self._tables, key=lambda path: path.count("/")):
             folder, slash, base = path.rpartition("/")
             if all(name.startswith(folder + slash) for name in (self.names[0], self.names[-1])):  # sorted, as they are
                 read = partial(self._table, self._tables[path])
-                found.setdefault(base, Table(f"{self.name}/{path}", f"{self.resolved}/{path}", read))
+                found.setdefault(base, LabelTable(f"{self.name}/{path}", f"{self.resolved}/{path}", read))
         return found
 
     def _table(self, info: zipfile.ZipInfo) -> bytes:
         if trouble := _trouble(info):
-            raise Unusable(trouble)
+            raise ImageError(trouble)
         return self._content(_member(info))
 
     def _directory(self) -> list[zipfile.ZipInfo]:
         """The archive's table of contents."""
         try:
-            with zipfile.ZipFile(Window(self._storage, self._path, self._state.size, _PIECE)) as archive:
+            with zipfile.ZipFile(BlockReader(self._storage, self._path, self._state.size, _PIECE)) as archive:
                 infos = archive.infolist()
-        except Unusable as error:
+        except ImageError as error:
             raise RequestError(f"{shown(self.name)} cannot be read: {error}; check it and try again") from error
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError, struct.error) as error:
             raise RequestError(
@@ -132,8 +139,8 @@ class ZipSource:
     def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], quarantined: list[Quarantined]) -> None:
         if info.is_dir():
             return
-        name = plain(info.filename.replace("\\", "/"))  # as Windows programs write it
-        if kind := passed_over(name):
+        name = normalize_path(info.filename.replace("\\", "/"))  # as Windows programs write it
+        if kind := ignored_kind(name):
             ignored[kind] += 1
             if kind in TABLES:
                 self._tables[name] = info
@@ -147,33 +154,37 @@ class ZipSource:
             self._members[name] = _member(info)
 
     def _read(self, start: int, size: int) -> bytes:
-        """So many bytes of the archive. Unreachable where they are far away, and were there when it was opened."""
+        """So many bytes of the archive. TransientImageError where they are far away, and were there when it was opened."""
         if start + size > self._state.size:
-            raise Unusable("truncated")
+            raise ImageError("truncated")
         try:
             data = self._storage.read(self._path, start, size)
-        except Unusable as error:
-            if not self.far:
+        except ImageError as error:
+            if not self.remote:
                 raise
-            raise Unreachable(str(error)) from error
+            raise TransientImageError(str(error)) from error
         if len(data) < size:
-            raise Unreachable("in an archive that ends earlier than it did") if self.far else Unusable("truncated")
+            raise (
+                TransientImageError("in an archive that ends earlier than it did")
+                if self.remote
+                else ImageError("truncated")
+            )
         return data
 
     def _content(self, member: _Member, image: bool = False) -> bytes:
         """A member's bytes, never more of them than it says."""
         header = self._read(member.header, 30)
         if not header.startswith(b"PK\3\4"):
-            raise Unusable("not where its archive says")
+            raise ImageError("not where its archive says")
         data = self._read(member.header + 30 + sum(struct.unpack("<HH", header[26:30])), member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
-            if image and member.size > _LARGE and not may_be_image(_inflated(data[:_PIECE], _START)):
-                raise Unusable("not an image")
+            if image and member.size > _LARGE and not has_image_signature(_inflated(data[:_PIECE], _START)):
+                raise ImageError("not an image")
             data = _inflated(data, member.size)
         if len(data) != member.size:
-            raise Unusable("not as long as its archive says")
+            raise ImageError("not as long as its archive says")
         if zlib.crc32(data) != member.checksum:
-            raise Unusable("damaged (its checksum is another)")
+            raise ImageError("damaged (its checksum is another)")
         return data
 
 
@@ -185,8 +196,8 @@ def _trouble(info: zipfile.ZipInfo) -> str:
     """Why a member cannot be read; "" if it can."""
     if info.flag_bits & _ENCRYPTED:
         return "encrypted"
-    if max(info.file_size, info.compress_size) > LARGEST:
-        return f"over {LARGEST // 2**20} MB"
+    if max(info.file_size, info.compress_size) > MAX_FILE_BYTES:
+        return f"over {MAX_FILE_BYTES // 2**20} MB"
     if info.compress_type not in _METHODS:
         return f"packed by method {info.compress_type}, not deflate"
     return ""
@@ -197,4 +208,4 @@ def _inflated(data: bytes, size: int) -> bytes:
     try:
         return unpacker.decompress(data, size + 1)  # one more, to see that there is one
     except zlib.error as error:
-        raise Unusable("damaged (it does not unpack)") from error
+        raise ImageError("damaged (it does not unpack)") from error

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PART = 64 * 2**20
+_SEGMENT_BYTES = 64 * 2**20
 """Bytes of a shard that one file is for: what is kept, and what is removed, at once."""
 
 _UNIT = 512  # of a tar archive: two members do not begin in the same one
@@ -33,7 +33,7 @@ _TIDIES = 32  # times the folder is looked through while as much is written as m
 _USED_SECONDS = 60.0  # how exactly is known when a file was last used
 
 
-class MemberCache:
+class ByteRangeCache:
     """Members of shards by their place.
 
     Args:
@@ -125,8 +125,8 @@ class MemberCache:
 
 def _place(key: str, start: int) -> tuple[str, int, int]:
     """(file, where in it the checksum is, where the member is)."""
-    number, begin = divmod(start, PART)
-    return f"{key}-{number:06}.members", begin // _UNIT * _MARK, PART // _UNIT * _MARK + begin
+    number, begin = divmod(start, _SEGMENT_BYTES)
+    return f"{key}-{number:06}.members", begin // _UNIT * _MARK, _SEGMENT_BYTES // _UNIT * _MARK + begin
 
 
 def _mark(data: bytes, size: int) -> bytes:

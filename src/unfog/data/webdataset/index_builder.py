@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.report import Quarantined, shown
-from unfog.data.sources.byte_storage import State, Storage, Window
-from unfog.data.sources.image_files import passed_over
-from unfog.data.webdataset.tar import DamagedError, Member, compression, content, members
+from unfog.data.sources.byte_storage import BlockReader, FileState, Storage
+from unfog.data.sources.image_files import ignored_kind
+from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, iter_members, read_member
 from unfog.errors import RequestError
 
-LARGEST = 512 * 2**20
+MAX_FILE_BYTES = 512 * 2**20
 """Bytes of an image's file, over which it is not read."""
 
-ROW = np.dtype([("start", "<i8"), ("size", "<i8"), ("name", "<i8"), ("label", "<i4"), ("shard", "<i4")])
+ROW_DTYPE = np.dtype([("start", "<i8"), ("size", "<i8"), ("name", "<i8"), ("label", "<i4"), ("shard", "<i4")])
 """An image: where its file is in which shard, where its name begins, and which of the values its label is, or -1."""
 
-NEAR_PIECE, FAR_PIECE = 4096, 2**18
+LOCAL_BLOCK, REMOTE_BLOCK = 4096, 2**18
 """Bytes read at once while looking for headers: little here, where it costs nothing; more where each reading takes its
 time, so that of small images many are passed in one."""
 
@@ -36,7 +36,7 @@ _REPORT_EVERY = 1000  # members
 
 
 @dataclass
-class Piece:
+class IndexEntry:
     """What is in one shard."""
 
     rows: NDArray[Any]
@@ -52,26 +52,26 @@ class Piece:
     quarantined: list[Quarantined] = field(default_factory=list)
 
 
-def index_shard(storage: Storage, path: str, state: State, report: Callable[[int], None]) -> Piece:
+def index_shard(storage: Storage, path: str, state: FileState, report: Callable[[int], None]) -> IndexEntry:
     """Go through a shard. `report` is called with the bytes passed, now and then, and may raise to stop.
 
     Raises:
         RequestError: it is compressed as a whole.
-        Unusable: it cannot be read.
+        ImageError: it cannot be read.
     """
-    file = Window(storage, path, state.size, FAR_PIECE if storage.far else NEAR_PIECE)
-    if packed := compression(file.at(0, 16)):
+    file = BlockReader(storage, path, state.size, REMOTE_BLOCK if storage.remote else LOCAL_BLOCK)
+    if packed := detect_compression(file.at(0, 16)):
         raise RequestError(
             f"{shown(path)} is compressed as a whole ({packed}), so no image in it can be reached; unpack it to a "
             "plain .tar first"
         )
     collected = _Collected(file, state.size)
     try:
-        for count, member in enumerate(members(file)):
+        for count, member in enumerate(iter_members(file)):
             collected.add(member)
             if count % _REPORT_EVERY == 0:
                 report(member.start)
-    except DamagedError as error:
+    except DamagedTarError as error:
         collected.quarantined.append(Quarantined("", str(error)))
     return collected.piece()
 
@@ -80,16 +80,16 @@ def index_shard(storage: Storage, path: str, state: State, report: Callable[[int
 class _Collected:
     """What was seen so far of one shard."""
 
-    file: Window
+    file: BlockReader
     size: int
-    images: dict[str, Member] = field(default_factory=dict)  # by name: as in unpacking, the last of a name counts
+    images: dict[str, TarMember] = field(default_factory=dict)  # by name: as in unpacking, the last of a name counts
     labels: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # by (name less its end, rank)
     ignored: Counter[str] = field(default_factory=Counter)
     quarantined: list[Quarantined] = field(default_factory=list)
 
-    def add(self, member: Member) -> None:
-        name = plain(member.name.decode("utf-8", "surrogateescape"))
-        why_not = passed_over(name)
+    def add(self, member: TarMember) -> None:
+        name = normalize_path(member.name.decode("utf-8", "surrogateescape"))
+        why_not = ignored_kind(name)
         if why_not is None and not member.regular:
             self.quarantined.append(Quarantined(name, "a link or sparse file in a shard"))
         elif why_not is None:
@@ -97,22 +97,22 @@ class _Collected:
         elif why_not == "hidden" or not member.regular or not self._add_label(name, member):
             self.ignored[why_not] += 1
 
-    def _add_image(self, name: str, member: Member) -> None:
+    def _add_image(self, name: str, member: TarMember) -> None:
         if member.start + member.size > self.size:
             self.quarantined.append(Quarantined(name, "in a shard that ends before it does"))
-        elif member.size > LARGEST:
-            self.quarantined.append(Quarantined(name, f"over {LARGEST // 2**20} MB"))
+        elif member.size > MAX_FILE_BYTES:
+            self.quarantined.append(Quarantined(name, f"over {MAX_FILE_BYTES // 2**20} MB"))
         else:
             if name in self.images:
                 self.quarantined.append(Quarantined(name, "replaced by a later member of its name"))
             self.images[name] = member
 
-    def _add_label(self, name: str, member: Member) -> bool:
+    def _add_label(self, name: str, member: TarMember) -> bool:
         """Whether a member says the class of an image. As of images, the last of a name counts."""
-        stem, kind = split_name(name)
+        stem, kind = _split_suffix(name)
         if kind not in _LABEL_FILES:
             return False
-        data = content(self.file, member, _LABEL_FILES[kind])
+        data = read_member(self.file, member, _LABEL_FILES[kind])
         value = _json_label(data) if kind == "json" else _text_label(data)
         place = stem, list(_LABEL_FILES).index(kind)
         if not value:
@@ -123,13 +123,13 @@ class _Collected:
 
     def _label(self, name: str) -> tuple[str, str] | None:
         """What the members of an image's name say; a .cls counts more than a .json, that more than a .txt."""
-        for stem in stems(split_name(name)[0]):
+        for stem in _candidate_keys(_split_suffix(name)[0]):
             for rank in range(len(_LABEL_FILES)):
                 if (value := self.labels.get((stem, rank))) is not None:
                     return value
         return None
 
-    def piece(self) -> Piece:
+    def piece(self) -> IndexEntry:
         """All of it."""
         self._leave_companions_out()
         images = sorted(self.images.items(), key=lambda item: item[1].start)
@@ -137,7 +137,7 @@ class _Collected:
         texts = {value for value in labels if value and value[0] == "text"}
         captions = len(texts) > _MOST_TEXTS or any(len(text) > _LONGEST_TEXT for _, text in texts)
         codes: dict[tuple[str, str], int] = {}
-        rows = np.zeros(len(images), ROW)
+        rows = np.zeros(len(images), ROW_DTYPE)
         encoded, at = [], 0
         for i, ((name, member), value) in enumerate(zip(images, labels)):
             known = value is not None and not (captions and value[0] == "text")
@@ -145,7 +145,7 @@ class _Collected:
             rows[i] = member.start, member.size, at, code, 0
             encoded.append(name.encode("utf-8", "surrogateescape"))
             at += len(encoded[-1])
-        return Piece(rows, b"".join(encoded), list(codes), self.ignored, self.quarantined)
+        return IndexEntry(rows, b"".join(encoded), list(codes), self.ignored, self.quarantined)
 
     def _leave_companions_out(self) -> None:
         """Where there is a 001.jpg, 001.seg.png is not another picture but something about it.
@@ -153,10 +153,10 @@ class _Collected:
         Only what begins with a letter says what it is: 001.0.png beside 001.png is a picture, as are 001.left.png and
         001.right.png without a 001.png.
         """
-        there = {split_name(name)[0] for name in self.images}
+        there = {_split_suffix(name)[0] for name in self.images}
         for name in list(self.images):
-            stem, kind = split_name(name)
-            for shorter in stems(stem)[1:]:
+            stem, kind = _split_suffix(name)
+            for shorter in _candidate_keys(stem)[1:]:
                 if not stem[len(shorter) + 1 :][:1].isalpha():
                     break
                 if shorter in there:
@@ -165,14 +165,14 @@ class _Collected:
                     break
 
 
-def split_name(name: str) -> tuple[str, str]:
+def _split_suffix(name: str) -> tuple[str, str]:
     """(name less its end, that end): "a/v1.001.png" is ("a/v1.001", "png")."""
     folder, slash, base = name.rpartition("/")
     stem, dot, kind = base.rpartition(".")
     return (folder + slash + stem, kind.lower()) if dot else (name, "")
 
 
-def stems(stem: str) -> list[str]:
+def _candidate_keys(stem: str) -> list[str]:
     """Under which names what goes with a member may be found, the nearest first: "a/v1.001", then "a/v1".
 
     The last is the key by which webdataset groups members, which ends at the first dot. That alone would take
@@ -184,7 +184,7 @@ def stems(stem: str) -> list[str]:
     return found
 
 
-def plain(name: str) -> str:
+def normalize_path(name: str) -> str:
     """A member's name without what leads nowhere: "./a//b.png" and "/a/b.png" are "a/b.png"."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
@@ -192,7 +192,7 @@ def plain(name: str) -> str:
 def _text_label(data: bytes) -> str:
     """The label that a .cls or .txt gives, as text; "" if none."""
     text = data.decode("utf-8", "replace").strip()
-    return label_text(text) if "\n" not in text else ""
+    return normalize_label(text) if "\n" not in text else ""
 
 
 def _json_label(data: bytes) -> str:
@@ -202,10 +202,10 @@ def _json_label(data: bytes) -> str:
         return ""
     if not isinstance(values, dict):
         return ""
-    return next((text for key in _LABEL_KEYS if (text := label_text(values.get(key)))), "")
+    return next((text for key in _LABEL_KEYS if (text := normalize_label(values.get(key)))), "")
 
 
-def label_text(value: Any) -> str:
+def normalize_label(value: Any) -> str:
     """A label as text, whole numbers in their usual form (3, "3", 3.0 and "03" are "3"); "" for what is none."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -215,7 +215,7 @@ def label_text(value: Any) -> str:
     return str(int(text)) if re.fullmatch(r"-?[0-9]{1,18}", text) else text
 
 
-def in_order(values: set[str]) -> list[str]:
+def sort_labels(values: set[str]) -> list[str]:
     """Labels in the order of their numbers: as whole numbers where all of them are, else as text."""
     if all(re.fullmatch(r"-?[0-9]{1,18}", value) for value in values):
         return sorted(values, key=int)

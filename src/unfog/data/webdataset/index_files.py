@@ -21,18 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.report import Quarantined
-from unfog.data.webdataset.index_builder import ROW, Piece
+from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 
 _ABANDONED_SECONDS = 24 * 3600
 _PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # any other is no file of ours
-DAMAGED = (
+DAMAGE_ERRORS = (
     *(OSError, BadZipFile, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, SyntaxError),
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, TokenError),
 )
 """What reading a stored file raises that is not as it was written."""
 
 
-def save_piece(file: Path, piece: Piece) -> None:
+def save_entry(file: Path, piece: IndexEntry) -> None:
     """Store what is in a shard."""
     info = {"values": piece.values, "ignored": piece.ignored, "quarantined": piece.quarantined}
     buffer = BytesIO()
@@ -42,44 +42,44 @@ def save_piece(file: Path, piece: Piece) -> None:
         names=np.frombuffer(piece.names, np.uint8),
         info=np.frombuffer(json.dumps(info).encode(), np.uint8),
     )
-    write(file, [buffer.getbuffer()])
+    write_atomically(file, [buffer.getbuffer()])
 
 
-def load_piece(file: Path, size: int) -> Piece | None:
+def load_entry(file: Path, size: int) -> IndexEntry | None:
     """The stored piece of a shard of `size` bytes; None if there is none that is whole."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
         values = [(str(kind), str(value)) for kind, value in info["values"]]
         starts = rows["name"]
-        whole = rows.dtype == ROW and rows.ndim == 1
+        whole = rows.dtype == ROW_DTYPE and rows.ndim == 1
         whole = whole and bool((rows["start"] >= 0).all() and (rows["size"] >= 0).all())
         whole = whole and bool((rows["start"] + rows["size"] <= size).all() and (rows["label"] < len(values)).all())
         whole = whole and bool((rows["label"] >= -1).all())
         whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
         ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
         quarantined = [Quarantined(str(name), str(reason)) for name, reason in info["quarantined"]]
-    except DAMAGED:
+    except DAMAGE_ERRORS:
         return None
-    return Piece(rows, names, values, ignored, quarantined) if whole else None
+    return IndexEntry(rows, names, values, ignored, quarantined) if whole else None
 
 
-def mapped_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
+def map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
     """Which of so many classes or folders each image is of. ValueError if it is of none of them."""
-    codes: NDArray[np.int64] = mapped(file, np.dtype("<i8"), count)
+    codes: NDArray[np.int64] = map_array(file, np.dtype("<i8"), count)
     if count and not 0 <= int(codes.min()) <= int(codes.max()) < known:
         raise ValueError("out of range")
     return codes
 
 
-def mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """The array in a file that holds just that. ValueError if it does not."""
     if count < 0 or file.stat().st_size != count * dtype.itemsize:
         raise ValueError("not whole")
     return np.asarray(np.memmap(file, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what those left behind who were killed while writing."""
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
@@ -87,7 +87,7 @@ def remove_abandoned(folder: Path) -> None:
                 partial.unlink()
 
 
-def write(file: Path, parts: Sequence[Any]) -> None:
+def write_atomically(file: Path, parts: Sequence[Any]) -> None:
     """Write a file whole or not at all."""
     partial = file.with_name(f"{os.getpid()}-{time.time_ns()}-{file.name[:8]}.partial")
     try:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
 from unfog.data.report import shown
-from unfog.data.sources.byte_storage import State, Storage
-from unfog.data.sources.image_files import Lost, ShardUnreachable, Unusable
-from unfog.data.webdataset.byte_range_cache import MemberCache
+from unfog.data.sources.byte_storage import FileState, Storage
+from unfog.data.sources.image_files import FailedShardError, ImageError, ShardReadError
+from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
 
@@ -26,20 +26,20 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Care:
+class RemotePolicy:
     """How shards far away are dealt with."""
 
-    cache: int = 0
+    cache_bytes: int = 0
     """Bytes on disk that what was read of them may take."""
 
-    lost: float = 0.0
+    max_failed: float = 0.0
     """Share of them that may be given up."""
 
-    begun: Mapping[str, str] | None = None
+    failed_before: Mapping[str, str] | None = None
     """Of a run that goes on: those given up by then, name -> reason; None where one begins, which needs them all."""
 
 
-NO_CARE = Care()
+DEFAULT_POLICY = RemotePolicy()
 """Nothing is kept, and nothing given up."""
 
 
@@ -58,7 +58,7 @@ class Index(Protocol):
         """(shard, start, bytes) of an image's file."""
 
 
-class FarShards:
+class RemoteShards:
     """The shards of one source.
 
     A shard is given up when it cannot be read for long although others can be, and when an image of it cannot be
@@ -80,9 +80,9 @@ class FarShards:
         source: str,
         storage: Storage,
         index: Index,
-        states: Mapping[str, State],
+        states: Mapping[str, FileState],
         names: Mapping[str, str],
-        care: Care,
+        care: RemotePolicy,
         lost: Mapping[str, str],
     ) -> None:
         self._source, self._storage, self._index, self._states, self._names = source, storage, index, states, names
@@ -90,14 +90,14 @@ class FarShards:
         self._lost = dict(lost)
         self._sound: set[str] = set()  # looked into
         self._lock = threading.Lock()
-        self.cache: MemberCache | None = None
+        self.cache: ByteRangeCache | None = None
 
     @property
-    def given_up(self) -> dict[str, str]:
+    def failed(self) -> dict[str, str]:
         """Name -> reason of the shards that are given up, in the order in which that happened."""
         return {self._names[path]: reason for path, reason in list(self._lost.items())}
 
-    def take_over(self, given_up: Mapping[str, str]) -> None:
+    def mark_failed(self, given_up: Mapping[str, str]) -> None:
         """Give up what another process has, name -> reason.
 
         Raises:
@@ -108,43 +108,43 @@ class FarShards:
                 if (path := self._called(name)) not in self._lost:
                     self._lose(path, reason)
 
-    def images_in(self, name: str) -> int:
+    def image_count(self, name: str) -> int:
         """How many images are in the shard of that name."""
         return len(self._members(self._called(name)))
 
-    def keep(self) -> str:
+    def enable_cache(self) -> str:
         """Keep on disk what is read from here on, as it will be read again; says so in a line, "" if it is not."""
-        if not self._care.cache:
+        if not self._care.cache_bytes:
             return ""
         total = sum(state.size for state in self._states.values())
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like say
-        self.cache = MemberCache(cache_folder() / "members", self._care.cache, total, processes)
-        kept = "what is read" if total <= self._care.cache else f"a part of {total / 1e9:,.3g} GB"
-        return f"{kept} is kept for later epochs, up to {self._care.cache / 1e9:,.3g} GB, in {self.cache.folder}"
+        self.cache = ByteRangeCache(cache_folder() / "members", self._care.cache_bytes, total, processes)
+        kept = "what is read" if total <= self._care.cache_bytes else f"a part of {total / 1e9:,.3g} GB"
+        return f"{kept} is kept for later epochs, up to {self._care.cache_bytes / 1e9:,.3g} GB, in {self.cache.folder}"
 
     def read(self, i: int) -> bytes:
         """The file of image i.
 
         Raises:
             Lost: its shard has been given up.
-            ShardUnreachable: it cannot be read just now.
+            ShardReadError: it cannot be read just now.
         """
         path, start, size = self._index.place(i)
         if path in self._lost:
-            raise Lost(f"in {shown(self._names[path])}, a shard that {self._lost[path]}")
+            raise FailedShardError(f"in {shown(self._names[path])}, a shard that {self._lost[path]}")
         if self.cache is not None and (kept := self.cache.read(self._key(path), start, size)) is not None:
             return kept
         try:
             data = self._storage.read(path, start, size)
-        except Unusable as error:  # what was there when the run began may come back
-            raise ShardUnreachable(str(error)) from error
+        except ImageError as error:  # what was there when the run began may come back
+            raise ShardReadError(str(error)) from error
         if len(data) < size:
-            raise ShardUnreachable("is shorter than it was when it was indexed")
+            raise ShardReadError("is shorter than it was when it was indexed")
         if self.cache is not None:
             self.cache.write(self._key(path), start, data)
         return data
 
-    def give_up(self, i: int, reason: str) -> None:
+    def fail_shard_of(self, i: int, reason: str) -> None:
         """Give up the shard of image i, which could not be read often enough. Returns if no other can be read either.
 
         Raises:
@@ -158,9 +158,9 @@ class FarShards:
                 if self._allowed < 1 or not self._others_answer(path):
                     return
                 self._lose(path, self._changed(path) or reason)
-        raise Lost(self._lost[path])
+        raise FailedShardError(self._lost[path])
 
-    def doubt(self, i: int) -> None:
+    def recheck(self, i: int) -> None:
         """Image i cannot be decoded: forget what was kept of it, and look once whether its shard is what it was.
 
         Raises:
@@ -174,7 +174,7 @@ class FarShards:
             if path not in self._lost and path not in self._sound:
                 try:
                     damage = self._changed(path) or self._damage(path)
-                except Unusable:  # for now; whoever reads the image again will find that out
+                except ImageError:  # for now; whoever reads the image again will find that out
                     return
                 if not damage:
                     self._sound.add(path)
@@ -182,11 +182,11 @@ class FarShards:
                 self._lose(path, damage)
             if path not in self._lost:
                 return
-        raise Lost(self._lost[path])
+        raise FailedShardError(self._lost[path])
 
     @property
     def _allowed(self) -> int:
-        return int(self._care.lost * len(self._states) + 1e-9)
+        return int(self._care.max_failed * len(self._states) + 1e-9)
 
     def _called(self, name: str) -> str:
         """The shard of that name."""
@@ -216,7 +216,7 @@ class FarShards:
         for other in others[:_OTHERS]:
             try:
                 self._storage.read(other, 0, BLOCK)
-            except Unusable:
+            except ImageError:
                 continue
             return True
         return False

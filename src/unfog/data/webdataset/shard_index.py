@@ -26,17 +26,17 @@ from numpy.typing import NDArray
 
 from unfog.data.cache import cache_folder
 from unfog.data.report import Quarantined, shown
-from unfog.data.sources.byte_storage import State, Storage
-from unfog.data.sources.image_files import Unusable, why
-from unfog.data.webdataset.index_builder import LARGEST, ROW, Piece, in_order, index_shard
+from unfog.data.sources.byte_storage import FileState, Storage
+from unfog.data.sources.image_files import ImageError, os_error_reason
+from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, ROW_DTYPE, IndexEntry, index_shard, sort_labels
 from unfog.data.webdataset.index_files import (
-    DAMAGED,
-    load_piece,
-    mapped,
-    mapped_codes,
-    remove_abandoned,
-    save_piece,
-    write,
+    DAMAGE_ERRORS,
+    load_entry,
+    map_array,
+    map_codes,
+    remove_partial_files,
+    save_entry,
+    write_atomically,
 )
 from unfog.errors import RequestError
 
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 _FORMAT = 2
 _TEXT = ("utf-8", "surrogateescape")
-_THREADS, _THREADS_FAR = 2, 16
+_THREADS, _REMOTE_THREADS = 2, 16
 _POLL = 0.2
 _MOST_FOLDERS = 100_000
 """Folders of which a list is kept; of a set with more, they are read from the names."""
@@ -80,16 +80,18 @@ class ShardIndex:
         return len(self.rows) - 1
 
     def place(self, i: int) -> tuple[str, int, int]:
-        """(shard, start, bytes) of an image's file. Raises Unusable if the index says what cannot be."""
+        """(shard, start, bytes) of an image's file. Raises ImageError if the index says what cannot be."""
         row = self.rows[i]
         shard, start, size = int(row["shard"]), int(row["start"]), int(row["size"])
-        if not (0 <= shard < len(self.shards) and start >= 0 and 0 <= size <= min(LARGEST, self.sizes[shard] - start)):
-            raise Unusable("in a damaged index")
+        if not (
+            0 <= shard < len(self.shards) and start >= 0 and 0 <= size <= min(MAX_FILE_BYTES, self.sizes[shard] - start)
+        ):
+            raise ImageError("in a damaged index")
         return self.shards[shard], start, size
 
 
-def shard_index(
-    storage: Storage, states: Mapping[str, State], base: str, progress: Progress | None = None
+def open_shard_index(
+    storage: Storage, states: Mapping[str, FileState], base: str, progress: Progress | None = None
 ) -> ShardIndex:
     """The index of these shards, found or built. `base` is what their paths begin with, and their names do not.
 
@@ -100,14 +102,16 @@ def shard_index(
     try:
         keys = {path: _key(path, state) for path, state in states.items()}
     except OSError as error:
-        raise RequestError(f"{shown(str(error.filename))} is a file {why(error)}; bring it, or leave it out") from None
+        raise RequestError(
+            f"{shown(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
+        ) from None
     key = hashlib.sha256(repr((base.partition("?")[0], list(keys.values()))).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder)
+        remove_partial_files(folder)
         _build_pieces(storage, states, {path: folder / f"{key}.piece.npz" for path, key in keys.items()}, progress)
         pieces = [(path, folder / f"{keys[path]}.piece.npz", states[path].size) for path in states]
         _combine(folder, key, pieces, base)
@@ -127,7 +131,7 @@ def shard_name(path: str, base: str) -> str:
     return (path.partition("?")[0] if "://" in path else path).removeprefix(base)
 
 
-def _key(path: str, state: State) -> str:
+def _key(path: str, state: FileState) -> str:
     if "://" in path:
         plain, written = path.partition("?")[0], 0  # less a signature that is another each day
     else:
@@ -137,10 +141,10 @@ def _key(path: str, state: State) -> str:
 
 
 def _build_pieces(
-    storage: Storage, states: Mapping[str, State], files: Mapping[str, Path], progress: Progress | None
+    storage: Storage, states: Mapping[str, FileState], files: Mapping[str, Path], progress: Progress | None
 ) -> None:
     """Go through those shards of which there is no piece yet; whatever stops this stops the threads."""
-    missing = [path for path in states if load_piece(files[path], states[path].size) is None]
+    missing = [path for path in states if load_entry(files[path], states[path].size) is None]
     passed, total = dict.fromkeys(missing, 0), sum(states[path].size for path in missing)
     stop = Event()
 
@@ -153,12 +157,12 @@ def _build_pieces(
         report(0)
         try:
             piece = index_shard(storage, path, states[path], report)
-        except Unusable as error:
+        except ImageError as error:
             raise RequestError(f"{shown(path)} cannot be read: {error}; bring it back, or leave it out") from error
-        save_piece(files[path], piece)
+        save_entry(files[path], piece)
         passed[path] = states[path].size
 
-    pool = ThreadPoolExecutor(_THREADS_FAR if storage.far else _THREADS)
+    pool = ThreadPoolExecutor(_REMOTE_THREADS if storage.remote else _THREADS)
     try:
         pending = {pool.submit(one, path) for path in missing}
         while pending:
@@ -175,9 +179,9 @@ def _build_pieces(
 _Files = Sequence[tuple[str, Path, int]]
 
 
-def _pieces(files: _Files) -> Iterator[tuple[str, Piece]]:
+def _pieces(files: _Files) -> Iterator[tuple[str, IndexEntry]]:
     for path, file, size in files:
-        piece = load_piece(file, size)
+        piece = load_entry(file, size)
         if piece is None:
             raise OSError(f"{file.name} was removed meanwhile")
         yield path, piece
@@ -211,7 +215,7 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
             ignored.update(piece.ignored)
             called = shard_name(path, base)
             unreadable += [one._replace(name=f"{called}/{one.name}".rstrip("/")) for one in piece.quarantined]
-        rows.write(np.array([(0, 0, at, 0, 0)], ROW).tobytes())
+        rows.write(np.array([(0, 0, at, 0, 0)], ROW_DTYPE).tobytes())
         for name, out in zip(parts, (rows, codes, names)):
             out.close()
             parts[name].replace(folder / f"{key}.{name}")
@@ -222,10 +226,10 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
         "ignored": ignored,
         "unreadable": sorted(unreadable),
     }
-    write(folder / f"{key}.json", [json.dumps(info).encode()])
+    write_atomically(folder / f"{key}.json", [json.dumps(info).encode()])
 
 
-def _folders(piece: Piece, known: dict[bytes, int]) -> NDArray[np.int64]:
+def _folders(piece: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
     """Which folder each image of a piece is in, [n]; those not known yet are added, until they are too many."""
     names, starts = piece.names, piece.rows["name"]
     slashes = np.append(-1, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("/")))
@@ -238,7 +242,7 @@ def _folders(piece: Piece, known: dict[bytes, int]) -> NDArray[np.int64]:
     return found
 
 
-def _without_unlabelled(piece: Piece, label: NDArray[np.int64]) -> NDArray[np.int64]:
+def _without_unlabelled(piece: IndexEntry, label: NDArray[np.int64]) -> NDArray[np.int64]:
     """Take the images of label -1 out of a piece, into what is quarantined. Returns the labels of the others."""
     if (label >= 0).all():
         return label
@@ -271,26 +275,26 @@ def _choose_labels(files: _Files) -> tuple[str, list[str]]:
             counts[kind] += number
             values.setdefault(kind, set()).add(value)
     if counts["class"] and 2 * counts["class"] >= images:
-        return "class", in_order(values["class"])
+        return "class", sort_labels(values["class"])
     if counts["text"] and 2 * counts["text"] >= images and 4 * len(values["text"]) <= counts["text"]:
-        return "text", in_order(values["text"])
+        return "text", sort_labels(values["text"])
     return "", []
 
 
-def _load(folder: Path, key: str, states: Mapping[str, State]) -> ShardIndex | None:
+def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex | None:
     """The stored index of a set; None if there is none that is whole."""
     try:
         info = json.loads((folder / f"{key}.json").read_bytes())
         count, classes = int(info["count"]), info["classes"]
-        rows = mapped(folder / f"{key}.rows", ROW, count + 1)
-        names = mapped(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
+        rows = map_array(folder / f"{key}.rows", ROW_DTYPE, count + 1)
+        names = map_array(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
         known = info["folders"] if classes is None else classes
-        codes = None if known is None else mapped_codes(folder / f"{key}.codes", count, len(known))
+        codes = None if known is None else map_codes(folder / f"{key}.codes", count, len(known))
         folders = None if classes is not None or codes is None else ([str(name) for name in known], codes)
         ignored = {str(kind): int(number) for kind, number in info["ignored"].items()}
         unreadable = [Quarantined(str(name), str(reason)) for name, reason in info["unreadable"]]
         named = tuple(str(name) for name in classes or ())
-    except DAMAGED:
+    except DAMAGE_ERRORS:
         return None
     sizes = [state.size for state in states.values()]
     labels = None if classes is None else codes

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.report import Quarantined
-from unfog.data.sources.byte_storage import State, storage_of
-from unfog.data.sources.fingerprint import sampled
-from unfog.data.sources.image_files import Unusable, none_found, open_bytes
-from unfog.data.sources.locate import Located
-from unfog.data.webdataset.remote_shards import NO_CARE, Care, FarShards
-from unfog.data.webdataset.shard_index import Progress, ShardIndex, shard_index, shard_name
-from unfog.data.webdataset.shard_states import far_states
+from unfog.data.sources.byte_storage import FileState, open_storage
+from unfog.data.sources.fingerprint import sample_digest
+from unfog.data.sources.image_files import ImageError, no_images_error, open_bytes
+from unfog.data.sources.locate import SourceLocation
+from unfog.data.webdataset.remote_shards import DEFAULT_POLICY, RemotePolicy, RemoteShards
+from unfog.data.webdataset.shard_index import Progress, ShardIndex, open_shard_index, shard_name
+from unfog.data.webdataset.shard_states import remote_states
 from unfog.errors import RequestError
 
 _AT_ONCE = 65536  # names that are read at once
@@ -42,58 +42,60 @@ class ShardSource:
 
     held_out: frozenset[str] | None = None
 
-    def __init__(self, located: Located, progress: Progress | None = None, care: Care = NO_CARE) -> None:
+    def __init__(
+        self, located: SourceLocation, progress: Progress | None = None, policy: RemotePolicy = DEFAULT_POLICY
+    ) -> None:
         self.name, self.resolved = located.name, located.resolved
-        self._storage = storage_of(located.paths[0])
-        self.far = self._storage.far
+        self._storage = open_storage(located.paths[0])
+        self.remote = self._storage.remote
         lost: dict[str, str] = {}
-        if self.far:
-            self._states, lost = far_states(self._storage, located, care)
+        if self.remote:
+            self._states, lost = remote_states(self._storage, located, policy)
         else:
             self._states = self._storage.states(located.paths)
         self._base = located.base
-        self.index: ShardIndex = shard_index(self._storage, self._states, located.base, progress)
+        self.index: ShardIndex = open_shard_index(self._storage, self._states, located.base, progress)
         called = {path: shard_name(path, self._base) for path in self._states}
-        self.names: Sequence[str] = Names(self.index, list(called.values()))
+        self.names: Sequence[str] = _ShardNames(self.index, list(called.values()))
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored: Mapping[str, int] = self.index.ignored
         self.unreadable: Sequence[Quarantined] = self.index.unreadable
         if not len(self.index):
-            raise none_found(self.name, self.ignored, self.unreadable)
-        self.far_shards: FarShards | None = None
+            raise no_images_error(self.name, self.ignored, self.unreadable)
+        self.remote_shards: RemoteShards | None = None
         """Which of them fail, and what is kept of them; None of shards on this machine."""
-        if self.far:
-            self.far_shards = FarShards(self.name, self._storage, self.index, self._states, called, care, lost)
+        if self.remote:
+            self.remote_shards = RemoteShards(self.name, self._storage, self.index, self._states, called, policy, lost)
 
     def open(self, i: int) -> Image.Image:
-        """Image i, its file read and its pixels not yet. Raises Unusable."""
-        if self.far_shards is not None:
-            return open_bytes(self.far_shards.read(i), self.names[i])
+        """Image i, its file read and its pixels not yet. Raises ImageError."""
+        if self.remote_shards is not None:
+            return open_bytes(self.remote_shards.read(i), self.names[i])
         shard, start, size = self.index.place(i)
         data = self._storage.read(shard, start, size)
         if len(data) < size:
-            raise Unusable("truncated")
+            raise ImageError("truncated")
         return open_bytes(data, self.names[i])
 
     def stamp(self) -> tuple[str, int]:
         """Digest of the name, bytes and time of change of each shard, and of a sample of some shards' bytes; of those
         far away, as they were when opened."""
         states, samples = self._states, list[bytes]()
-        if not self._storage.far:
-            states = {path: State(0, "") for path in states}
+        if not self._storage.remote:
+            states = {path: FileState(0, "") for path in states}
             for path in states:
                 with suppress(RequestError):  # one that is gone is not what it was
                     states |= self._storage.states([path])
             for path in list(states)[:: -(-len(states) // _LOOKED_INTO)]:
                 with suppress(OSError):
-                    samples.append(sampled(path, _BLOCKS))
+                    samples.append(sample_digest(path, _BLOCKS))
         lines = [(shard_name(path, self._base), *state) for path, state in states.items()]
         return hashlib.sha256(repr((lines, samples)).encode("utf-8", "replace")).hexdigest(), sum(
             line[1] for line in lines
         )
 
 
-class Names(Sequence[str]):
+class _ShardNames(Sequence[str]):
     """The names of a set of shards, each made when it is asked for."""
 
     def __init__(self, index: ShardIndex, shards: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from unfog.data.sources.byte_storage import Window
-from unfog.data.sources.image_files import Unusable
+from unfog.data.sources.byte_storage import BlockReader
+from unfog.data.sources.image_files import ImageError
 
 BLOCK = 512
 _NAMING = 2**20  # bytes: longest name, or set of pax attributes, that is believed
@@ -20,7 +20,7 @@ _REGULAR = b"0\x007"
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A file in an archive."""
 
     name: bytes
@@ -32,36 +32,36 @@ class Member(NamedTuple):
     """False: a link, a device, or a sparse file."""
 
 
-class DamagedError(Exception):
+class DamagedTarError(Exception):
     """The archive cannot be followed any further. The message is the reason."""
 
 
-def compression(start: bytes) -> str:
+def detect_compression(start: bytes) -> str:
     """How a file that begins so is compressed as a whole; "" if it is not."""
     return next((name for magic, name in _COMPRESSED.items() if start.startswith(magic)), "")
 
 
-def members(file: Window) -> Iterator[Member]:
+def iter_members(file: BlockReader) -> Iterator[TarMember]:
     """Every member of an archive, in order, less its folders; the last may reach beyond the end.
 
     Raises:
         DamagedError: what follows is no header, the archive ends without its end mark, or goes on behind it.
-        Unusable: it cannot be read.
+        ImageError: it cannot be read.
     """
     at, long_name, attributes = 0, b"", dict[bytes, bytes]()
     while True:
         header = file.at(at, BLOCK)
         if len(header) < BLOCK:
-            raise DamagedError("a shard that ends too early")
+            raise DamagedTarError("a shard that ends too early")
         if header == bytes(BLOCK):
             return _end(file, at)
         kind, length = header[156:157], _number(header[124:136])
         if length is None or not _sum_is_right(header):
-            raise DamagedError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
+            raise DamagedTarError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
         start = _behind_map(file, at + BLOCK) if kind == b"S" and header[482] else at + BLOCK
         if kind in b"LKxg":
             if length > _NAMING:
-                raise DamagedError("a shard damaged from here on")
+                raise DamagedTarError("a shard damaged from here on")
             content = file.at(start, length)
             if kind == b"L":
                 long_name = content.split(b"\0")[0]
@@ -75,7 +75,7 @@ def members(file: Window) -> Iterator[Member]:
             # What stands behind a folder's or a link's header is the next header, whatever length it gives.
             length = length if kind not in b"123456" else 0
             if kind != b"5" and not (kind == b"\0" and name.endswith(b"/")):
-                yield Member(name, start, length, kind in _REGULAR and not sparse)
+                yield TarMember(name, start, length, kind in _REGULAR and not sparse)
             long_name, attributes = b"", {}
         at = start + -(-length // BLOCK) * BLOCK
 
@@ -85,7 +85,7 @@ def is_header(block: bytes) -> bool:
     return len(block) == BLOCK and any(block) and _sum_is_right(block)
 
 
-def _end(file: Window, at: int) -> None:
+def _end(file: BlockReader, at: int) -> None:
     """DamagedError unless an archive whose first empty block is at `at` ends with the padding behind it.
 
     What goes on is a file made at its full size and not filled yet, or two archives in one. A single empty block at the
@@ -93,10 +93,10 @@ def _end(file: Window, at: int) -> None:
     """
     rest = file.at(at, 2 * BLOCK + _PADDING + 1)
     if len(rest) > 2 * BLOCK + _PADDING or any(rest):
-        raise DamagedError("a shard that ends before its file does")
+        raise DamagedTarError("a shard that ends before its file does")
 
 
-def _behind_map(file: Window, start: int) -> int:
+def _behind_map(file: BlockReader, start: int) -> int:
     """Where the content of a sparse file begins whose map goes on behind its header."""
     while any(file.at(start, BLOCK)[504:505]):
         start += BLOCK
@@ -143,12 +143,12 @@ def _attributes(content: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def content(file: Window, member: Member, most: int) -> bytes:
+def read_member(file: BlockReader, member: TarMember, most: int) -> bytes:
     """What is in a small member; b"" if it is larger than `most` or not whole."""
     if member.size > most:
         return b""
     try:
         data = file.at(member.start, member.size)
-    except Unusable:
+    except ImageError:
         return b""
     return data if len(data) == member.size else b""

@@ -18,7 +18,7 @@ import torch
 
 import unfog
 from conftest import NETWORK
-from far import EACH, SHARDS, Server, png, serving, shard
+from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
 from unfog.data import prefetch as ahead
@@ -31,9 +31,9 @@ from unfog.data.sources import remote_files as remote
 from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import byte_range_cache as member_cache
-from unfog.data.webdataset import remote_shards as far_shards
-from unfog.data.webdataset.byte_range_cache import MemberCache
-from unfog.data.webdataset.remote_shards import Care
+from unfog.data.webdataset import remote_shards as remote_shards
+from unfog.data.webdataset.byte_range_cache import ByteRangeCache
+from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.failed_shards import Missing, told_elsewhere
 from unfog.process.run_folder import RunFolder
@@ -45,26 +45,26 @@ pytest.importorskip("aiohttp")
 
 N = SHARDS * EACH
 ASKED = Data(size=8, channels=3, cache="none", held_out=0)
-CARE = Care(lost=0.2)
+CARE = RemotePolicy(max_failed=0.2)
 
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.01)
     with serving() as server:
         yield server
 
 
-def opened(web: Server, care: Care = CARE, seed: int = 0) -> ImageStream:
+def opened(web: Server, care: RemotePolicy = CARE, seed: int = 0) -> ImageStream:
     """The stream of all images; the index of the shards has been read by then."""
     return ImageStream(prepare(open_source(web.url, care=care), ASKED).train, seed)
 
 
-def shards_of(stream: ImageStream) -> far_shards.FarShards:
+def shards_of(stream: ImageStream) -> remote_shards.RemoteShards:
     assert isinstance(stream.images.pixels, LazyPixels)
-    assert stream.images.pixels.far_shards is not None
-    return stream.images.pixels.far_shards
+    assert stream.images.pixels.remote_shards is not None
+    return stream.images.pixels.remote_shards
 
 
 def numbers(stream: ImageStream, first: int, count: int, batch: int = 10) -> list[int]:
@@ -174,12 +174,12 @@ def test_a_transfer_that_went_wrong_is_not_kept(web: Server) -> None:
     stream = opened(web, care)
     web.faults["s-004.tar"] = "garbage:3"
     assert numbers(stream, 0, N) == numbers(opened(web, care), 0, N)
-    assert not shards_of(stream).given_up
+    assert not shards_of(stream).failed
     assert not stream.images.pixels.quarantined  # type: ignore[attr-defined]
 
 
 def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_all(tmp_path: Path) -> None:
-    cache = MemberCache(tmp_path, 10**9, 100)
+    cache = ByteRangeCache(tmp_path, 10**9, 100)
     cache.write("0" * 32, 1024, b"one")
     assert cache.read("0" * 32, 1024, 3) == b"one"
     assert cache.read("1" * 32, 1024, 3) is None
@@ -198,9 +198,13 @@ def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_a
     assert cache.read("0" * 32, 1024, 0) is None
 
 
-def fill(cache: MemberCache, key: str, parts: int, size: int = 2**16) -> int:
+def fill(cache: ByteRangeCache, key: str, parts: int, size: int = 2**16) -> int:
     """Write members of that size all over so many parts of a shard; how many are there then."""
-    starts = [part * member_cache.PART + at for part in range(parts) for at in range(0, member_cache.PART, size)]
+    starts = [
+        part * member_cache._SEGMENT_BYTES + at
+        for part in range(parts)
+        for at in range(0, member_cache._SEGMENT_BYTES, size)
+    ]
     for start in starts:
         cache.write(key, start, key[:1].encode() * size)
     return sum(cache.read(key, start, size) == key[:1].encode() * size for start in starts)
@@ -211,13 +215,13 @@ def taken(folder: Path) -> int:
 
 
 def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_cache, "PART", 2**20)
+    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**20)
     limit = 16 * 2**20
     folder, mine = tmp_path / "members", tmp_path / "members/holiday.jpg"
     folder.mkdir()
     mine.write_bytes(b"x" * 2**20)
     (folder / f"{'f' * 32}-000000.members").symlink_to(mine)
-    old, new = MemberCache(folder, limit, 8 * 2**20), MemberCache(folder, limit, 12 * 2**20)
+    old, new = ByteRangeCache(folder, limit, 8 * 2**20), ByteRangeCache(folder, limit, 12 * 2**20)
     assert fill(old, "a" * 32, 8) == 8 * 16, "a set that fits is kept whole"
     for path in folder.glob("a*"):
         time.sleep(0.01)
@@ -231,10 +235,10 @@ def test_the_limit_holds_and_what_was_used_last_stays(tmp_path: Path, monkeypatc
 
 
 def test_the_limit_holds_for_many_processes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_cache, "PART", 2**18)
+    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**18)
     limit, total, size, processes = 16 * 2**20, 12 * 2**20, 2**16, 32
-    old = MemberCache(tmp_path, limit, total)
-    new = [MemberCache(tmp_path, limit, total, processes) for _ in range(processes)]
+    old = ByteRangeCache(tmp_path, limit, total)
+    new = [ByteRangeCache(tmp_path, limit, total, processes) for _ in range(processes)]
     most = 0
     for key, caches in (("a" * 32, [old]), ("b" * 32, new)):
         for number in range(total // size):
@@ -247,10 +251,10 @@ def test_of_a_set_that_does_not_fit_always_the_same_part_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By least recently used, images that come once an epoch in ever another order would nearly never be found."""
-    monkeypatch.setattr(member_cache, "PART", 2**18)
+    monkeypatch.setattr(member_cache, "_SEGMENT_BYTES", 2**18)
     parts, size = 200, 2**16
     limit = parts * 2**18 // 2
-    cache = MemberCache(tmp_path, limit, parts * 2**18)
+    cache = ByteRangeCache(tmp_path, limit, parts * 2**18)
     found = []
     for epoch in range(3):
         starts = np.random.default_rng(epoch).permutation(parts * 2**18 // size) * size
@@ -271,7 +275,7 @@ def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     stream = opened(web, care)
     # A file may grow to no more than this: so it is on a full disk, too, but for the number of the error.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (member_cache.PART // 128 + 4000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (member_cache._SEGMENT_BYTES // 128 + 4000, before[1]))
     try:
         assert numbers(stream, 0, N) == numbers(opened(web), 0, N)
     finally:
@@ -287,7 +291,7 @@ import random, sys
 from pathlib import Path
 from unfog.data.webdataset import byte_range_cache as member_cache
 member_cache.PART = 2**18
-cache, dice = member_cache.MemberCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
+cache, dice = member_cache.ByteRangeCache(Path(sys.argv[1]), 2**22, 2**22), random.Random(sys.argv[2])
 found = 0
 for _ in range(4000):
     key, place = dice.choice("abcde") * 32, dice.randrange(64) * 16384
@@ -337,14 +341,14 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
     stream = opened(web)
     whole = stream.index(0, N).tolist()
     if fault in ("stalled", "trickling"):
-        monkeypatch.setattr(remote, "SILENCE", 0.5)
+        monkeypatch.setattr(remote, "_SILENCE", 0.5)
         monkeypatch.setattr(bulk, "PATIENCE", 1.0)
     web.faults["s-003.tar"] = fault
     found = numbers(stream, 0, N)
-    given_up = shards_of(stream).given_up
+    given_up = shards_of(stream).failed
     assert list(given_up) == ["s-003.tar"]
     assert re.fullmatch(LASTING[fault], given_up["s-003.tar"])
-    assert shards_of(stream).images_in("s-003.tar") == EACH
+    assert shards_of(stream).image_count("s-003.tar") == EACH
     assert not stream.images.pixels.quarantined, "said of the shard, not of each image"  # type: ignore[attr-defined]
     stand_in = {i: new for i, new in zip(whole, found) if i in INSIDE}
     assert all(new == stand_in.get(i, i) for i, new in zip(whole, found)), "all others are as they were"
@@ -374,17 +378,17 @@ def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Ser
     assert missing.shards == {"s-003.tar": "is not there"}
     assert numbers(here, 0, N) == found
     with pytest.raises(RunError, match=r"more than data\.lost_shards allows"):
-        shards_of(here).take_over({f"s-00{i}.tar": "is not there" for i in range(4)})
+        shards_of(here).mark_failed({f"s-00{i}.tar": "is not there" for i in range(4)})
 
 
 @pytest.mark.parametrize("fault", ["gone:3", "busy:6", "stalled:2", "cut:6", "garbage:1"])
 def test_a_shard_that_comes_back_is_missed_by_nobody(web: Server, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     stream = opened(web)
     whole = stream.index(0, N).tolist()
-    monkeypatch.setattr(remote, "SILENCE", 0.5)
+    monkeypatch.setattr(remote, "_SILENCE", 0.5)
     web.faults["s-003.tar"] = fault
     assert numbers(stream, 0, N) == whole
-    assert not shards_of(stream).given_up
+    assert not shards_of(stream).failed
 
 
 def test_a_server_that_restarts_is_waited_for(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +401,7 @@ def test_a_server_that_restarts_is_waited_for(web: Server, monkeypatch: pytest.M
     timer.start()
     assert numbers(stream, 20, N - 20) == whole[20:]
     timer.join()
-    assert not shards_of(stream).given_up
+    assert not shards_of(stream).failed
 
 
 def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) -> None:
@@ -406,7 +410,7 @@ def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) 
     web.faults = dict.fromkeys(web.files, "busy")
     with pytest.raises(RunError, match=r"could not be reached.*also in 5 tries; `unfog resume`"):
         stream.batch(0, 8)
-    assert not shards_of(stream).given_up
+    assert not shards_of(stream).failed
     web.faults.clear()
     assert numbers(stream, 0, N) == whole
 
@@ -417,7 +421,7 @@ def test_more_than_may_be_missed_ends_it_with_their_names(web: Server) -> None:
     said = r"3 of 10 shards of http.* cannot be used, more than data.lost_shards allows: .*s-00\d\.tar is not there"
     with pytest.raises(RunError, match=said):
         numbers(stream, 0, N)
-    assert len(shards_of(stream).given_up) == 2
+    assert len(shards_of(stream).failed) == 2
     strict = ImageStream(stream.images, 0)
     with pytest.raises(RunError, match="3 of 10"):
         numbers(strict, 0, N)
@@ -430,15 +434,17 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     with pytest.raises(RequestError, match=r"s-003\.tar is not there; check the URL"):
         opened(web)
     later = opened(web, replace(CARE, begun={}))
-    assert shards_of(later).given_up == {"s-003.tar": "is not there"}
+    assert shards_of(later).failed == {"s-003.tar": "is not there"}
     assert later.images.fingerprint == whole.images.fingerprint
     assert set(numbers(later, 0, N)).isdisjoint(INSIDE)
-    assert list(shards_of(opened(web, replace(CARE, begun=lost))).given_up) == ["s-002.tar", "s-003.tar"]
+    assert list(shards_of(opened(web, replace(CARE, begun=lost))).failed) == ["s-002.tar", "s-003.tar"]
     web.faults["s-004.tar"] = "gone"
     with pytest.raises(RequestError, match=r"3 of 10 shards .*: s-002\.tar is damaged; s-003\.tar is not there"):
         opened(web, replace(CARE, begun=lost))
     web.faults.clear()
-    assert not shards_of(opened(web, Care(lost=0, begun=lost))).given_up, "none may be lost: they are tried anew"
+    assert not shards_of(opened(web, RemotePolicy(max_failed=0, failed_before=lost))).failed, (
+        "none may be lost: they are tried anew"
+    )
     never_seen = Server()
     never_seen.files = web.files | {"s-003.tar": shard(range(4))}
     never_seen.start()
@@ -465,9 +471,9 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
     encodings.clear()
     assert rows_of(second) == without
     assert not encodings
-    assert shards_of(second).given_up == shards_of(first).given_up, "it is told of"
+    assert shards_of(second).failed == shards_of(first).failed, "it is told of"
     web.faults.clear()
-    assert rows_of(opened(web, replace(CARE, begun=shards_of(first).given_up))) == without
+    assert rows_of(opened(web, replace(CARE, begun=shards_of(first).failed))) == without
     assert not encodings
     assert rows_of(opened(web)) == list(range(N)), "it is back"
     assert sum(encodings) == N
@@ -533,7 +539,7 @@ def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path) -
     first = images.take(rows)
     stood_in = [row for row in rows.tolist() if row + 9 in INSIDE]
     assert [row for row, got in zip(rows.tolist(), first.rows.tolist()) if row != got] == stood_in
-    assert list(shards_of(ImageStream(images, 0)).given_up) == ["s-003.tar"]
+    assert list(shards_of(ImageStream(images, 0)).failed) == ["s-003.tar"]
     web.fetched.clear()
     assert np.array_equal(images.take(rows).pixels, first.pixels)
     assert not web.members()

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from far import EACH, shard
+from shard_server import EACH, shard
 from unfog.data import decode_pool as bulk
 from unfog.data.dataset import ImageSet
-from unfog.data.lazy import far_shards_of
+from unfog.data.lazy import remote_shards_of
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import remote_files as remote
 from unfog.data.sources.source import open_source
-from unfog.data.webdataset.remote_shards import Care
+from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.errors import RunError
 
 s3fs = pytest.importorskip("s3fs")
@@ -46,7 +46,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.05)
     made = Bucket()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
@@ -58,7 +58,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def opened(lost: float = 0.5, begun: dict[str, str] | None = None) -> ImageSet:
-    source = open_source(URL, care=Care(lost=lost, begun=begun))
+    source = open_source(URL, care=RemotePolicy(max_failed=lost, failed_before=begun))
     return prepare(source, Data(size=8, channels=3, cache="none", held_out=0)).train
 
 
@@ -67,13 +67,13 @@ def test_one_deleted_and_one_written_over_are_given_up_and_so_after_a_resume(buc
     bucket.system.rm("album/s-001.tar")
     bucket.system.pipe("album/s-002.tar", b"<html>busy</html>" * 1000)
     rows = images.take(np.arange(len(images))).rows
-    shards = far_shards_of(images)
+    shards = remote_shards_of(images)
     assert shards is not None
-    assert shards.given_up == {"s-001.tar": "is not there", "s-002.tar": "is not the file that was indexed"}
+    assert shards.failed == {"s-001.tar": "is not there", "s-002.tar": "is not the file that was indexed"}
     kept = [*range(EACH), *range(3 * EACH, 4 * EACH)]
     assert [row for i, row in enumerate(rows.tolist()) if i in kept] == kept
     assert set(rows.tolist()) == set(kept)
-    again = opened(begun=shards.given_up)
+    again = opened(begun=shards.failed)
     assert again.fingerprint == images.fingerprint
     assert again.take(np.arange(len(images))).rows.tolist() == rows.tolist()
     with pytest.raises(RunError, match=r"2 of 4 shards of s3://album.* cannot be used"):
