@@ -99,8 +99,8 @@ def decode(
 
     Raises:
         TransientImageError: it could not be read just now: the disk or the network failed, or memory did not suffice.
-        ImageError: the file is damaged, no image, or too big to be safe; truncated ones are never half used. FailedShardError, if
-            its shard has been given up.
+        ImageError: the file is damaged, no image, or too big to be safe; truncated ones are never half used.
+        FailedShardError: its shard has failed for good.
     """
     try:
         with opener() as image, _turn(image):

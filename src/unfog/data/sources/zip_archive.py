@@ -154,7 +154,7 @@ class ZipSource:
             self._members[name] = _member(info)
 
     def _read(self, start: int, size: int) -> bytes:
-        """So many bytes of the archive. TransientImageError where they are far away, and were there when it was opened."""
+        """Return bytes of the archive. A remote one that was readable before raises TransientImageError."""
         if start + size > self._state.size:
             raise ImageError("truncated")
         try:
