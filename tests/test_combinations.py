@@ -25,9 +25,9 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
 from unfog.errors import RequestError
-from unfog.inference.generated import digest_of
-from unfog.inference.guide import check_guide
-from unfog.inference.held_out_metrics import LEVELS, bits
+from unfog.inference.autoguidance import check_guide
+from unfog.inference.generated import weights_digest
+from unfog.inference.held_out_metrics import LEVELS, bits_per_value
 from unfog.inference.run import Run
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
@@ -214,10 +214,10 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_weights_have_a_digest_in_every_network(kind):
     model = build_model(parse({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
-    before = digest_of(model)
+    before = weights_digest(model)
     with torch.no_grad():
         list(model.parameters())[-1].add_(1)
-    assert digest_of(model) != before
+    assert weights_digest(model) != before
 
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
     held_out = held_out_set(images_of(run), run.config, CPU, 4)
-    found = bits(run.network, run.config, held_out, 4, 0, lambda done: None)
+    found = bits_per_value(run.network, run.config, held_out, 4, 0, lambda done: None)
 
     def by_hand(variance):
         denoise = Denoiser(run.network, run.config.diffusion, variance)

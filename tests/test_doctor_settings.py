@@ -31,7 +31,7 @@ from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning import disk
-from unfog.planning.auto_settings import Settling
+from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.run_costs import forward_passes
 from unfog.training.ema_schedules import FixedEma, PowerEma
@@ -55,12 +55,12 @@ def settled(prepared, name="default", **settings):
     config = replace(update(base, settings, ""), source="fashion")
     data = replace(config.data, size=prepared.settings.size, channels=prepared.settings.channels)
     config = replace(config, data=data, classes=prepared.train.classes)
-    settling = Settling(config, prepared.train, CPU, lambda: False)
-    settling.network()
-    settling.learning_rate()
-    settling.length()
-    settling.intervals()
-    return settling.config
+    auto = AutoSettings(config, prepared.train, CPU, lambda: False)
+    auto.resolve_network()
+    auto.resolve_learning_rate()
+    auto.resolve_length()
+    auto.resolve_intervals()
+    return auto.config
 
 
 def examined(config, prepared, **more):
@@ -259,9 +259,9 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
         assert machine.check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
             with pytest.raises(RequestError, match=machine.size(2 * room.checkpoint)):
-                disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)
+                disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.averages)
         else:
-            line = disk.forecast(tmp_path, state, config.checkpoint, steps, config.averages)
+            line = disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.averages)
             assert ("may have to wait" in line) == (severity == "warning")
 
 

@@ -13,9 +13,9 @@ from conftest import NETWORK
 from unfog.cli.commands import ema_sweep as command
 from unfog.cli.commands import sample
 from unfog.commands import ema_sweep
-from unfog.commands.ema_sweep import PAGE_FILE, Row, Swept
+from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, WidthResult
 from unfog.errors import RequestError, RunError
-from unfog.inference.ema_weights import SWEEP_FILE, chosen
+from unfog.inference.ema_weights import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints.posthoc_ema import kept_in
@@ -98,8 +98,13 @@ def test_checkpoints_are_compared_by_averages_of_the_chosen_width(run):
     (0.5, 1.0, "has 1 (100% more)"), (0.5, 0.52, "has 0.52 (4.0% more)"), (-0.001, 0.002, "has 0.002 (step 9"),
 ])  # fmt: skip
 def test_how_much_more_the_usual_length_has(best, usual, said):
-    swept = Swept(
-        "kid", 10, 9, "", 0.1, (Row(0.05, best, None, 0.0), Row(0.1, usual, None, 0.0), Row(0.2, 9, None, 0.0))
+    swept = EmaSweepResult(
+        "kid",
+        10,
+        9,
+        "",
+        0.1,
+        (WidthResult(0.05, best, None, 0.0), WidthResult(0.1, usual, None, 0.0), WidthResult(0.2, 9, None, 0.0)),
     )
     assert said in swept.finding().evidence
 
@@ -117,7 +122,7 @@ def test_any_step_up_to_the_last(run):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"width": null}', '{"width": 9}', '{"width": "x"}', "\xff"])
 def test_a_choice_that_is_none_is_passed_over(run, text):
     (run / SWEEP_FILE).write_bytes(text.encode("latin-1"))
-    assert chosen(run) is None
+    assert swept_width(run) is None
 
 
 def test_without_snapshots_the_checkpoint_is_used_and_a_sweep_refused(run, capsys):

@@ -26,10 +26,10 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.frechet_distance import statistics
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired
 from unfog.evaluation.metrics import measure
-from unfog.inference.generated import DrawnPictures
+from unfog.inference.generated import GeneratedSamples
 from unfog.inference.memorization import Unseen, by_features, by_pixels
 from unfog.inference.nearest_images import memorised, nearest_features
-from unfog.inference.results import Asked, Evaluation
+from unfog.inference.results import Evaluation, EvaluationRequest
 from unfog.inference.run import Run
 from unfog.pipeline.class_labels import labels_like
 from unfog.pipeline.generate import Drawing, draw
@@ -171,7 +171,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
     compute = store._compute
 
     def not_again(pixels: object, *given: object) -> torch.Tensor:
-        assert not isinstance(pixels, DrawnPictures)
+        assert not isinstance(pixels, GeneratedSamples)
         return compute(pixels, *given)
 
     monkeypatch.setattr(store, "_compute", not_again)
@@ -232,9 +232,9 @@ def test_a_lost_or_broken_chunk_is_drawn_again_to_the_bit(run):
 
 
 def test_ranks_that_do_not_share_a_folder_are_told(tmp_path):
-    pictures = DrawnPictures(tmp_path, 40, 16)
+    pictures = GeneratedSamples(tmp_path, 40, 16)
     with pytest.raises(RunError, match="share the run folder"):
-        pictures.draw(lambda first, count: np.zeros((count, 4, 4, 1), np.uint8), _Alone(0, 2))
+        pictures.generate_missing(lambda first, count: np.zeros((count, 4, 4, 1), np.uint8), _Alone(0, 2))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000000.safetensors", "00000032.safetensors"]
 
 
@@ -363,7 +363,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
 
 
 def test_metrics_are_split_at_commas():
-    assert Asked(metrics=("kid, fid", "bits")).metrics == ("kid", "fid", "bits")
+    assert EvaluationRequest(metrics=("kid, fid", "bits")).metrics == ("kid", "fid", "bits")
 
 
 def test_noise_of_a_measurement_is_of_its_image_its_level_and_the_seed():

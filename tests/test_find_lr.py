@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from conftest import NETWORK
-from unfog.commands.find_lr import chart, find_lr
+from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
 from unfog.config.schema import Network
 from unfog.config.spec_strings import parse, words_of
@@ -24,9 +24,9 @@ from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
 from unfog.planning import lr_range_test as lr_range
-from unfog.planning.lr_range_test import LOWEST, RAMP, LrRange, Probe, Subject, find_lr_range
-from unfog.planning.lr_suggestion import Ramp, Trial, beyond, how_it_ends, smoothed, suggest
-from unfog.planning.microbatch import Fit
+from unfog.planning.lr_range_test import LOWEST, RAMP, LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
+from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, smoothed, suggest
+from unfog.planning.microbatch import MicrobatchChoice
 from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
@@ -60,17 +60,17 @@ class Mute(nn.Module):
         return 0 * self.weight * x
 
 
-def subject(network=unet, stop=lambda: False) -> Subject:
+def subject(network=unet, stop=lambda: False) -> LrTestSetup:
     images = ImageSet(pixels(), None, tuple(map(str, range(64))), ())
     optimizer = Optimizer(lr=1e-3, betas=(0.9, 0.99), schedule="cosine", weight_decay=0.0)
-    return Subject(
+    return LrTestSetup(
         Training(batch=8, precision="fp32", device="cpu"),
         optimizer,
         lambda: TrainState(network(), optimizer, PowerEma(), Precision("fp32", CPU)),
         ImageStream(images, 0),
         Augment(),
         Objective(preset("default").diffusion),
-        Probe.of(torch.from_numpy(pixels()).float() / 127.5 - 1, None),
+        LossProbe.create(torch.from_numpy(pixels()).float() / 127.5 - 1, None),
         stop,
     )
 
@@ -98,7 +98,7 @@ def test_ramp_learns_and_grows_by_one_factor():
 
 
 def test_network_that_learns_nothing_gets_no_suggestion():
-    found = find_lr_range(subject(Mute), seconds=1e-3)
+    found = run_lr_range_test(subject(Mute), seconds=1e-3)
     assert found.suggestion is None
     assert found.trials == ()
     assert "never fell by more than 0.0%" in found.reason
@@ -114,7 +114,7 @@ def test_only_a_micro_batch_goes_through_at_once_and_random_numbers_are_left_alo
 
     given = subject(Small)
     before = torch.get_rng_state()
-    find_lr_range(replace(given, training=replace(given.training, microbatch=3)), seconds=1e-3)
+    run_lr_range_test(replace(given, training=replace(given.training, microbatch=3)), seconds=1e-3)
     assert max(sizes) == 3
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -138,7 +138,7 @@ def test_trials_tell_a_rate_that_learns_from_one_that_does_not():
 
 def test_trials_go_on_beyond_the_best_one():
     def after(*losses: float) -> list[float]:
-        return beyond([Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
+        return next_rates([Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
 
     assert after(0.5, 0.4, 0.6) == []
     assert after(0.4, 0.5, 0.6) == [0.03]
@@ -162,7 +162,7 @@ def test_a_stop_ends_it_within_a_step():
         return len(asked) > 9
 
     with pytest.raises(Interrupted):
-        find_lr_range(subject(stop=stop), seconds=1e-3)
+        run_lr_range_test(subject(stop=stop), seconds=1e-3)
     assert len(asked) < 13  # it is asked before and after each step
     with pytest.raises(Interrupted):
         lr_range.run_trials(subject(stop=lambda: True), ramp_of(VALLEY), 1e3, 1.0)
@@ -171,7 +171,7 @@ def test_a_stop_ends_it_within_a_step():
 def test_probe_is_the_same_each_time_and_one_where_nothing_is_answered():
     objective = Objective(replace(Diffusion(), target=Eps()), num_classes=3, label_dropout=0.5)
     x0, label = torch.zeros(400, 1, 8, 8), torch.zeros(400, dtype=torch.int64)
-    probe, state = Probe.of(x0, label), subject(Mute).fresh()
+    probe, state = LossProbe.create(x0, label), subject(Mute).fresh()
     before = torch.random.get_rng_state()
     loss = probe.relative_loss(state, objective, batch=400)
     assert loss == pytest.approx(1, abs=0.03)  # the mean square of 25,600 numbers of standard deviation 1
@@ -182,7 +182,7 @@ def test_probe_is_the_same_each_time_and_one_where_nothing_is_answered():
 
 @pytest.mark.parametrize("count", [5, 16, 64, 400])
 def test_levels_of_a_probe_are_spread_evenly_also_in_part(count):
-    u = Probe.of(torch.zeros(400, 1, 1, 1), None).first(count).u
+    u = LossProbe.create(torch.zeros(400, 1, 1, 1), None).first(count).u
     assert float(u.min()) > 0
     assert float(u.max()) < 1
     gaps = torch.diff(torch.cat([torch.zeros(1), u.sort().values, torch.ones(1)]))
@@ -193,7 +193,7 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     rates = [1e-5 * 10 ** (i / 4) for i in range(20)]
 
     def ends(losses) -> str:
-        return how_it_ends(1.0, rates[: len(losses)], losses)
+        return ramp_stop_reason(1.0, rates[: len(losses)], losses)
 
     assert ends([*VALLEY[:13], math.nan]) == "not finite"
     assert ends([*VALLEY[:13], math.inf]) == "not finite"
@@ -203,7 +203,7 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     assert ends([1.0, 3.0]) == "diverged"
     fine = [1e-5 * 10 ** (i / 24) for i in range(100)]  # 24 steps a decade, so one of them is soon averaged away
     losses = [1.0] * 40 + [0.4] * 40 + [1.6]
-    assert how_it_ends(1.0, fine[: len(losses)], losses) == ""
+    assert ramp_stop_reason(1.0, fine[: len(losses)], losses) == ""
 
 
 def test_lowest_point_is_not_moved_by_the_smoothing():
@@ -291,7 +291,8 @@ def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys)
 
 def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys):
     monkeypatch.setattr(
-        "unfog.planning.auto_settings.choose_microbatch", lambda *given, **more: Fit(3, False, "memory is short")
+        "unfog.planning.auto_settings.choose_microbatch",
+        lambda *given, **more: MicrobatchChoice(3, False, "memory is short"),
     )
     timed = []
     monkeypatch.setattr(
@@ -318,7 +319,7 @@ def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):
 
 def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
     ramp = Ramp(1.0, (1e-5, 1e-4, 1e-3), (1.0, 0.9, math.nan), "not finite")
-    assert "<svg" in chart(LrRange(ramp, (), None, "it never learned"))
+    assert "<svg" in _lr_chart(LrRangeResult(ramp, (), None, "it never learned"))
 
 
 def test_finding_says_how_far_the_settings_are_from_it(folder):

@@ -15,14 +15,14 @@ from torch import Tensor
 import unfog
 from conftest import NETWORK
 from unfog.cli.main import run as command
-from unfog.commands.tune import BUILT_IN, Calls, Outcomes, allowed, improved
+from unfog.commands.tune import BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.diffusion.guidance import Autoguided, Within
 from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError, RunError
-from unfog.inference.tuned_sampler import without_tuned
+from unfog.inference.tuned_sampler import omit_tuned_settings
 from unfog.pipeline.class_labels import labels_like
 from unfog.pipeline.generate import Drawing, draw
 from unfog.process.run_folder import RunFolder
@@ -232,22 +232,22 @@ def test_levels_are_moved_to_where_the_error_is_least():
     tried = []
 
     def error(logsnr: Tensor) -> float:
-        assert allowed(logsnr, -8.76)
+        assert _levels_are_valid(logsnr, -8.76)
         tried.append(logsnr)
         return float((logsnr - wanted).square().sum())
 
     start = torch.linspace(-8.7, 10.0, 8, dtype=torch.float64)
-    found = improved(start, error, -8.76, 400)
+    found = _search_levels(start, error, -8.76, 400)
     assert (found - wanted).abs().max() < 0.15
     assert len(tried) <= 400
-    short = improved(start, error, -8.76, 30)
+    short = _search_levels(start, error, -8.76, 30)
     assert error(found) < error(short) < error(start)
 
 
 def test_pure_noise_stays_where_levels_are_moved():
     start = noise_levels(Cosine(zero_terminal=True), 5, "schedule")[:-1]
     wanted = torch.tensor([-math.inf, -4.0, -1.0, 1.0, 6.0], dtype=torch.float64)
-    found = improved(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), -math.inf, 300)
+    found = _search_levels(start, lambda logsnr: float((logsnr - wanted)[1:].square().sum()), -math.inf, 300)
     assert found[0] == -math.inf
     assert (found - wanted)[1:].abs().max() < 0.15
     # As a share of noise it survives config.toml.
@@ -327,16 +327,16 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
     folder, lines = RunFolder(tmp_path), ["sampler.steps: 20 -> 5", "log.every: 1 -> 2"]
     for text in ("", '{"kind": "tuned"}\n', '{"kind": "tuned", "sampler": [5]}\n', '{"kind": "started"}\n[]\n{'):
         (tmp_path / "events.jsonl").write_text(text)
-        assert without_tuned(lines, folder, Sampler(steps=5)) == lines
+        assert omit_tuned_settings(lines, folder, Sampler(steps=5)) == lines
     (tmp_path / "events.jsonl").write_text('{"kind": "tuned", "sampler": {"steps": 5}}\n')
-    assert without_tuned(lines, folder, Sampler(steps=5)) == lines[1:]
-    assert without_tuned(lines, folder, Sampler(steps=6)) == lines
+    assert omit_tuned_settings(lines, folder, Sampler(steps=5)) == lines[1:]
+    assert omit_tuned_settings(lines, folder, Sampler(steps=6)) == lines
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):
     monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 4)
     schedule = run.config.diffusion.schedule
-    outcomes = Outcomes(run, Sampler(steps=3), 1, 0, Calls(lambda calls: None))
+    outcomes = _GridError(run, Sampler(steps=3), 1, 0, _CallCounter(lambda calls: None))
     levels = outcomes.many(6).visits(schedule)
     assert levels[0].item() == pytest.approx(schedule.limits()[0])
     torch.testing.assert_close(levels[1:6], noise_levels(schedule, 5, "logsnr")[:-1])

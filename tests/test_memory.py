@@ -142,9 +142,9 @@ LIMITED = """
 import resource, sys, threading, time, torch
 from pathlib import Path
 from unfog.cli.main import main
-from unfog.planning.auto_settings import Settling
+from unfog.planning.auto_settings import AutoSettings
 
-Settling.microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
+AutoSettings.resolve_microbatch = lambda self, resuming=False: None  # as if the prediction had been wrong
 room, events = int(sys.argv[1]) * 2**20, Path(sys.argv[2])
 
 def wait_for(kind):

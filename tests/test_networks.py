@@ -22,9 +22,9 @@ from unfog.export.diffusers_unet import to_unet2d
 from unfog.models.registry import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, build_state
-from unfog.planning.auto_settings import Settling
-from unfog.planning.flops import work_of
-from unfog.planning.memory_estimate import Traces, trace_step
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import count_flops
+from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.hooks import Silent
@@ -280,13 +280,13 @@ def test_channels_last_computes_the_same_in_another_order(settings, channels):
 )
 def test_memory_format_suits_device_and_precision(device, precision, wanted):
     config = config_of(MICRO["unet"], training=Training(images=48, precision=precision, device=device))
-    settling = Settling(config, None, torch.device(device), lambda: False)
-    settling.memory_format()
-    assert build_network(settling.config).channels_last == wanted
-    assert [choice.name for choice in settling.choices] == ["memory_format"]
+    auto = AutoSettings(config, None, torch.device(device), lambda: False)
+    auto.resolve_memory_format()
+    assert build_network(auto.config).channels_last == wanted
+    assert [choice.name for choice in auto.choices] == ["memory_format"]
     assert not build_network(config).channels_last, "a run from before there was a choice"
-    of_patches = Settling(replace(config, network=MICRO["dit"]), None, torch.device(device), lambda: False)
-    of_patches.memory_format()
+    of_patches = AutoSettings(replace(config, network=MICRO["dit"]), None, torch.device(device), lambda: False)
+    of_patches.resolve_memory_format()
     assert of_patches.config.training.memory_format == "contiguous"
     assert of_patches.choices == []
 
@@ -378,15 +378,15 @@ def test_compiled_training_learns_the_same(settings):
 def test_memory_is_traced(settings, device):
     config = config_of(settings)
     few, more, many = (trace_step(config, device, n, 2) for n in (2, 4, 7))
-    assert few.at(7, more, 2, 4) == many
-    peak = Traces(config, device).step(8, False)
+    assert few.extrapolate(7, more, 2, 4) == many
+    peak = MemoryEstimator(config, device).step(8, False)
     assert peak.parts["parameters"] == sum(4 * p.numel() for p in build_network(config).parameters())
-    assert Traces(config, device).step(8, True).parts["activations"] < 0.8 * peak.parts["activations"]
+    assert MemoryEstimator(config, device).step(8, True).parts["activations"] < 0.8 * peak.parts["activations"]
 
 
 @pytest.mark.parametrize("name", ["mp-tiny", "dit-tiny"])
 def test_work_is_counted(name):
-    work = work_of(lambda: build_model(SIZES[name], 3), (3, 32, 32))
+    work = count_flops(lambda: build_model(SIZES[name], 3), (3, 32, 32))
     assert 2.7 < work.training / work.forward < 3.3
 
 
@@ -434,12 +434,12 @@ def test_rates_follow_the_kind_and_decay_is_left_to_free_weights():
     rates = {}
     for name, settings in MICRO.items():
         config = config_of(settings, optimizer=Optimizer(weight_decay=0.01))
-        settling = Settling(config, None, CPU, lambda: False)
-        settling.learning_rate()
-        settling.weight_decay()
-        rates[name] = settling.config.optimizer.lr
-        assert settling.config.optimizer.weight_decay == (0 if name == "mpunet" else 0.01)
-        assert ("optimizer.weight_decay" in [choice.name for choice in settling.choices]) == (name == "mpunet")
+        auto = AutoSettings(config, None, CPU, lambda: False)
+        auto.resolve_learning_rate()
+        auto.resolve_weight_decay()
+        rates[name] = auto.config.optimizer.lr
+        assert auto.config.optimizer.weight_decay == (0 if name == "mpunet" else 0.01)
+        assert ("optimizer.weight_decay" in [choice.name for choice in auto.choices]) == (name == "mpunet")
     assert rates["mpunet"] > 3 * rates["unet"]
     assert usual_learning_rate(16 * 10**6, 64, MPUNet()) == pytest.approx(usual_learning_rate(1, 64, MPUNet()) / 2)
     assert usual_learning_rate(16 * 10**6, 64, DiT()) == pytest.approx(usual_learning_rate(1, 64, DiT()) / 4)

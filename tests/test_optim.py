@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES
 from unfog.models.unet import UNetModel
-from unfog.planning.memory_estimate import Traces, held_by, snapshot_of, with_precision
+from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes, with_precision
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
@@ -332,10 +332,10 @@ def test_plan_counts_the_moments_that_there_are(method, copies):
     config = replace(preset("default"), network=parse(words_of(Network), NETWORK))
     config = replace(config, data=replace(config.data, size=8, channels=1), training=Training(batch=1))
     config = replace(config, optimizer=replace(config.optimizer, lr=1e-3, method=method))
-    step = Traces(with_precision(config), "cpu").step(1, False)
+    step = MemoryEstimator(with_precision(config), "cpu").step(1, False)
     assert step.parts["moments"] / step.parts["parameters"] == pytest.approx(copies, abs=0.1)
     assert step.parts["average"] == pytest.approx(2 * step.parts["parameters"], rel=0.01)
-    assert held_by(step) + 3 * step.parts["parameters"] == snapshot_of(step)
+    assert _persistent_bytes(step) + 3 * step.parts["parameters"] == _checkpoint_bytes(step)
 
 
 class Counting(torch.optim.SGD):

@@ -282,7 +282,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
 
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
     held = held_out_set(fresh(), config, cpu)
-    probe = find_lr.subject_of(config, fresh(), cpu, stop).probe
+    probe = find_lr._test_setup(config, fresh(), cpu, stop).probe
     looked = examination.looked_at(fresh().held_out, cpu, to_model_range)
     shown, own = examination.pictures_of(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")

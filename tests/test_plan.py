@@ -20,12 +20,12 @@ from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
 from unfog.planning.accelerators import DEVICES, GB, find_device
-from unfog.planning.auto_settings import Settling
-from unfog.planning.flops import Range, training_time, work_of
-from unfog.planning.memory_estimate import Traces
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import TimeRange, count_flops, step_time
+from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
 from unfog.planning.step_benchmark import seconds_per_step
-from unfog.planning.timing import time_finding, times_of, told_time
+from unfog.planning.timing import format_time, run_times, time_finding
 from unfog.training.settings import Evaluate, Optimizer, Training
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,7 +49,7 @@ class Convolution(nn.Module):
 
 
 def test_operations_of_a_convolution():
-    work = work_of(Convolution, (3, 8, 8))
+    work = count_flops(Convolution, (3, 8, 8))
     assert work.forward == 2 * 8 * 8 * 5 * 3 * 9
     assert work.training == 2 * work.forward  # its input asks for no gradient
 
@@ -59,7 +59,7 @@ def test_operations_of_ddpm():
 
     That leaves out the two products of attention, of which it has five layers at 16x16 and one at 4x4.
     """
-    work = work_of(lambda: UNetModel(SIZES["cifar10"], 3), (3, 32, 32))
+    work = count_flops(lambda: UNetModel(SIZES["cifar10"], 3), (3, 32, 32))
     attention = 2 * 256 * (5 * 16**4 + 4**4)
     assert work.forward / 2 - attention == pytest.approx(6.06e9, rel=0.003)
     assert 2.9 < work.training / work.forward < 3.05
@@ -71,7 +71,7 @@ def test_operations_of_attention_are_counted_by_hand(size):
 
     def counted(attends: bool):
         settings = UNet((16, 16), attention=(attends, False), mid_attention=False, norm_groups=4, head_channels=8)
-        return work_of(lambda: UNetModel(settings, 3), (3, size, size))
+        return count_flops(lambda: UNetModel(settings, 3), (3, size, size))
 
     plain, whole, pixels, channels = counted(False), counted(True), size**2, 16
     weights, attention = 3 * 2 * pixels * channels * 4 * channels, 3 * 4 * pixels**2 * channels
@@ -81,13 +81,13 @@ def test_operations_of_attention_are_counted_by_hand(size):
 
 def test_time_is_arithmetic_or_launches():
     device = find_device("h100")
-    work = work_of(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
-    fast, slow = training_time(work, 64, 1, device, half=True, checkpointing=False)
+    work = count_flops(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
+    fast, slow = step_time(work, 64, 1, device, half=True, checkpointing=False)
     assert fast == pytest.approx(64e12 / (0.40 * 989e12))
     assert slow == pytest.approx(64e12 / (0.15 * 989e12))
-    assert training_time(work, 64, 1, device, half=True, checkpointing=True).low == pytest.approx(1.3 * fast)
-    assert training_time(work, 64, 1, device, half=False, checkpointing=False).low > 5 * fast
-    tiny = training_time(work._replace(training=1e6), 64, 2, device, half=True, checkpointing=False)
+    assert step_time(work, 64, 1, device, half=True, checkpointing=True).low == pytest.approx(1.3 * fast)
+    assert step_time(work, 64, 1, device, half=False, checkpointing=False).low > 5 * fast
+    tiny = step_time(work._replace(training=1e6), 64, 2, device, half=True, checkpointing=False)
     assert tiny.low == tiny.high > 1e-3
 
 
@@ -101,20 +101,20 @@ def test_devices_are_found_however_they_are_written():
 def test_what_a_run_takes_is_the_sum_of_its_parts():
     config = asked(images=64_000, steps=0)
     config = replace(config, preview=replace(config.preview, every=100), evaluate=replace(config.evaluate, every=250))
-    times = times_of(config, Range(0.1, 0.2), Range(0.01, 0.02), held_out=40)
+    times = run_times(config, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
     assert times["training (1,000 steps)"] == (100, 200)
     assert times["previews (11)"].low == pytest.approx(11 * 16 * 20 * 0.01)  # the first, nine on the way, the last
     assert times["evaluations (5)"].low == pytest.approx(5 * 40 * 8 * 0.01)
     assert times["in all"].high == pytest.approx(200 + 2 * (11 * 16 * 20 + 5 * 40 * 8) * 0.01)
     assert times["drawing 10,000 pictures"].low == pytest.approx(10_000 * 20 * 0.01)
     drawing = replace(config, evaluate=replace(config.evaluate, metrics=("kid",), samples=300, metrics_every=500))
-    more = times_of(drawing, Range(0.1, 0.2), Range(0.01, 0.02), held_out=40)
+    more = run_times(drawing, TimeRange(0.1, 0.2), TimeRange(0.01, 0.02), held_out=40)
     assert more["drawing for metrics"].low == pytest.approx(2 * 300 * 20 * 0.01)
     assert more["in all"].low == pytest.approx(times["in all"].low + more["drawing for metrics"].low)
-    assert told_time(Range(0.0123, 0.2)) == "12 ms to 200 ms"
-    assert time_finding(Range(86400.0, 1e9)) is None
-    assert time_finding(Range(float("nan"), float("nan"))) is None
-    assert time_finding(Range(1e7, 1e8)).severity == "warning"
+    assert format_time(TimeRange(0.0123, 0.2)) == "12 ms to 200 ms"
+    assert time_finding(TimeRange(86400.0, 1e9)) is None
+    assert time_finding(TimeRange(float("nan"), float("nan"))) is None
+    assert time_finding(TimeRange(1e7, 1e8)).severity == "warning"
 
 
 def test_a_plan_for_another_machine():
@@ -132,41 +132,41 @@ def test_a_plan_for_another_machine():
 
 
 @pytest.fixture
-def settling():
+def auto():
     """Fits what is asked for into so much memory of an RTX 3060: the configuration, choices and findings."""
 
     def settle(available, device=CUDA, size=16, **training):
         images = ImageSet(np.zeros((1, 1, size, size), np.uint8), None, ("a",), ())
         config = replace(asked(**training, precision="fp32"), data=Data(size=size, channels=1))
-        found = Settling(config, images, device, lambda: False)
+        found = AutoSettings(config, images, device, lambda: False)
         return found, settle_memory(found, device, available, "NVIDIA RTX 3060")
 
     return settle
 
 
-def test_what_was_asked_for_and_does_not_fit_is_fatal_and_what_fits_is_said(settling):
-    _, (fatal,) = settling(12 * GB, batch=200_000, microbatch=100_000)
+def test_what_was_asked_for_and_does_not_fit_is_fatal_and_what_fits_is_said(auto):
+    _, (fatal,) = auto(12 * GB, batch=200_000, microbatch=100_000)
     assert (fatal.code, fatal.severity) == ("plan.memory", "fatal")
     assert "NVIDIA RTX 3060 has" in fatal.evidence
     fits = fatal.facts["microbatch"]
     assert 100 < fits < 100_000
     assert fatal.remedy == f"--microbatch {fits} fits"
-    chosen, none = settling(12 * GB, batch=200_000)
+    chosen, none = auto(12 * GB, batch=200_000)
     assert not none
     assert chosen.config.training.microbatch == fits
     # A context is taken off what is available, once.
-    assert Traces(chosen.config, "cuda").training(fits, False) < 12 * GB * MARGIN
-    kept, none = settling(12 * GB, batch=200_000, microbatch=fits)
+    assert MemoryEstimator(chosen.config, "cuda").training(fits, False) < 12 * GB * MARGIN
+    kept, none = auto(12 * GB, batch=200_000, microbatch=fits)
     assert (kept.config.training.microbatch, none) == (fits, [])
 
 
 @pytest.mark.slow
-def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(settling):
-    small = Traces(settling(12 * GB, CPU, 32, batch=2)[0].config, "cpu")
+def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(auto):
+    small = MemoryEstimator(auto(12 * GB, CPU, 32, batch=2)[0].config, "cpu")
     one, again = small.training(1, False), small.training(1, True)
-    _, (fatal,) = settling(int((one + again) / 2 / MARGIN), CPU, 32, batch=2, microbatch=2)
+    _, (fatal,) = auto(int((one + again) / 2 / MARGIN), CPU, 32, batch=2, microbatch=2)
     assert "--training.checkpointing" in fatal.remedy
-    _, (hopeless,) = settling(again // 2, CPU, 32, batch=2)
+    _, (hopeless,) = auto(again // 2, CPU, 32, batch=2)
     assert "NVIDIA RTX 3060 has" in hopeless.evidence
     assert "cpu" not in hopeless.evidence
 
@@ -191,12 +191,12 @@ def test_a_plan_leaves_random_numbers_alone():
 
 def test_a_budget_is_kept_with_all_that_a_run_does_besides(monkeypatch):
     config = replace(asked(batch=64, steps=0, budget="3m", precision="fp32"), classes=("a", "b"))
-    found = Settling(config, None, CPU, lambda: False)
+    found = AutoSettings(config, None, CPU, lambda: False)
     monkeypatch.setattr(found, "seconds_per_step", lambda: 0.3)
-    found.length()
-    found.intervals()
-    call = Range(0.1 / 64, 0.1 / 64)  # a third of a step
-    assert times_of(found.config, Range(0.3, 0.3), call, 1000)["in all"].low == pytest.approx(180, rel=0.02)
+    found.resolve_length()
+    found.resolve_intervals()
+    call = TimeRange(0.1 / 64, 0.1 / 64)  # a third of a step
+    assert run_times(found.config, TimeRange(0.3, 0.3), call, 1000)["in all"].low == pytest.approx(180, rel=0.02)
 
 
 def test_steps_that_take_minutes_are_not_timed(monkeypatch):
@@ -227,7 +227,7 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
     (fatal,) = [finding for finding in plan(config).findings if finding.severity == "fatal"]
     assert (fatal.code, fatal.remedy) == ("plan.memory", "--data.cache disk")
     prepared = prepare(open_source(tmp_path), config.data)  # as they are once the run has them
-    assert disk.to_decode(prepared, config) == 0
+    assert disk.bytes_to_decode(prepared, config) == 0
 
 
 @pytest.mark.slow
@@ -253,9 +253,9 @@ def test_a_plan_for_this_machine_measures_it():
 
 def test_a_budget_begins_after_what_was_seen(monkeypatch):
     def length(seen):
-        found = Settling(asked(batch=64, steps=0, budget="3m", precision="fp32"), None, CPU, lambda: False)
+        found = AutoSettings(asked(batch=64, steps=0, budget="3m", precision="fp32"), None, CPU, lambda: False)
         monkeypatch.setattr(found, "seconds_per_step", lambda: 0.3)
-        found.length(seen=seen)
+        found.resolve_length(seen=seen)
         return found.config.training.images
 
     assert length(64 * 5000) == 64 * 5000 + length(0)
@@ -264,18 +264,18 @@ def test_a_budget_begins_after_what_was_seen(monkeypatch):
 @pytest.mark.parametrize(("fp32", "bf16", "name"), [(0.1, 0.05, "bf16"), (0.1, 0.2, "fp32"), (0.1, 0.099, "fp32")])
 def test_the_faster_precision_is_chosen(monkeypatch, fp32, bf16, name):
     monkeypatch.setattr("unfog.planning.auto_settings.imitates_bf16", lambda: False)
-    found = Settling(asked(precision="auto"), None, CPU, lambda: False)
+    found = AutoSettings(asked(precision="auto"), None, CPU, lambda: False)
     monkeypatch.setattr(found, "_seconds_per_step", lambda of, limit=3.0: {"fp32": fp32, "bf16": bf16}[of])
-    found.precision()
+    found.resolve_precision()
     assert found.config.training.precision == name
 
 
 def test_a_budget_leaves_the_metrics_their_share(monkeypatch):
     def length(**evaluate):
         config = replace(asked(batch=64, steps=0, budget="30m", precision="fp32"), evaluate=Evaluate(**evaluate))
-        found = Settling(config, None, CPU, lambda: False)
+        found = AutoSettings(config, None, CPU, lambda: False)
         monkeypatch.setattr(found, "seconds_per_step", lambda: 0.3)
-        found.length()
+        found.resolve_length()
         return found.config.training.images
 
     assert length(metrics=("kid",), share=0.25) / length() == pytest.approx(1 / 1.25, rel=0.02)

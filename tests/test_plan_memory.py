@@ -21,12 +21,12 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning import peak_memory as memory
-from unfog.planning.auto_settings import Settling
-from unfog.planning.memory_bound import at_most
-from unfog.planning.memory_estimate import Traces, trace_step
-from unfog.planning.memory_trace import Trace, record
-from unfog.planning.microbatch import MARGIN, choose_microbatch, largest
-from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, peak_of
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.memory_bound import memory_upper_bound
+from unfog.planning.memory_estimate import MemoryEstimator, trace_step
+from unfog.planning.memory_trace import Trace, record_trace
+from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch
+from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, find_peak
 from unfog.training.settings import Averages, Training
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_trace_holds_what_is_alive_and_no_more():
         c = b.view(10, 100) @ torch.zeros(100, 7)  # b, 100 x 7, 10 x 7
         del b, c
 
-    trace = record(work, "cpu")
+    trace = record_trace(work, "cpu")
     assert live(trace) == 8000
     assert sum(e >= 0 for e in trace.events) == sum(e < 0 for e in trace.events) == len(trace.sizes) == 4
 
@@ -62,44 +62,44 @@ def test_a_trace_holds_what_is_alive_and_no_more():
 def test_parts_of_a_step():
     wanted = sum(p.numel() for p in build_network(config()).parameters()) * 4
     for device in ("cpu", "cuda"):
-        peak = Traces(config(), device).step(8, False)
+        peak = MemoryEstimator(config(), device).step(8, False)
         assert peak.parts["parameters"] == wanted
         assert peak.parts["average"] == 2 * wanted  # two of them
-        alone = Traces(replace(config(), averages=Averages(every=-1)), device).step(8, False)
+        alone = MemoryEstimator(replace(config(), averages=Averages(every=-1)), device).step(8, False)
         assert alone.parts["average"] == wanted
         assert 2 * wanted < peak.parts["moments"] < 2 * wanted + 1000  # and a count of steps for each
         assert sum(peak.parts.values()) == peak.total
-    assert Traces(config(), "cpu").step(4, False).parts["gradients"] == wanted  # from the pass before
+    assert MemoryEstimator(config(), "cpu").step(4, False).parts["gradients"] == wanted  # from the pass before
 
 
 def test_recomputing_is_imitated_too():
     """In the types of the device that is not there, also within the backward pass."""
     given = config(8, precision="bf16")
-    kept, recomputed = (peak_of(trace_step(given, "cuda", 8, 1, again), "cuda") for again in (False, True))
+    kept, recomputed = (find_peak(trace_step(given, "cuda", 8, 1, again), "cuda") for again in (False, True))
     assert recomputed.parts["activations"] < 0.6 * kept.parts["activations"]
     assert recomputed.total < kept.total
 
 
 def test_every_tensor_is_affine_in_the_batch():
     few, more, many = (trace_step(config(), "cpu", n, 2) for n in (2, 4, 11))
-    assert few.at(11, more, 2, 4) == many
+    assert few.extrapolate(11, more, 2, 4) == many
 
 
 def test_traces_of_different_computations_are_not_continued():
     few, more = trace_step(config(), "cpu", 2, 1), trace_step(config(), "cpu", 4, 2)
     with pytest.raises(ValueError, match="different"):
-        few.at(8, more, 2, 4)
+        few.extrapolate(8, more, 2, 4)
 
 
 @pytest.mark.slow
 def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
-    full = Traces(config(32), "cpu").step(32, False).parts["activations"]
-    half = Traces(config(32, precision="bf16"), "cpu").step(32, False).parts["activations"]
-    on_gpu = Traces(config(32, precision="bf16"), "cuda").step(32, False).parts["activations"]
+    full = MemoryEstimator(config(32), "cpu").step(32, False).parts["activations"]
+    half = MemoryEstimator(config(32, precision="bf16"), "cpu").step(32, False).parts["activations"]
+    on_gpu = MemoryEstimator(config(32, precision="bf16"), "cuda").step(32, False).parts["activations"]
     assert 0.45 < half / full < 0.7
     assert half < 0.8 * on_gpu < full  # CUDA's autocast normalises in fp32, and keeps what it normalised
-    assert Traces(config(32), "cpu").step(8, False).parts["activations"] < 0.3 * full
-    assert Traces(config(32), "cpu").step(32, True).parts["activations"] < 0.5 * full
+    assert MemoryEstimator(config(32), "cpu").step(8, False).parts["activations"] < 0.3 * full
+    assert MemoryEstimator(config(32), "cpu").step(32, True).parts["activations"] < 0.5 * full
 
 
 def test_a_trace_leaves_no_trace():
@@ -116,10 +116,10 @@ def test_a_trace_leaves_no_trace():
 
 def test_cuda_rounds_up_and_glibc_loses_some_of_what_is_not_too_large():
     trace = Trace([1, CUDA_BLOCK + 1], ["activations"] * 2, [0, 1])
-    assert peak_of(trace, "mps").total == 3 * CUDA_BLOCK
+    assert find_peak(trace, "mps").total == 3 * CUDA_BLOCK
     large, small, kept = 40 * MB, 10 * MB, 5 * MB
     trace = Trace([large, small, kept], ["activations", "activations", "parameters"], [0, 1, 2])
-    peak = peak_of(trace, "cpu")
+    peak = find_peak(trace, "cpu")
     assert large + small + kept < peak.total < large + 1.5 * small + kept
     assert peak.parts["allocator"] == peak.total - large - small - kept
 
@@ -169,7 +169,7 @@ def test_real_tensors_take_what_the_trace_says(precision):
 
 @given(st.integers(1, 5000), st.integers(0, 6000))
 def test_largest_that_fits(batch, limit):
-    found = largest(batch, lambda n: n <= limit)
+    found = _largest_that_fits(batch, lambda n: n <= limit)
     if limit == 0:
         assert found == 0
     elif batch <= limit:
@@ -183,7 +183,7 @@ def test_largest_that_fits(batch, limit):
 
 def test_micro_batch_follows_from_what_is_available():
     given = config(24)
-    traces = Traces(given, "cpu")
+    traces = MemoryEstimator(given, "cpu")
     assert choose_microbatch(given, CPU, 10**12)[:2] == (24, False)
     found = []
     for share in (0.6, 0.35):
@@ -199,13 +199,13 @@ def test_micro_batch_follows_from_what_is_available():
 
 def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch):
     """Without a margin; of a run that goes on, the whole batch too."""
-    takes = {n: Traces(config(8), "cpu").training(n, False) for n in (4, 8)}
+    takes = {n: MemoryEstimator(config(8), "cpu").training(n, False) for n in (4, 8)}
 
     def settled(available, resuming, **training):
         monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
-        settling = Settling(config(8, **training), None, CPU, lambda: False)
-        settling.microbatch(resuming)
-        return settling.config.training.microbatch, [choice.name for choice in settling.choices]
+        auto = AutoSettings(config(8, **training), None, CPU, lambda: False)
+        auto.resolve_microbatch(resuming)
+        return auto.config.training.microbatch, [choice.name for choice in auto.choices]
 
     assert settled(int(1.05 * takes[8]), True) == (0, [])
     assert settled(int(1.05 * takes[8]), False)[0] > 0  # a new run leaves a margin
@@ -218,7 +218,7 @@ def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch
 @pytest.mark.slow
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     given = config(4, 32)
-    one, recomputed = (Traces(given, "cpu").training(1, again) for again in (False, True))
+    one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
     assert recomputed < 0.9 * one
     fit = choose_microbatch(given, CPU, int((one + recomputed) / 2 / MARGIN))
     assert fit.checkpointing
@@ -243,7 +243,7 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
 def test_the_glance_is_never_below_the_prediction(given):
     """So that no trace is needed where even that fits."""
     for device in ("cpu", "cuda"):
-        assert at_most(given) > Traces(given, device).training(given.training.batch, False)
+        assert memory_upper_bound(given) > MemoryEstimator(given, device).training(given.training.batch, False)
 
 
 def test_what_a_control_group_leaves(tmp_path):

@@ -17,9 +17,9 @@ from unfog.errors import RequestError
 from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
 from unfog.planning.accelerators import GB
-from unfog.planning.auto_settings import Settling
-from unfog.planning.memory_bound import at_most
-from unfog.planning.memory_estimate import Traces, trace_step
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.memory_bound import memory_upper_bound
+from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.microbatch import MARGIN
 from unfog.training.settings import Averages, Optimizer, Training
 
@@ -53,7 +53,7 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
     around = whole - DEPTH * block
     for device, precision, factor in (("cpu", "fp32", 1.0), ("cuda", "bf16", 0.5)):
         given = config(precision=precision)
-        parts = Traces(given, device, 4).step(4, False).parts
+        parts = MemoryEstimator(given, device, 4).step(4, False).parts
         assert parts["parameters"] == pytest.approx(whole / 4, rel=0.02)
         assert parts["average"] == 2 * parts["parameters"]
         assert parts["moments"] == pytest.approx(2 * parts["parameters"], rel=0.02)
@@ -62,18 +62,18 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
         assert most(trace, "gathered") == pytest.approx(around + factor * block, rel=0.02)
         travelling = [size for size, kind in zip(trace.sizes, trace.kinds) if kind == "workspace"]
         assert sum(abs(size - factor * block) < 0.01 * block for size in travelling) >= 2 * 2 * DEPTH
-    assert Traces(given, "cuda", 4).footprint(4, False).weights == whole
+    assert MemoryEstimator(given, "cuda", 4).estimate(4, False).weights == whole
 
 
 def test_whole_networks_have_gradients_travel_from_memory_of_their_own():
-    alone, several = (Traces(config(shard=False), "cpu", n).step(4, False) for n in (1, 8))
+    alone, several = (MemoryEstimator(config(shard=False), "cpu", n).step(4, False) for n in (1, 8))
     assert several.parts["exchange"] == alone.parts["parameters"] == several.total - alone.total
-    assert Traces(config(), "cpu", 1).step(4, False).parts == alone.parts  # one process divides nothing
+    assert MemoryEstimator(config(), "cpu", 1).step(4, False).parts == alone.parts  # one process divides nothing
 
 
 def test_one_process_has_the_whole_for_checkpoints_and_pictures():
     given = replace(config(), averages=Averages(every=-1))
-    whole, parts = (Traces(given, "cuda", n).footprint(4, False) for n in (1, 8))
+    whole, parts = (MemoryEstimator(given, "cuda", n).estimate(4, False) for n in (1, 8))
     assert parts.snapshot == pytest.approx(whole.snapshot, rel=0.01)
     assert parts.drawing > whole.weights
     assert parts.step.total < whole.step.total
@@ -82,24 +82,26 @@ def test_one_process_has_the_whole_for_checkpoints_and_pictures():
 @pytest.mark.parametrize("shard", [True, False])
 def test_the_glance_is_not_below_the_prediction_for_two_processes(shard):
     for device in ("cpu", "cuda"):
-        assert at_most(config(shard=shard)) > Traces(config(shard=shard), device, 2).training(4, False)
+        assert memory_upper_bound(config(shard=shard)) > MemoryEstimator(config(shard=shard), device, 2).training(
+            4, False
+        )
 
 
 def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatch):
     share = config(12)
-    takes = {n: Traces(share, "cpu", 2).training(n, False) for n in (4, 12)}
+    takes = {n: MemoryEstimator(share, "cpu", 2).training(n, False) for n in (4, 12)}
 
     def settled(available, processes, **training):
         monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
-        settling = Settling(config(24, **training), None, CPU, lambda: False, processes)
-        settling.microbatch()
-        return settling.config.training.microbatch, [choice.reason for choice in settling.choices]
+        auto = AutoSettings(config(24, **training), None, CPU, lambda: False, processes)
+        auto.resolve_microbatch()
+        return auto.config.training.microbatch, [choice.reason for choice in auto.choices]
 
     assert settled(10**12, 2) == (0, [])
     room = int((takes[4] + takes[12]) / 2 / MARGIN)
     count, (reason,) = settled(room, 2)
     assert 4 <= count < 12
-    assert takes[4] <= Traces(share, "cpu", 2).training(count, False) < MARGIN * room
+    assert takes[4] <= MemoryEstimator(share, "cpu", 2).training(count, False) < MARGIN * room
     assert "all 12 would need" in reason  # of the share of one
     assert settled(int(1.05 * takes[4]), 2, microbatch=4) == (4, [])
     # Processes of one machine share its memory.
@@ -199,7 +201,7 @@ def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), shard=shard, out=str(out)))
     output(started(*TORCHRUN, 2, script))
     share = config(4, 512, shard)
-    Traces(share, "cpu", 2).step(4, False)
+    MemoryEstimator(share, "cpu", 2).step(4, False)
     predicted = live(trace_step(share, "cpu", 4, 1, False, 2))
     found = [int(Path(f"{out}{rank}").read_text()) for rank in range(2)]
     assert predicted > 100e6

@@ -17,7 +17,7 @@ from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.target import V
 from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
-from unfog.planning.auto_settings import Settling
+from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
 from unfog.runs import dry_run as rehearsal
 from unfog.runs import dry_run_parts as small
@@ -48,12 +48,12 @@ def settled(prepared, **settings):
         "preview": {"images": 2},
         "evaluate": {"images": 4, "levels": 2},
     }
-    settling = Settling(update(update(base, small, ""), settings, ""), prepared.train, CPU, lambda: False)
-    settling.network()
-    settling.learning_rate()
-    settling.length()
-    settling.intervals()
-    return settling.config
+    auto = AutoSettings(update(update(base, small, ""), settings, ""), prepared.train, CPU, lambda: False)
+    auto.resolve_network()
+    auto.resolve_learning_rate()
+    auto.resolve_length()
+    auto.resolve_intervals()
+    return auto.config
 
 
 def rehearsed(config, prepared, folder):

@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import find_labels, picture_grid
 from unfog.pipeline.image_files import IN_GRID, Strip, write_pictures
-from unfog.planning.auto_settings import Settling, round_number, seconds
+from unfog.planning.auto_settings import AutoSettings, round_down_to_125, seconds
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 
@@ -214,9 +214,9 @@ def test_pictures_of_two_drawings_do_not_mix(run, tmp_path):
 def test_automatic_network_fits_the_images(kind, size, name):
     base = preset("default")
     config = replace(base, data=replace(base.data, size=size, channels=3))
-    settling = Settling(config, None, torch.device(kind), lambda: False)
-    settling.network()
-    assert settling.config.network == SIZES[name]
+    auto = AutoSettings(config, None, torch.device(kind), lambda: False)
+    auto.resolve_network()
+    assert auto.config.network == SIZES[name]
 
 
 def test_a_run_is_never_overwritten(run, tmp_path):
@@ -310,7 +310,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
 
 def test_time_spans_and_round_numbers():
     assert [seconds(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
-    assert [round_number(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
+    assert [round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
 
 
 GOLDEN = {"adamw": [1.63450, 1.58983, 1.48525, 1.46525], "muon": [1.63519, 1.60285, 1.51219, 1.50118]}

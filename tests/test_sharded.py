@@ -34,8 +34,8 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError, RunError
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.planning.auto_settings import Settling
-from unfog.planning.fake_process_group import pretended
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.fake_process_group import fake_process_group
 from unfog.runs.workers import check_seen
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
@@ -342,7 +342,7 @@ def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
     config = Config(source="fashion", training=Training(shard=True, budget="5m"))
     with pytest.raises(RequestError, match="give --steps or --images"):
-        Settling(config, None, CPU, lambda: False, processes=2).length()
+        AutoSettings(config, None, CPU, lambda: False, processes=2).resolve_length()
 
 
 def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch):
@@ -362,7 +362,7 @@ def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch)
 
 @pytest.mark.parametrize("method", [AdamW(), Muon(), Custom(path="torch.optim.Adam")])
 def test_the_loss_scaler_takes_a_divided_network_whose_first_weight_has_no_rows(method):
-    with pretended(2):
+    with fake_process_group(2):
         network = build_model(MPUNet(channels=(8, 16), attention=(False, True)), 1)
         divide(network, mesh_of("cpu", 2), False)
         assert not divided(next(network.parameters()))

@@ -20,7 +20,7 @@ from unfog.config.toml import update
 from unfog.data.stream import ImageStream
 from unfog.pipeline.load_data import load_images
 from unfog.planning import auto_settings as choices
-from unfog.planning.auto_settings import Settling
+from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs import session
@@ -181,7 +181,7 @@ def test_bf16_is_tried_only_where_it_may_be_the_faster_one(capabilities, timed, 
 
     monkeypatch.setattr(choices, "seconds_per_step", seconds)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    settling = Settling(configured(precision="auto"), None, torch.device("cpu"), lambda: False)
-    settling.precision()
+    auto = AutoSettings(configured(precision="auto"), None, torch.device("cpu"), lambda: False)
+    auto.resolve_precision()
     assert asked == timed
-    assert settling.config.training.precision == ("bf16" if timed else "fp32")
+    assert auto.config.training.precision == ("bf16" if timed else "fp32")

@@ -172,13 +172,13 @@ def table() -> None:
 
     The rule of thumb is: parameters 140 MB, gradients 140, Adam 280, activations 2 to 4 GB, and 16 times that at 256.
     """
-    from unfog.planning.memory_estimate import Traces
+    from unfog.planning.memory_estimate import MemoryEstimator
 
     for size in (64, 256):
         for precision in ("fp32", "bf16"):
             for checkpointing in (False, True):
                 case = Case("base", size, 64, precision=precision, checkpointing=checkpointing)
-                peak = Traces(config_of(case), "cuda").step(64, checkpointing)
+                peak = MemoryEstimator(config_of(case), "cuda").step(64, checkpointing)
                 parts = ", ".join(f"{name} {count / 1e6:,.0f}" for name, count in peak.parts.items() if count > 1e5)
                 print(f"{case!s:44} {peak.total / 1e6:9,.0f} MB: {parts}", flush=True)
 
@@ -197,7 +197,7 @@ def main() -> None:
     if options.child:
         print(measure(Case(**json.loads(options.child))))
         return
-    from unfog.planning.memory_estimate import Traces
+    from unfog.planning.memory_estimate import MemoryEstimator
 
     print(f"{'configuration':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'spread':>7} {'took':>6}")
     for case in CASES:
@@ -206,7 +206,7 @@ def main() -> None:
         started = time.perf_counter()
         config, share = config_of(case), case.batch // case.processes
         config = replace(config, training=replace(config.training, batch=share))
-        traces = Traces(config, "cpu", case.processes)
+        traces = MemoryEstimator(config, "cpu", case.processes)
         predicted = traces.step(case.microbatch or share, case.checkpointing).total
         took = time.perf_counter() - started
         found = []

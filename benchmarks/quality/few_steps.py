@@ -35,7 +35,7 @@ from unfog.data.sources.source import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
-from unfog.inference.guide import open_guide
+from unfog.inference.autoguidance import open_guide
 from unfog.inference.run import Run
 from unfog.pipeline.class_labels import labels_like
 from unfog.pipeline.generate import Drawing, draw, picture_grid

@@ -31,7 +31,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
-from unfog.planning.flops import LAUNCH, work_of
+from unfog.planning.flops import LAUNCH, count_flops
 from unfog.training.distributed.rendezvous import processes
 from unfog.training.distributed.world import ALONE, World
 from unfog.training.ema_schedules import PowerEma
@@ -131,7 +131,7 @@ def on_h100(network: Architecture, shape: tuple[int, int, int], batch: int) -> W
     """What a step takes there, by operations counted and rates assumed."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build_model(network, shape[0]).parameters())
-    cost, rate = work_of(lambda: build_model(network, shape[0]), shape), H100 * UTILISATION
+    cost, rate = count_flops(lambda: build_model(network, shape[0]), shape), H100 * UTILISATION
     both = max(batch * cost.training / rate, cost.operations * LAUNCH)
     forward = both * cost.forward / cost.training
     update = 40 * parameters / MEMORY  # weights, gradient, two moments and two averages are read, and most written

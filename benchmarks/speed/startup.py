@@ -22,7 +22,7 @@ from typing import Any
 Seconds = tuple[float, float]  # of the processor, of the clock
 PARTS = {
     "images": ("unfog.runs.train", ["load_images"]),
-    "choices": ("unfog.planning.auto_settings:Settling", ["everything"]),
+    "choices": ("unfog.planning.auto_settings:AutoSettings", ["resolve"]),
     "session": ("unfog.runs.train:Session", ["__init__"]),
     "examination": ("unfog.runs.train", ["record_data", "glance", "examined"]),
     "rehearsal": ("unfog.runs.train:Session", ["_rehearse"]),

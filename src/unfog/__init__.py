@@ -20,10 +20,10 @@ from unfog.errors import RequestError, RunError, UnfogError
 from unfog.version import __version__
 
 if TYPE_CHECKING:
-    from unfog.commands.ema_sweep import Swept
-    from unfog.commands.find_lr import FoundLr
+    from unfog.commands.ema_sweep import EmaSweepResult
+    from unfog.commands.find_lr import FindLrResult
     from unfog.commands.plan import Plan
-    from unfog.commands.tune import Tuned
+    from unfog.commands.tune import TuneResult
     from unfog.config.schema import Config
     from unfog.inference.run import Run
     from unfog.reporting.findings import Finding
@@ -213,7 +213,7 @@ def find_lr(
     preset: str = "default",
     seconds: float = 90.0,
     **settings: Any,
-) -> FoundLr:
+) -> FindLrResult:
     """Look for a learning rate on a throwaway copy, as `unfog find-lr` does.
 
     Args:
@@ -263,7 +263,7 @@ def verify(path: str | PathLike[str]) -> str:
     return repeat(RunFolder(Path(path_text(path, "path"))))
 
 
-def tune(path: str | PathLike[str], *, steps: int = 10, sampler: str | None = None, **settings: Any) -> Tuned:
+def tune(path: str | PathLike[str], *, steps: int = 10, sampler: str | None = None, **settings: Any) -> TuneResult:
     """Find the best few noise levels to sample a run at, and make them its default, as `unfog tune` does.
 
     Args:
@@ -307,7 +307,7 @@ def ema_sweep(
     step: int | None = None,
     features: str = "",
     device: str = "auto",
-) -> Swept:
+) -> EmaSweepResult:
     """Find the best length of a run's average of weights, as `unfog ema-sweep` does; it is the run's own from then on.
 
     Args:

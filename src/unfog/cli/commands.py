@@ -107,7 +107,7 @@ def sample(words: Sequence[str]) -> int:
     check_device(request.device)
     check_out(request.out or free_name(request.run / "pictures"), what="the folder of the pictures")
     from unfog.inference.run import Run
-    from unfog.inference.tuned_sampler import say_if_left
+    from unfog.inference.tuned_sampler import report_dropped_levels
     from unfog.pipeline.edit import edit_of
     from unfog.pipeline.generate import find_labels
     from unfog.pipeline.image_files import Strip, write_pictures
@@ -116,7 +116,7 @@ def sample(words: Sequence[str]) -> int:
     find_labels(request.label, stored.classes)  # before the weights are read
     edit = edit_of(stored, request.image, request.mask, request.strength, request.repeats)
     run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
-    say_if_left(stored.sampler, sampler)
+    report_dropped_levels(stored.sampler, sampler)
     strip = Strip(run.config.diffusion.schedule, run.decode) if request.strip else None
     label = f"drawing from step {run.checkpoint.step:,}" if request.ema is None else "drawing"
     with Progress(label, request.n) as progress:
@@ -155,14 +155,16 @@ def evaluate(words: Sequence[str]) -> int:
     check_device(request.device)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
-    from unfog.inference.results import Asked
+    from unfog.inference.results import EvaluationRequest
     from unfog.inference.run import Run
     from unfog.reporting.progress import result
     from unfog.reporting.report import write_report
     from unfog.training.distributed.rendezvous import device_of, is_first
 
-    names = {f.name for f in fields(Asked)}
-    asked = update(Asked(), {k: v for k, v in vars(request).items() if k in names}, "")  # before weights are read
+    names = {f.name for f in fields(EvaluationRequest)}
+    asked = update(
+        EvaluationRequest(), {k: v for k, v in vars(request).items() if k in names}, ""
+    )  # before weights are read
     run = Run(request.run, request.weights, request.checkpoint, device_of(request.device), request.best)
     found = run.evaluate(**vars(asked))
     if is_first():
@@ -178,9 +180,9 @@ def ema_sweep(words: Sequence[str]) -> int:
     check_run(asked.run).read_config()
     check_device(asked.device)
     from unfog.commands.ema_sweep import ema_sweep as sweep
-    from unfog.commands.ema_sweep import tell
+    from unfog.commands.ema_sweep import report_sweep
 
-    tell(sweep(asked.run, asked.metric, asked.n, asked.widths, asked.checkpoint, asked.features, asked.device))
+    report_sweep(sweep(asked.run, asked.metric, asked.n, asked.widths, asked.checkpoint, asked.features, asked.device))
     return 0
 
 

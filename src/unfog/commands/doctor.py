@@ -25,7 +25,8 @@ from unfog.pipeline.autoencoder_folder import decoder
 from unfog.pipeline.build import as_it_is, build_objective, build_state
 from unfog.pipeline.data_report import contact_sheet
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import Settling, choose_device
+from unfog.planning.auto_settings import AutoSettings
+from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
@@ -111,15 +112,15 @@ def _prospects(
     prepared: Prepared, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
     """What the settings will make of these images, on this machine."""
-    settling = Settling(config, prepared.seen.train, device, stop)
+    auto = AutoSettings(config, prepared.seen.train, device, stop)
     try:
-        settling.everything()
-        settle_metrics(settling, prepared.train, device)
+        auto.resolve()
+        settle_metrics(auto, prepared.train, device)
     except RequestError as error:  # with these images they will not do
         return [Finding("settings.request", "fatal", str(error))]
-    for choice in settling.choices:
+    for choice in auto.choices:
         say(f"  {choice}")
-    config, pace = settling.config, settling.seconds_per_step()
+    config, pace = auto.config, auto.seconds_per_step()
     findings = examine_settings(config, prepared, device, pace)
     if findings[0].severity != "fatal":
         findings.append(length_guide(config, prepared, pace))

@@ -23,13 +23,13 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
 from unfog.evaluation.metrics import Measured, check_count, measure
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
-from unfog.inference.ema_weights import SWEEP_FILE, put_average
-from unfog.inference.held_out_metrics import losses_of
+from unfog.inference.ema_weights import SWEEP_FILE, load_ema_weights
+from unfog.inference.held_out_metrics import held_out_losses
 from unfog.pipeline.build import build_network, held_out_set
 from unfog.pipeline.class_labels import labels_like
 from unfog.pipeline.generate import draw, usual
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
@@ -47,7 +47,7 @@ DRAWN = ("kid", "fid", "fd", "sliced")
 USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
-class Row(NamedTuple):
+class WidthResult(NamedTuple):
     """One length."""
 
     width: float
@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Swept:
+class EmaSweepResult:
     """What `ema_sweep` returns."""
 
     metric: str
@@ -69,10 +69,10 @@ class Swept:
     """What pictures were compared by; "" for the held-out loss."""
     before: float
     """Width of --ema."""
-    rows: tuple[Row, ...]
+    rows: tuple[WidthResult, ...]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> WidthResult:
         """The length with the lowest value."""
         return min(self.rows, key=lambda row: row.value)
 
@@ -130,7 +130,7 @@ def ema_sweep(
     step: int | None = None,
     features: str = "",
     device: str = "auto",
-) -> Swept:
+) -> EmaSweepResult:
     """Rebuild averages of these lengths, measure each, and make the best one the run's own.
 
     Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` follow the former.
@@ -160,7 +160,7 @@ def ema_sweep(
     config, kept, n = folder.read_config(), kept_in(folder.averages), n or USUAL_N[metric]
     if config.autoencoder.factor:
         raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
-    asked = possible(kept, config, widths, step)
+    asked = _rebuildable_widths(kept, config, widths, step)
     step = mixture(kept, asked[0], step).step
     place = choose_device(device)
     folder.check_writable()
@@ -175,17 +175,17 @@ def ema_sweep(
             for done, width in enumerate(asked):
                 stop.leave_if_requested()
                 progress.update(done, f"width {width:g}")
-                mix = put_average(network, folder, width, step)
+                mix = load_ema_weights(network, folder, width, step)
                 value, error = measured(network)
-                rows.append(Row(width, value, error, mix.error))
+                rows.append(WidthResult(width, value, error, mix.error))
     before = getattr(config.ema, "width", 0.0)
-    swept = Swept(metric, n, step, by, before, tuple(rows))
+    swept = EmaSweepResult(metric, n, step, by, before, tuple(rows))
     with folder.keeping(swept.lines):
-        write(swept, folder)
+        _write_result(swept, folder)
     return swept
 
 
-def possible(kept: list[Kept], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
+def _rebuildable_widths(kept: list[Kept], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
     """The widths to try, narrow to wide: those given, or the usual ones as far as these snapshots allow them.
 
     Raises:
@@ -263,13 +263,13 @@ def held_out_measure(n: int, config: Config, prepared: Prepared, device: torch.d
         raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
 
     def value(network: nn.Module) -> tuple[float, float | None]:
-        mean = mean_over_images(losses_of(network, config, held_out, 64, lambda images: None))
+        mean = mean_over_images(held_out_losses(network, config, held_out, 64, lambda images: None))
         return mean.value, None if math.isnan(mean.error) else mean.error
 
     return len(held_out.x0), "", value
 
 
-def write(swept: Swept, folder: RunFolder) -> None:
+def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
     """ema-sweep.json, whose width the run follows from now on, and ema-sweep.html."""
     record = {"width": swept.best.width, **asdict(swept), "rows": [row._asdict() for row in swept.rows]}
     text = json.dumps(finite(record), indent=2, allow_nan=False)
@@ -278,7 +278,7 @@ def write(swept: Swept, folder: RunFolder) -> None:
     write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
 
 
-def tell(swept: Swept) -> None:
+def report_sweep(swept: EmaSweepResult) -> None:
     """Print the table, and say what is best; the width alone is the result, on stdout."""
     for line in swept.lines():
         say(f"  {line}")

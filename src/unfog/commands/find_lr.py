@@ -19,8 +19,9 @@ from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
 from unfog.pipeline.build import as_it_is, augmentation, build_objective, build_state
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import Settling, choose_device
-from unfog.planning.lr_range_test import LrRange, Probe, Subject, find_lr_range
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
+from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
@@ -33,10 +34,10 @@ JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
 
 
 @dataclass(frozen=True)
-class FoundLr:
+class FindLrResult:
     """What `find_lr` returns."""
 
-    range: LrRange
+    range: LrRangeResult
     usual: float
     """The rate that a run would have taken: the one that was given, or that of the rule of thumb."""
     json: Path | None
@@ -57,7 +58,7 @@ class FoundLr:
         """What a person is told, with the chart."""
         found, usual = self.range, self.usual
         facts = {"suggestion": found.suggestion, "usual": usual}
-        exhibits = (Exhibit("Loss by learning rate", svg=chart(found), caption=CAPTION),)
+        exhibits = (Exhibit("Loss by learning rate", svg=_lr_chart(found), caption=CAPTION),)
         if found.suggestion is None:
             return Finding(
                 "lr.range", "warning", f"no learning rate can be suggested: {found.reason}", "", facts, exhibits
@@ -80,7 +81,7 @@ CAPTION = (
 )
 
 
-def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FoundLr:
+def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FindLrResult:
     """Look for a learning rate, in about so many seconds after the images are read. No run is touched.
 
     Args:
@@ -101,33 +102,33 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(seen_alike(config), stop)
         initial = read_weights(config) if config.init.folder else None
-        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop)
-        settling.network()
-        settling.learning_rate()
-        settling.weight_decay()
-        settling.microbatch()
-        settling.precision()
-        settling.memory_format()
-        for choice in settling.choices:
+        auto = AutoSettings(initial.config if initial else config, prepared.seen.train, device, stop)
+        auto.resolve_network()
+        auto.resolve_learning_rate()
+        auto.resolve_weight_decay()
+        auto.resolve_microbatch()
+        auto.resolve_precision()
+        auto.resolve_memory_format()
+        for choice in auto.choices:
             say(f"  {choice}")
-        config = settling.config
-        found = find_lr_range(subject_of(config, prepared, device, stop, initial and initial.state), seconds)
+        config = auto.config
+        found = run_lr_range_test(_test_setup(config, prepared, device, stop, initial and initial.state), seconds)
     files = (None, None) if out is None else (out / JSON_FILE, out / PAGE_FILE)
-    result = FoundLr(found, config.optimizer.lr, *files)
+    result = FindLrResult(found, config.optimizer.lr, *files)
     say(f"  {result.finding()}")
     if out is not None:
-        write(result, config, out)
+        _write_result(result, config, out)
         say(f"  the curve is in {out / PAGE_FILE}")
     return result
 
 
-def subject_of(
+def _test_setup(
     config: Config,
     prepared: Prepared,
     device: torch.device,
     stop: StopSignals,
     weights: dict[str, Tensor] | None = None,
-) -> Subject:
+) -> LrTestSetup:
     """The live objects of a run with this configuration, which is settled but for its length; with these weights if
     given."""
     seen = prepared.seen
@@ -136,19 +137,19 @@ def subject_of(
     pixels, labels, _ = images.take(index)
     x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
-    return Subject(
+    return LrTestSetup(
         config.training,
         config.optimizer,
         lambda: build_state(config, device, weights),
         ImageStream(seen.train, config.training.seed),
         augmentation(config),
         build_objective(config),
-        Probe.of(x0, label),
+        LossProbe.create(x0, label),
         stop,
     )
 
 
-def write(result: FoundLr, config: Config, out: Path) -> None:
+def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     """lr-range.json and lr-range.html, each whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     found = asdict(result.range)
@@ -160,7 +161,7 @@ def write(result: FoundLr, config: Config, out: Path) -> None:
     write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
 
 
-def chart(found: LrRange) -> str:
+def _lr_chart(found: LrRangeResult) -> str:
     """Ramp and trials as an SVG line chart."""
     ramp = found.ramp
     x = [math.log10(rate) for rate in ramp.rates]

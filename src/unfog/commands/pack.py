@@ -16,10 +16,9 @@ from unfog.data.scan import Survey
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
-from unfog.planning.disk import size
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, duration, say, warn
+from unfog.reporting.progress import Progress, duration, say, size, warn
 
 OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "lost_shards")
 """Settings of the data that a pack does not depend on."""

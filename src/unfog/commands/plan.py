@@ -16,26 +16,28 @@ from unfog.errors import RequestError
 from unfog.pipeline.build import blank_batch, build_network
 from unfog.pipeline.load_data import load_images
 from unfog.planning.accelerators import Device, find_device
-from unfog.planning.auto_settings import Choice, Settling, choose_device
-from unfog.planning.disk import forecast, image_bytes, in_file, size, to_decode
-from unfog.planning.flops import Range, Work, work_of
-from unfog.planning.memory_estimate import Footprint, Traces, images_shape, with_precision
-from unfog.planning.microbatch import MARGIN, choose_microbatch, count_of, needed
+from unfog.planning.auto_settings import AutoSettings, Choice
+from unfog.planning.disk import bytes_to_decode, check_disk_room, decoded_bytes, is_memory_mapped
+from unfog.planning.flops import NetworkCost, TimeRange, count_flops
+from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, batch_shape, with_precision
+from unfog.planning.microbatch import MARGIN, choose_microbatch, count_of, required_memory
 from unfog.planning.peak_memory import CUDA_CONTEXT, available_memory
-from unfog.planning.step_benchmark import at_hand
+from unfog.planning.step_benchmark import decoded_images
 from unfog.planning.timing import (
     TOO_SLOW,
-    amount_of,
+    benchmark_cpu,
+    format_flops,
+    format_time,
     pace_of,
+    run_times,
     step_of,
-    this_cpu,
     time_finding,
-    times_of,
-    told_time,
 )
+from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, finite
+from unfog.reporting.progress import size
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import at_once
@@ -58,11 +60,11 @@ class Plan:
     """Whether times come from arithmetic: of another machine by its data sheet, here of what cannot be timed."""
     parameters: int
     """Of the whole network."""
-    work: Work
-    memory: Footprint
+    work: NetworkCost
+    memory: MemoryEstimate
     available: int
     """Bytes of memory on the device, for one process."""
-    times: dict[str, Range]
+    times: dict[str, TimeRange]
     """Seconds by what takes them: step, training, previews, evaluations, total, and those of drawing pictures."""
     disk: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -77,10 +79,13 @@ class Plan:
         rows = [
             ("machine", several * apart + f"{self.machine}, {training.precision}" + ", estimated" * self.estimated),
             *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
-            ("arithmetic", f"{amount_of(self.work.forward)} an image, {amount_of(self.work.training)} to train on it"),
+            (
+                "arithmetic",
+                f"{format_flops(self.work.forward)} an image, {format_flops(self.work.training)} to train on it",
+            ),
             ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available" + " each" * apart),
             *self._memory_rows(),
-            ("time", f"{told_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
+            ("time", f"{format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
             *(("disk", line) for line in self.disk),
         ]
@@ -96,7 +101,7 @@ class Plan:
         return [("  a step", f"{size(step.total)}: {parts}"), *told]
 
     def _time_rows(self) -> list[tuple[str, str]]:
-        told = {name: told_time(time) for name, time in self.times.items() if name != "in all"}
+        told = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
         if all(time == "?" for time in told.values()):
             return []
         return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in told.items()]
@@ -152,40 +157,40 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     device = torch.device("cuda") if other else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop, few=True)
-        decoded = prepared.seen.train if other or config.data.cache == "none" else at_hand(prepared.seen.train)
-        settling = Settling(config, decoded, device, stop, processes)
-        settling.check_length()
-        settling.network()
-        settling.learning_rate()
-        settling.weight_decay()
+        decoded = prepared.seen.train if other or config.data.cache == "none" else decoded_images(prepared.seen.train)
+        auto = AutoSettings(config, decoded, device, stop, processes)
+        auto.check_length()
+        auto.resolve_network()
+        auto.resolve_learning_rate()
+        auto.resolve_weight_decay()
         together = processes if device.type == "cpu" else 1  # on one device
         available = other.memory - CUDA_CONTEXT if other else available_memory(device) // together
         machine = other.name if other else str(device)
-        coming = 0 if other else to_decode(prepared, config)
+        coming = 0 if other else bytes_to_decode(prepared, config)
         if device.type == "cpu":  # where they come before anything else
             available = max(0, available - coming)
-        fatal = too_many(coming * processes) or settle_memory(settling, device, available, machine)
-        work = work_of(lambda: build_network(settling.config), images_shape(settling.config, 1)[1:])
-        lengthy = settling.config.training.batch * work.training > TOO_SLOW
+        fatal = too_many(coming * processes) or settle_memory(auto, device, available, machine)
+        work = count_flops(lambda: build_network(auto.config), batch_shape(auto.config, 1)[1:])
+        lengthy = auto.config.training.batch * work.training > TOO_SLOW
         if not other and device.type == "cpu" and (together > 1 or lengthy):
-            other = this_cpu(available, together)
-        untimed = bool(fatal) or settling.divided
-        settle_length(settling, work, other, untimed)
-        now, share = settling.config, settling.share()
-        step, call = pace_of(settling, work, other, device, untimed)
-    in_memory = image_bytes(prepared, now) if now.data.cache == "memory" or not in_file(prepared) else 0
-    traces = Traces(share, device.type, processes)
-    memory = traces.footprint(at_once(share.training), now.training.checkpointing, in_memory)
+            other = benchmark_cpu(available, together)
+        untimed = bool(fatal) or auto.sharded
+        settle_length(auto, work, other, untimed)
+        now, share = auto.config, auto.process_config()
+        step, call = pace_of(auto, work, other, device, untimed)
+    in_memory = decoded_bytes(prepared, now) if now.data.cache == "memory" or not is_memory_mapped(prepared) else 0
+    traces = MemoryEstimator(share, device.type, processes)
+    memory = traces.estimate(at_once(share.training), now.training.checkpointing, in_memory)
     disk, findings = disk_of(now, prepared, in_memory)
     if not fatal:
         findings.append(memory_finding(memory, available))
-    times = times_of(now, step, call, len(prepared.held_out))
+    times = run_times(now, step, call, len(prepared.held_out))
     if slow := time_finding(times["in all"]):
         findings.append(slow)
     return Plan(
         now,
         processes,
-        tuple(settling.choices),
+        tuple(auto.choices),
         len(prepared.train),
         machine,
         other is not None,
@@ -199,17 +204,17 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     )
 
 
-def settle_length(settling: Settling, work: Work, other: Device | None, untimed: bool) -> None:
+def settle_length(auto: AutoSettings, work: NetworkCost, other: Device | None, untimed: bool) -> None:
     """Precision, length and intervals: by data sheet for another machine, by measuring here where that is possible."""
     if other:
-        settle_elsewhere(settling, work, other)
+        settle_elsewhere(auto, work, other)
     elif untimed:
-        settling.config = with_length(with_precision(settling.config), 0.0)
+        auto.config = with_length(with_precision(auto.config), 0.0)
     else:
-        settling.precision()
-        settling.memory_format()
-        settling.length()
-    settling.intervals()
+        auto.resolve_precision()
+        auto.resolve_memory_format()
+        auto.resolve_length()
+    auto.resolve_intervals()
 
 
 def too_many(images: int) -> list[Finding]:
@@ -220,11 +225,11 @@ def too_many(images: int) -> list[Finding]:
     return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
 
 
-def settle_memory(settling: Settling, device: torch.device, available: int, machine: str) -> list[Finding]:
+def settle_memory(auto: AutoSettings, device: torch.device, available: int, machine: str) -> list[Finding]:
     """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
-    training, share, processes = settling.config.training, settling.share(), settling.processes
+    training, share, processes = auto.config.training, auto.process_config(), auto.processes
     asked = share.training.microbatch
-    if asked and (takes := needed(share, device, available, processes)) < available:
+    if asked and (takes := required_memory(share, device, available, processes)) < available:
         return []
     try:
         fit = choose_microbatch(share, device, available, machine, processes)
@@ -232,11 +237,11 @@ def settle_memory(settling: Settling, device: torch.device, available: int, mach
         return [Finding("plan.memory", "fatal", str(error))]  # which says what to do
     if not asked:
         if fit.microbatch < share.training.batch:
-            settling.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
-            settling.config = replace_training(settling.config, microbatch=fit.microbatch)
+            auto.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
+            auto.config = replace_training(auto.config, microbatch=fit.microbatch)
         if fit.checkpointing and not training.checkpointing:
-            settling.choices.append(Choice("checkpointing", True, "not even one image fits without"))
-            settling.config = replace_training(settling.config, checkpointing=True)
+            auto.choices.append(Choice("checkpointing", True, "not even one image fits without"))
+            auto.config = replace_training(auto.config, checkpointing=True)
         return []
     evidence = f"{count_of(asked)} at once need about {size(takes)}, and {machine} has {size(available)} available"
     extra = " --training.checkpointing" if fit.checkpointing and not training.checkpointing else ""
@@ -244,7 +249,7 @@ def settle_memory(settling: Settling, device: torch.device, available: int, mach
     return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
 
 
-def memory_finding(memory: Footprint, available: int) -> Finding:
+def memory_finding(memory: MemoryEstimate, available: int) -> Finding:
     """Whether the whole run fits, drawing and measuring included."""
     evidence = f"{size(memory.peak)} of memory at the most, of {size(available)} available"
     facts = {"needed": memory.peak, "available": available}
@@ -254,16 +259,16 @@ def memory_finding(memory: Footprint, available: int) -> Finding:
     return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
 
 
-def settle_elsewhere(settling: Settling, work: Work, other: Device) -> None:
+def settle_elsewhere(auto: AutoSettings, work: NetworkCost, other: Device) -> None:
     """Precision and length on a device where nothing is measured, from its rates."""
-    if settling.config.training.precision == "auto":
-        settling.config = replace_training(settling.config, precision=other.precision)
-        why = "several processes share this CPU" if settling.processes > 1 else "a step takes minutes"
+    if auto.config.training.precision == "auto":
+        auto.config = replace_training(auto.config, precision=other.precision)
+        why = "several processes share this CPU" if auto.processes > 1 else "a step takes minutes"
         reason = f"native to {other.name}" if other.precision != "fp32" else f"not timed, as {why}"
-        settling.choices.append(Choice("precision", other.precision, reason))
-    step = step_of(settling.share(), work, other)
-    settling.config = with_length(settling.config, (step.low + step.high) / 2)
-    settling.length()
+        auto.choices.append(Choice("precision", other.precision, reason))
+    step = step_of(auto.process_config(), work, other)
+    auto.config = with_length(auto.config, (step.low + step.high) / 2)
+    auto.resolve_length()
 
 
 def with_length(config: Config, pace: float) -> Config:
@@ -283,7 +288,7 @@ def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[st
     if not in_memory and config.data.cache != "none":
         there = isinstance(prepared.train.pixels, np.ndarray)
         when = "in the cache already" if there else "which the run decodes first"
-        lines.append(f"{size(image_bytes(prepared, config))} of decoded images, {when}")
+        lines.append(f"{size(decoded_bytes(prepared, config))} of decoded images, {when}")
     if config.codec:
         count = (len(prepared.train) + len(prepared.held_out)) * blank_batch(config, 1).numel()
         lines.append(f"{size(2 * count)} of latents, in the cache")
@@ -291,7 +296,7 @@ def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[st
     with FakeTensorMode():  # only its sizes are asked for
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
     try:
-        line = forecast(
+        line = check_disk_room(
             next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.averages
         )
     except RequestError as error:

@@ -17,7 +17,7 @@ from unfog.diffusion.noise import EDM_LIMITS
 from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSource, Sampler, noise_levels
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.inference.tuned_sampler import note
+from unfog.inference.tuned_sampler import record_tuned_sampler
 from unfog.pipeline.build import shape_of
 from unfog.pipeline.generate import conditional, usual, within_range
 from unfog.reporting.progress import Progress, counted, say
@@ -39,7 +39,7 @@ START = -6.0
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """What `tune` found: how far each grid ends from the solution in many steps, on noise that it was not tuned on."""
 
     sampler: Sampler
@@ -66,7 +66,7 @@ def tune(
     tries: int = 150,
     store: bool = True,
     device: str = "auto",
-) -> Tuned:
+) -> TuneResult:
     """Find the best grid of so many steps for a run, and make it the run's default.
 
     The levels are moved, several and later one at a time, wherever that brings the pictures nearer to what many steps
@@ -110,13 +110,13 @@ def tune(
     if store:
         with run.folder.locked(), run.folder.keeping(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
             config = run.folder.read_config()
-            note(run.folder, run.checkpoint.step, tuned.sampler)
+            record_tuned_sampler(run.folder, run.checkpoint.step, tuned.sampler)
             run.folder.write_config(replace(config, sampler=tuned.sampler))
         say(f"  {run.path} is now sampled by {kind} in {counted(steps, 'step')}, grid {tuned.sampler.grid}")
     return tuned
 
 
-def _search(run: Run, base: Sampler, pictures: int, tries: int) -> Tuned:
+def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     """Try grids on some noise, and measure the best on other."""
     schedule = run.config.diffusion.schedule
     grids = {name: noise_levels(schedule, base.steps, name)[:-1] for name in BUILT_IN}
@@ -125,18 +125,18 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> Tuned:
     # What will be asked: the references, each built-in grid twice, the tries, and what came of them.
     asked = batches * (MANY_STEPS * 5 // 2 + each * (2 * len(BUILT_IN) + tries + 1))
     with Progress("tuning", asked) as progress:
-        calls = Calls(progress.update)
-        trial, test = (Outcomes(run, base, pictures, seed, calls) for seed in SEEDS)
-        best = improved(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
+        calls = _CallCounter(progress.update)
+        trial, test = (_GridError(run, base, pictures, seed, calls) for seed in SEEDS)
+        best = _search_levels(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
         candidates = {name: replace(base, grid=name) for name in BUILT_IN}
         candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
         errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
         reference = test.half_as_many()
     winner = candidates[min(errors, key=errors.__getitem__)]
-    return Tuned(winner, errors, reference, calls.count)
+    return TuneResult(winner, errors, reference, calls.count)
 
 
-class Calls:
+class _CallCounter:
     """Counts calls of the network."""
 
     def __init__(self, told: Callable[[int], None]) -> None:
@@ -153,10 +153,10 @@ class Calls:
         return counting
 
 
-class Outcomes:
+class _GridError:
     """Where grids of a sampler lead from the same noise, against where many steps do."""
 
-    def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: Calls):
+    def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
         self.run, self.sampler, self.calls = run, sampler, calls
         self.drawing = replace(usual(run.config, pictures, min(pictures, AT_ONCE)), seed=seed)
         self.reference = self.draw(self.many(MANY_STEPS))
@@ -199,7 +199,7 @@ class Outcomes:
         return float((drawn - self.reference).flatten(1).square().mean(1).sqrt().mean())
 
 
-def improved(
+def _search_levels(
     logsnr: Tensor,
     error: Callable[[Tensor], float],
     noisiest: float,
@@ -218,7 +218,7 @@ def improved(
             for centre in torch.arange(0, len(logsnr) - 1 + width / 2, width).tolist():
                 hat = scale * move * (1 - (number - centre).abs() / width).clamp(min=0)
                 for way in (hat, -hat):
-                    while tried < tries and allowed(moved := best + way, noisiest):
+                    while tried < tries and _levels_are_valid(moved := best + way, noisiest):
                         found, tried = error(moved), tried + 1
                         if not found < least:
                             break
@@ -227,7 +227,7 @@ def improved(
     return best
 
 
-def allowed(logsnr: Tensor, noisiest: float) -> bool:
+def _levels_are_valid(logsnr: Tensor, noisiest: float) -> bool:
     """Whether levels are in order, and start in noise, but no further out than the run was trained.
 
     A first level of pure noise, at -inf, stays there.

@@ -16,7 +16,7 @@ from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.pipeline.build import augmentation, build_state, loss_function
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress

@@ -19,7 +19,7 @@ SWEEP_FILE = "ema-sweep.json"
 """What `unfog ema-sweep` found: the width in it is the run's own from then on."""
 
 
-def put_average(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:
+def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:
     """Put the average of this width at this step, None being the last snapshot's, into a network; how it was made.
 
     Raises:
@@ -34,21 +34,21 @@ def put_average(network: nn.Module, folder: RunFolder, width: float, step: int |
     return mix
 
 
-def put_usual_average(network: nn.Module, folder: RunFolder, config: Config, saved: Saved) -> None:
+def load_default_ema_weights(network: nn.Module, folder: RunFolder, config: Config, saved: Saved) -> None:
     """Put the average of a checkpoint into a network: of the width that a sweep has chosen, where one has."""
-    width = chosen(folder.path)
+    width = swept_width(folder.path)
     if width is not None and not (isinstance(config.ema, PowerEma) and config.ema.width == width):
         kept = kept_in(folder.averages)
         try:
             # What was stopped between two snapshots is sampled as of the last one.
-            put_average(network, folder, width, min(saved.step, kept[-1].step) if kept else None)
+            load_ema_weights(network, folder, width, min(saved.step, kept[-1].step) if kept else None)
             return
         except (RequestError, RunError) as error:
             warn(f"the average that {SWEEP_FILE} chose is not used, but that of the checkpoint: {error}")
     checkpoint.load_weights(saved.folder, "ema", network)
 
 
-def chosen(run: Path) -> float | None:
+def swept_width(run: Path) -> float | None:
     """The width that a sweep has chosen for this run; None if there was none, or its file says nothing of use."""
     try:
         width = checkpoint.read_json(run / SWEEP_FILE)["width"]

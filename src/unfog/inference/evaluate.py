@@ -18,26 +18,26 @@ from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
-from unfog.inference.generated import DrawnPictures, digest_of
-from unfog.inference.measure import forget_drawn, measure_all
+from unfog.inference.compute_metrics import forget_drawn, measure_all
+from unfog.inference.generated import GeneratedSamples, weights_digest
 from unfog.inference.results import (
     ARITHMETIC,
     FORMAT,
     HELD_OUT,
     LOSSES,
     METRICS,
-    WHERE_ASKED,
-    Asked,
-    Chosen,
+    ON_REQUEST,
     Evaluation,
+    EvaluationRequest,
+    EvaluationSetup,
 )
 from unfog.pipeline.class_labels import labels_like
 from unfog.pipeline.generate import Drawing, draw
 from unfog.pipeline.load_data import load_images
+from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, counted, duration, say, size
-from unfog.runs.metrics_hook import seconds_a_picture, seconds_of
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.rendezvous import processes
 from unfog.training.distributed.world import World
@@ -49,7 +49,7 @@ MOST_REAL = 10_000
 """Real images to compare with, or as many as are drawn, if that is more."""
 
 
-def evaluate(run: Run, asked: Asked) -> Evaluation:
+def evaluate(run: Run, asked: EvaluationRequest) -> Evaluation:
     """Measure a run. What was measured before is read, and what was drawn before is not drawn again.
 
     Under torchrun each process calls this with the same run and draws its part of the pictures; all get the result.
@@ -90,7 +90,7 @@ def evaluate(run: Run, asked: Asked) -> Evaluation:
         return Evaluation.read(path) or evaluation
 
 
-def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Chosen:
+def choose(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: StopSignals) -> EvaluationSetup:
     """Settle what was left open, and say what cannot be measured and what it takes."""
     config, n = run.config, asked.n or (1000 if run.device.type == "cpu" else 10_000)
     features = features_for(asked, run.device)
@@ -112,10 +112,10 @@ def choose(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> Cho
         precision=asked.precision,
     )
     rows = spread(len(reference), max(MOST_REAL, n))
-    return Chosen(metrics, features, drawing, reference, rows, what, asked.against)
+    return EvaluationSetup(metrics, features, drawing, reference, rows, what, asked.against)
 
 
-def measurable(run: Run, asked: Asked, prepared: Prepared, features: Features | None) -> tuple[str, ...]:
+def measurable(run: Run, asked: EvaluationRequest, prepared: Prepared, features: Features | None) -> tuple[str, ...]:
     """The metrics that are asked for, or all that can be measured of this run; what is left out is said.
 
     Raises:
@@ -124,7 +124,7 @@ def measurable(run: Run, asked: Asked, prepared: Prepared, features: Features | 
     metrics = asked.metrics or tuple(
         name
         for name in METRICS
-        if name not in WHERE_ASKED and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
+        if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
     if run.config.codec and "bits" in metrics:
         # A bound on latents says nothing of pixels: the codec's share is missing, and it has no density of them.
@@ -142,7 +142,7 @@ def measurable(run: Run, asked: Asked, prepared: Prepared, features: Features | 
     return metrics
 
 
-def features_for(asked: Asked, device: torch.device) -> Features | None:
+def features_for(asked: EvaluationRequest, device: torch.device) -> Features | None:
     """The extractor that was asked for; else Inception for fid, or if its file is there, else texture, which needs no
     file; None if no metric needs one."""
     wanted = [name for name in asked.metrics or METRICS if name not in (*PIXEL_METRICS, *LOSSES)]
@@ -157,7 +157,7 @@ def features_for(asked: Asked, device: torch.device) -> Features | None:
     return open_features("texture", device)
 
 
-def reference_of(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) -> tuple[ImageSet, str]:
+def reference_of(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: StopSignals) -> tuple[ImageSet, str]:
     """The real images to compare with, and what they are. RequestError if there are too few."""
     if asked.reference == HELD_OUT:
         images, what = prepared.held_out, "held-out images"
@@ -173,7 +173,7 @@ def reference_of(run: Run, asked: Asked, prepared: Prepared, stop: StopSignals) 
     return images, what
 
 
-def key_of(run: Run, chosen: Chosen) -> str:
+def key_of(run: Run, chosen: EvaluationSetup) -> str:
     """What the result depends on, in a digest."""
     features = chosen.features.digest if chosen.features else ""
     reference = (chosen.reference.fingerprint, len(chosen.rows))
@@ -181,24 +181,26 @@ def key_of(run: Run, chosen: Chosen) -> str:
     return hashlib.sha256(repr((FORMAT, ARITHMETIC, settings)).encode()).hexdigest()[:12]
 
 
-def drawing_key(run: Run, chosen: Chosen) -> str:
+def drawing_key(run: Run, chosen: EvaluationSetup) -> str:
     """What a drawn picture depends on besides its number, and its neighbours in the batch."""
     drawing = chosen.drawing
     labels = hashlib.sha256(repr(drawing.labels[:10]).encode()).hexdigest()  # the same rule gives the rest
     how: tuple[object, ...] = (drawing.sampler, labels, drawing.seed, drawing.guidance, drawing.interval)
     # What was drawn before there was a choice was drawn in fp32.
     how += () if drawing.precision == "fp32" else (drawing.precision,)
-    settings = (digest_of(run.network), run.config.diffusion, how)
+    settings = (weights_digest(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, drawing.batch)).encode()).hexdigest()[:16]
 
 
-def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: World, stop: StopSignals) -> DrawnPictures | None:
+def drawn_pictures(
+    run: Run, chosen: EvaluationSetup, folder: Path, world: World, stop: StopSignals
+) -> GeneratedSamples | None:
     """The pictures, drawn as far as they are not there; None if no metric needs any."""
     if all(name in LOSSES for name in chosen.metrics):
         return None
     drawing = chosen.drawing
-    pictures = DrawnPictures(folder / "drawn" / drawing_key(run, chosen), drawing.count, drawing.batch)
-    missing = pictures.left_out(pictures.missing())
+    pictures = GeneratedSamples(folder / "drawn" / drawing_key(run, chosen), drawing.count, drawing.batch)
+    missing = pictures.count_in(pictures.missing())
     if missing < drawing.count:
         say(f"{counted(drawing.count - missing, 'picture')} are drawn already, in {pictures.folder}")
     if missing:
@@ -209,19 +211,19 @@ def drawn_pictures(run: Run, chosen: Chosen, folder: Path, world: World, stop: S
         return draw(run.network, run.config, replace(drawing, first=first, count=count))
 
     with Progress("drawing", missing) as progress:
-        pictures.draw(some, world, progress.update)
+        pictures.generate_missing(some, world, progress.update)
     return pictures
 
 
-def tell_cost(run: Run, chosen: Chosen, missing: int, world: World) -> None:
+def tell_cost(run: Run, chosen: EvaluationSetup, missing: int, world: World) -> None:
     """Say what drawing and features will take, by a few steps and a few pictures."""
     drawing = chosen.drawing
     few = replace(drawing, count=min(drawing.batch, missing))
-    seconds = seconds_a_picture(run.network, run.config, few) * missing
+    seconds = seconds_per_sample(run.network, run.config, few) * missing
     told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.size)}"
     if chosen.features is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(chosen.reference.pixels[chosen.rows[:50]]))
-        each = seconds_of(lambda: chosen.features(pixels).cpu()) / len(pixels)  # type: ignore[misc]
+        each = wall_seconds(lambda: chosen.features(pixels).cpu()) / len(pixels)  # type: ignore[misc]
         count = drawing.count + len(chosen.rows)
         told += (
             f", and {chosen.features.name} of them and of {counted(len(chosen.rows), 'real one')} at most "

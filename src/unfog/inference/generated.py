@@ -19,7 +19,7 @@ from unfog.reporting.records import write_atomic
 from unfog.training.distributed.world import World
 
 
-class DrawnPictures:
+class GeneratedSamples:
     """The first `count` pictures of a seed, uint8 [N, C, H, W] by slices, in a folder, a file for each `chunk`.
 
     A file is whole or absent. More pictures go on where fewer ended; only a last chunk that was cut is drawn again, so
@@ -51,11 +51,11 @@ class DrawnPictures:
         """The first picture of each chunk that is still to be drawn."""
         return [start for start in range(0, self.count, self.chunk) if self._load(start) is None]
 
-    def left_out(self, starts: Sequence[int]) -> int:
+    def count_in(self, starts: Sequence[int]) -> int:
         """How many pictures these chunks have."""
         return sum(self._size(start) for start in starts)
 
-    def draw(
+    def generate_missing(
         self, draw: Callable[[int, int], Pixels], world: World, progress: Callable[[int], None] = lambda done: None
     ) -> None:
         """Draw what is missing, this process every `world`-th chunk; returns when all are there.
@@ -73,7 +73,7 @@ class DrawnPictures:
         for start in missing[world.rank :: world.size]:
             self._keep(start, draw(start, self._size(start)))
             done += self._size(start)
-            progress(min(done * world.size, self.left_out(missing)))
+            progress(min(done * world.size, self.count_in(missing)))
         world.barrier()
         if left := self.missing():
             raise RunError(
@@ -110,7 +110,7 @@ class DrawnPictures:
             ) from error
 
 
-def digest_of(network: torch.nn.Module) -> str:
+def weights_digest(network: torch.nn.Module) -> str:
     """sha256 of the weights, whatever file or average they came from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):

@@ -27,7 +27,7 @@ LEVELS = 64
 """Network calls for them; 64 are good for a percent."""
 
 
-def losses_of(
+def held_out_losses(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
     """Loss [L, N] at each level of each image; `progress` is told of every pass how many images it had."""
@@ -42,19 +42,19 @@ def losses_of(
 def held_out_loss(losses: Tensor) -> Measured:
     """The held-out loss, with the interval that the choice of images gives it."""
     note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
-    return measured("held_out", mean_over_images(losses), note)
+    return _as_metric("held_out", mean_over_images(losses), note)
 
 
-def against(losses: Tensor, others: Tensor, step: int) -> Measured:
+def held_out_difference(losses: Tensor, others: Tensor, step: int) -> Measured:
     """By how much the held-out loss is above that of another checkpoint, image by image."""
     difference = paired(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
     note = f"{which} than at step {step:,}" if sure else f"no telling it from that at step {step:,}"
-    return measured("held_out_difference", difference, f"{note}, by the same images and noise")
+    return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 
-def bits(
+def bits_per_value(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
 ) -> Measured:
     """Bound on the bits that an image takes, for each of its numbers."""
@@ -67,10 +67,10 @@ def bits(
         found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
         progress(len(x0))
     note = f"bound on the bits of a number of an image, by {LEVELS} noise levels or fewer"
-    return measured("bits", mean_over_images(torch.cat(found)[None]), note)
+    return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
 
 
-def measured(name: str, mean: Mean, note: str) -> Measured:
+def _as_metric(name: str, mean: Mean, note: str) -> Measured:
     """A mean over images, as metrics are told."""
     if math.isnan(mean.error):
         return Measured(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)

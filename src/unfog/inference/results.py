@@ -26,14 +26,14 @@ ARITHMETIC = 2
 """Of how figures come of pictures and images: those that another one gave are measured anew."""
 LOSSES = ("held_out", "bits")
 """Metrics of the held-out images, for which nothing is drawn."""
-WHERE_ASKED = ("fid_infinity",)
+ON_REQUEST = ("fid_infinity",)
 """Metrics that are measured where they are named alone, as they take thousands of pictures."""
-METRICS = (*Evaluate.DRAWN, *WHERE_ASKED, *LOSSES)
+METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
 HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What to measure, and how the pictures for it are drawn. What is left open is chosen, and printed."""
 
     metrics: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Asked:
             raise RequestError("--against compares held-out losses, so --metrics must have held_out")
 
 
-class Chosen(NamedTuple):
+class EvaluationSetup(NamedTuple):
     """What is asked for, with what was left open settled."""
 
     metrics: tuple[str, ...]
@@ -104,7 +104,7 @@ class Evaluation:
     def lines(self) -> list[str]:
         """As a table, with what there is to say about it."""
         rows: list[tuple[str, ...]] = [("metric", "value", "95% interval", "n", "reference", "features", "resize")]
-        rows += [row_of(one) for one in self.measured]
+        rows += [_table_row(one) for one in self.measured]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         notes = [f"{one.metric}: {one.note}" for one in self.measured if one.note]
@@ -140,7 +140,7 @@ class Evaluation:
         return None
 
 
-def row_of(one: Measured) -> tuple[str, ...]:
+def _table_row(one: Measured) -> tuple[str, ...]:
     """The cells of a row of the table."""
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"

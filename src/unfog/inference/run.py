@@ -17,13 +17,13 @@ from unfog.config.validate import changed_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
-from unfog.inference.ema_weights import put_average, put_usual_average
-from unfog.inference.guide import open_guide
+from unfog.inference.autoguidance import open_guide
+from unfog.inference.ema_weights import load_default_ema_weights, load_ema_weights
 from unfog.pipeline.autoencoder_folder import Decode, decoder
 from unfog.pipeline.build import build_network
 from unfog.pipeline.edit import Picture, edit_of
 from unfog.pipeline.generate import Drawing, draw, find_labels
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import warn
@@ -79,11 +79,11 @@ class Run:
         which: int | Literal["best"] | None = "best" if best else step if ema is None else None
         self.checkpoint = checkpoint.find(self.folder.checkpoints, which, warn)
         # At once, because a run that goes on may remove this checkpoint later.
-        self.network: nn.Module = self.network_at(self.checkpoint, self.checkpoint.step if best else step)
+        self.network: nn.Module = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
         self.calls = 0
         """How often the last `sample` asked for E[x0 | x_t] for a picture; that is two passes with guidance."""
 
-    def network_at(self, saved: checkpoint.Saved, step: int | None) -> nn.Module:
+    def load_network(self, saved: checkpoint.Saved, step: int | None) -> nn.Module:
         """The network of a checkpoint, with the kind of weights that this was opened with.
 
         Args:
@@ -92,9 +92,9 @@ class Run:
         """
         network = build_network(self.config)
         if self.ema is not None:
-            put_average(network, self.folder, self.ema, step)
+            load_ema_weights(network, self.folder, self.ema, step)
         elif self.weights == "ema":
-            put_usual_average(network, self.folder, self.config, saved)
+            load_default_ema_weights(network, self.folder, self.config, saved)
         else:
             checkpoint.load_weights(saved.folder, "model", network)
         return network.to(self.device).eval()
@@ -212,7 +212,7 @@ class Run:
             RunError: the run folder or the cache cannot be written.
         """
         from unfog.inference.evaluate import evaluate  # which loads a run by what trains one
-        from unfog.inference.results import Asked
+        from unfog.inference.results import EvaluationRequest
 
         names = (metrics,) if isinstance(metrics, str) else metrics
-        return evaluate(self, update(Asked(), {"metrics": names, "n": n, **asked}, ""))
+        return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **asked}, ""))

@@ -16,19 +16,19 @@ from unfog.reporting.records import Events, read_events
 EVENT = "tuned"
 
 
-def note(folder: RunFolder, step: int, sampler: Sampler) -> None:
+def record_tuned_sampler(folder: RunFolder, step: int, sampler: Sampler) -> None:
     """Write down what was found with the weights of this step, and is the run's from now on."""
     with closing(Events(folder.events)) as events:
         events.write(EVENT, step, {"sampler": asdict(sampler)})
 
 
-def say_if_left(before: Sampler, now: Sampler) -> None:
+def report_dropped_levels(before: Sampler, now: Sampler) -> None:
     """Say so where levels that were tuned give way to the schedule's, as they were for another sampler."""
     if (before.grid, now.grid) == ("tuned", "schedule"):
         say(f"  the levels were tuned for {counted(before.steps, 'step')} of {before.kind}; taking the schedule's")
 
 
-def without_tuned(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
+def omit_tuned_settings(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
     """Lines on changed settings, without those on settings of the sampler that are as `unfog tune` left them last."""
     events = [row for row in read_events(folder.events) if row.get("kind") == EVENT]
     found: object = events[-1].get("sampler") if events else None

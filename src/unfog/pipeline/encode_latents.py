@@ -18,7 +18,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import check_multiple
 from unfog.pipeline.autoencoder_folder import at_once, codec_of, encode_pixels
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.reporting.progress import Progress, say, warn
 
 FEW = 64

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.schema import Config
-from unfog.config.validate import check_device, seconds
+from unfog.config.validate import seconds
 from unfog.data.dataset import ImageSet
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
 from unfog.pipeline.build import build_network, shape_of
 from unfog.planning.disk import snapshot_bytes
-from unfog.planning.microbatch import choose_microbatch, needed, room_on
+from unfog.planning.microbatch import choose_microbatch, memory_per_process, required_memory
 from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
 from unfog.reporting.progress import size
@@ -44,19 +44,7 @@ class Choice(NamedTuple):
         return f"{self.name} = {self.value}: {self.reason}"
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that a name means. RequestError if it is not there."""
-    check_device(name)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (device.index or 0) >= count.get(device.type, 0):
-        raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
-    return device
-
-
-class Settling:
+class AutoSettings:
     """A configuration on its way to being complete. Each method settles one thing and notes the choice, if it was open.
 
     Measuring runs real training steps on a throwaway network; `stop` ends it early. Of the `processes` that train
@@ -71,18 +59,18 @@ class Settling:
         self._images, self._device, self._stop, self.processes = images, device, stop, processes
         self._measured: dict[str, float] = {}  # precision -> seconds per step
 
-    def everything(self) -> None:
+    def resolve(self) -> None:
         """All that is open, for a new run, in the order in which one follows from another."""
-        self.network()
-        self.learning_rate()
-        self.weight_decay()
-        self.microbatch()
-        self.precision()
-        self.memory_format()
-        self.length()
-        self.intervals()
+        self.resolve_network()
+        self.resolve_learning_rate()
+        self.resolve_weight_decay()
+        self.resolve_microbatch()
+        self.resolve_precision()
+        self.resolve_memory_format()
+        self.resolve_length()
+        self.resolve_intervals()
 
-    def network(self) -> None:
+    def resolve_network(self) -> None:
         """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
         if self.config.autoencoder.factor:
             return
@@ -95,11 +83,11 @@ class Settling:
         else:
             wanted, reason = ("cifar10" if size <= 32 else "base"), "the usual network"
         # Sizes that the usual one cannot halve often enough get the next that can.
-        name = next((n for n in (wanted, "small", "tiny") if fits(SIZES[n], size)), wanted)
+        name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
         self._note("network", name, f"{reason} at {size} {'latents' if self.config.codec else 'pixels'}")
 
-    def microbatch(self, resuming: bool = False) -> None:
+    def resolve_microbatch(self, resuming: bool = False) -> None:
         """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.
 
         What is set is kept if it fits, with no margin; of a run that goes on, also the whole batch, as with fewer at
@@ -108,10 +96,10 @@ class Settling:
         Raises:
             RequestError: not even one image fits.
         """
-        training, share = self.config.training, self.share()
+        training, share = self.config.training, self.process_config()
         if training.microbatch or resuming:
-            available = room_on(self._device)
-            if needed(share, self._device, available, self.processes) < available:
+            available = memory_per_process(self._device)
+            if required_memory(share, self._device, available, self.processes) < available:
                 return
         fit = choose_microbatch(share, self._device, processes=self.processes)
         if fit.microbatch != (share.training.microbatch or share.training.batch):
@@ -122,7 +110,7 @@ class Settling:
             training = replace(training, checkpointing=True)
         self.config = replace(self.config, training=training)
 
-    def precision(self) -> None:
+    def resolve_precision(self) -> None:
         """What the hardware is made for on a GPU; on a CPU, whichever of fp32 and bf16 is faster here.
 
         That is measured only where it may be bf16: it takes longer than all the rest of a start.
@@ -142,7 +130,7 @@ class Settling:
         self.config = replace(self.config, training=replace(self.config.training, precision=name))
         self._note("precision", name, reason)
 
-    def memory_format(self) -> None:
+    def resolve_memory_format(self) -> None:
         """What suits the precision. Not for a run that goes on: one from before there was a choice keeps what it had.
 
         By rule rather than by timing, so that a command repeated gives the same bits.
@@ -155,7 +143,7 @@ class Settling:
             self._note("memory_format", name, reason)
         self.config = replace(self.config, training=replace(self.config.training, memory_format=name))
 
-    def learning_rate(self) -> None:
+    def resolve_learning_rate(self) -> None:
         """Large networks want small steps, large batches allow large ones; both go by the square root.
 
         The constant was measured with 1M parameters (docs/decisions/0007-default-recipe.md); at 35M the rule gives
@@ -174,14 +162,14 @@ class Settling:
         why += f", {share:g} of what random weights get: more would undo what these know" if share < 1 else ""
         self._note("optimizer.lr", lr, why)
 
-    def weight_decay(self) -> None:
+    def resolve_weight_decay(self) -> None:
         """None for weights of fixed length: they are brought back to it after each step, so that decay would only
         shrink the gains that they are multiplied by."""
         if isinstance(self.config.network, MPUNet) and self.config.optimizer.weight_decay:
             self.config = replace(self.config, optimizer=replace(self.config.optimizer, weight_decay=0.0))
             self._note("optimizer.weight_decay", 0, "the weights of this network have a fixed length")
 
-    def length(self, seen: int = 0) -> None:
+    def resolve_length(self, seen: int = 0) -> None:
         """Fix the number of images, whichever way the length was given. A budget begins after the `seen` images."""
         training = self.config.training
         images = training.images or training.steps * training.batch
@@ -204,7 +192,7 @@ class Settling:
 
     def check_length(self) -> None:
         """RequestError where the length would have to be measured, and cannot be."""
-        if self.divided and not (self.config.training.images or self.config.training.steps):
+        if self.sharded and not (self.config.training.images or self.config.training.steps):
             raise RequestError(
                 "training.budget measures the speed of a whole network on one device, which training.shard is there to "
                 "avoid; give --steps or --images"
@@ -218,13 +206,13 @@ class Settling:
         images = possible
         for _ in range(4):
             training = replace(self.config.training, images=max(1, round(images)))
-            config, _ = with_intervals(replace(self.config, training=training))
+            config, _ = _with_intervals(replace(self.config, training=training))
             costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             images = max(possible / 2, possible - aside)
         return round(images)
 
-    def intervals(self) -> None:
+    def resolve_intervals(self) -> None:
         """Warm-up and intervals that were left open follow from the length."""
         config = self.config
         steps = config.training.images // config.training.batch
@@ -233,14 +221,14 @@ class Settling:
             config = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
             self._note("optimizer.warmup", warmup, "5% of the run, at most 5000 steps")
         if config.log.every == 0:
-            config = replace(config, log=replace(config.log, every=min(50, round_number(steps / 20))))
+            config = replace(config, log=replace(config.log, every=min(50, round_down_to_125(steps / 20))))
             self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
         if config.averages.every > 0 and config.averages.profile(config.ema) is None:
             config = replace(config, averages=replace(config.averages, every=-1))
             self._note("averages.every", -1, "averages of a fixed decay cannot be rebuilt into others")
         if config.averages.every == 0:
             config = replace(config, averages=replace(config.averages, every=self._averages_every(config, steps)))
-        config, open_ones = with_intervals(config)
+        config, open_ones = _with_intervals(config)
         if open_ones:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
             self._note("every", told, "ten to twenty times in the run, and no more than 1000 steps to lose")
@@ -265,19 +253,19 @@ class Settling:
 
     def _seconds_per_step(self, precision: PrecisionName, limit: float = 3.0) -> float:
         if precision not in self._measured:
-            config = self.share()
+            config = self.process_config()
             config = replace(config, training=replace(config.training, precision=precision))
             self._measured[precision] = seconds_per_step(config, self._images, self._device, self._stop, limit)
         return self._measured[precision]
 
-    def share(self) -> Config:
+    def process_config(self) -> Config:
         """The settings of what one process does of each batch, at the most."""
         training = self.config.training
         batch = -(-training.batch // self.processes)
         return replace(self.config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
 
     @property
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         """Whether the network will be divided among processes."""
         return self.config.training.divided(self.processes)
 
@@ -285,9 +273,9 @@ class Settling:
         self.choices.append(Choice(name, value, reason))
 
 
-def with_intervals(config: Config) -> tuple[Config, list[str]]:
+def _with_intervals(config: Config) -> tuple[Config, list[str]]:
     """With intervals of previews, evaluation and checkpoints that follow from its length, and which were left open."""
-    every = round_number(config.training.images // config.training.batch / 10)
+    every = round_down_to_125(config.training.images // config.training.batch / 10)
     open_ones = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
     for name in open_ones:
         interval = min(every, MOST_STEPS_LOST) if name == "checkpoint" else every
@@ -295,7 +283,7 @@ def with_intervals(config: Config) -> tuple[Config, list[str]]:
     return config, open_ones
 
 
-def fits(network: Architecture, size: int) -> bool:
+def _image_size_fits(network: Architecture, size: int) -> bool:
     """Whether images of this size pass through the network."""
     try:
         network.check(size)
@@ -304,7 +292,7 @@ def fits(network: Architecture, size: int) -> bool:
     return True
 
 
-def round_number(x: float) -> int:
+def round_down_to_125(x: float) -> int:
     """The largest of 1, 2, 5, 10, 20, 50, … that is at most x; at least 1."""
     power = int(10 ** math.floor(math.log10(max(x, 1))))
     return max(m * power for m in (1, 2, 5) if m == 1 or m * power <= x)

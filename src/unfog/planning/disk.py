@@ -10,7 +10,7 @@ import numpy as np
 from unfog.config.schema import Config
 from unfog.data.dataset import Prepared
 from unfog.errors import RequestError
-from unfog.reporting.progress import size as size  # as this module's own, for those that also forecast
+from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
 from unfog.training.state import TrainState
@@ -55,7 +55,7 @@ def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
     return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
 
 
-def forecast(
+def check_disk_room(
     checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: Averages = NO_SNAPSHOTS
 ) -> str:
     """A line on what the checkpoints and the snapshots of averages of a new run will need.
@@ -76,17 +76,17 @@ def forecast(
     return line if free > room.maximum else f"{line}, so training may have to wait for room"
 
 
-def image_bytes(prepared: Prepared, config: Config) -> int:
+def decoded_bytes(prepared: Prepared, config: Config) -> int:
     """Bytes of the decoded set."""
     return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
 
 
-def to_decode(prepared: Prepared, config: Config) -> int:
+def bytes_to_decode(prepared: Prepared, config: Config) -> int:
     """Bytes that the run will decode into memory, and that are not there yet."""
-    return image_bytes(prepared, config) if config.data.cache == "memory" and in_file(prepared) else 0
+    return decoded_bytes(prepared, config) if config.data.cache == "memory" and is_memory_mapped(prepared) else 0
 
 
-def in_file(prepared: Prepared) -> bool:
+def is_memory_mapped(prepared: Prepared) -> bool:
     """Whether the pixels are in a file, which takes no memory that is not given back."""
     pixels: Any = prepared.train.pixels
     while isinstance(pixels, np.ndarray):

@@ -11,7 +11,7 @@ from unfog.errors import RequestError
 
 
 @contextmanager
-def pretended(processes: int) -> Iterator[None]:
+def fake_process_group(processes: int) -> Iterator[None]:
     """Within, this is the first of so many processes for torch, whose messages go nowhere.
 
     Raises:

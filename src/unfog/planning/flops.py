@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from unfog.planning.accelerators import Device
-from unfog.planning.memory_trace import forget_tables
+from unfog.planning.memory_trace import clear_package_caches
 
 UTILISATION = (0.15, 0.40)
 """Share of a GPU's dense rate that convolutional networks of this kind reach in eager PyTorch, from small ones at low
@@ -21,7 +21,7 @@ LAUNCH = 14e-6
 """Seconds that the host takes for one operation; a small network on a large GPU waits for nothing else. Estimated."""
 
 
-class Work(NamedTuple):
+class NetworkCost(NamedTuple):
     """What one image costs."""
 
     forward: float
@@ -32,15 +32,15 @@ class Work(NamedTuple):
     """Kernels of a forward and backward pass, whatever the batch."""
 
 
-class Range(NamedTuple):
+class TimeRange(NamedTuple):
     """Seconds, at the best and at the worst."""
 
     low: float
     high: float
 
-    def times(self, count: float) -> Range:
+    def times(self, count: float) -> TimeRange:
         """So many of them."""
-        return Range(count * self.low, count * self.high)
+        return TimeRange(count * self.low, count * self.high)
 
 
 def _attention(query, key, value, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
@@ -58,7 +58,7 @@ ATTENTION = {
 """By shapes [B, heads, N, D]: what tensors without values take for attention, unknown to PyTorch's counter."""
 
 
-def work_of(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> Work:
+def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
     """Count what a network does for one image [C, H, W], on tensors that have no values.
 
     Args:
@@ -66,10 +66,10 @@ def work_of(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> Work
         shape: of an image.
     """
     batch = 2
-    forget_tables()
+    clear_package_caches()
     try:
         with FakeTensorMode():
-            network, count = build(), Counter()
+            network, count = build(), _OperationCounter()
             x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
             with FlopCounterMode(display=False, custom_mapping=ATTENTION) as flops:
                 y: Tensor = network(x, c_noise)
@@ -79,11 +79,11 @@ def work_of(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> Work
             with count:
                 network(x, c_noise).sum().backward()
     finally:
-        forget_tables()
-    return Work(forward / batch, both / batch, count.operations)
+        clear_package_caches()
+    return NetworkCost(forward / batch, both / batch, count.operations)
 
 
-class Counter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations other than views."""
 
     def __init__(self) -> None:
@@ -95,18 +95,18 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[n
         return func(*args, **(kwargs or {}))
 
 
-def training_time(work: Work, batch: int, passes: int, device: Device, half: bool, checkpointing: bool) -> Range:
+def step_time(work: NetworkCost, batch: int, passes: int, device: Device, half: bool, checkpointing: bool) -> TimeRange:
     """Seconds of an optimiser step, estimated: arithmetic at a share of the device's rate, or the host's launches."""
     flops = batch * (work.training + work.forward * checkpointing)  # which computes everything once more
     launches = passes * work.operations * LAUNCH * (4 / 3 if checkpointing else 1)
     return _at(flops, device.half if half else device.full, launches)
 
 
-def call_time(work: Work, images: int, device: Device) -> Range:
+def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
     """Seconds of one call of the network in fp32 for so many images, without gradients."""
     return _at(images * work.forward, device.full, work.operations / 3 * LAUNCH)
 
 
-def _at(flops: float, rate: float, launches: float) -> Range:
+def _at(flops: float, rate: float, launches: float) -> TimeRange:
     worst, best = UTILISATION
-    return Range(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))
+    return TimeRange(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))

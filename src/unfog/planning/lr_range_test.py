@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
-from unfog.planning.lr_suggestion import Ramp, Trial, beyond, how_it_ends, rounded, suggest
+from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress, duration
 from unfog.training.hooks import Augmentation, Silent, Stream
 from unfog.training.loop import Every, train
@@ -46,7 +46,7 @@ NEVER = Every(log=0, preview=0, evaluate=0, checkpoint=0)
 
 
 @dataclass(frozen=True)
-class LrRange:
+class LrRangeResult:
     """What was found."""
 
     ramp: Ramp
@@ -59,7 +59,7 @@ class LrRange:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class LrTestSetup:
     """What is trained, and how: everything but the rate."""
 
     training: Training
@@ -69,12 +69,12 @@ class Subject:
     stream: Stream
     augment: Augmentation
     objective: Objective
-    probe: Probe
+    probe: LossProbe
     stop_requested: Callable[[], bool]
 
 
 @dataclass(frozen=True, eq=False)
-class Probe:
+class LossProbe:
     """Images, noise and noise levels that are the same each time."""
 
     x0: Tensor
@@ -85,16 +85,16 @@ class Probe:
     """[N] in (0, 1)."""
 
     @classmethod
-    def of(cls, x0: Tensor, label: Tensor | None) -> Probe:
+    def create(cls, x0: Tensor, label: Tensor | None) -> LossProbe:
         """Each image at one level; the levels are spread evenly, and neighbouring images get distant ones."""
         noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
         places = torch.arange(len(x0), dtype=torch.float64)
         golden = (math.sqrt(5) - 1) / 2  # multiples of which, modulo 1, are spread evenly however many there are
         return cls(x0, label, noise.to(x0.device), ((places + 0.5) * golden % 1).float().to(x0.device))
 
-    def first(self, count: int) -> Probe:
+    def first(self, count: int) -> LossProbe:
         """A smaller one."""
-        return Probe(
+        return LossProbe(
             self.x0[:count], None if self.label is None else self.label[:count], self.noise[:count], self.u[:count]
         )
 
@@ -116,7 +116,7 @@ class Probe:
 class _Watched(Silent):
     """A run that shows progress and ends on request."""
 
-    def __init__(self, subject: Subject, progress: Progress, before: int = 0):
+    def __init__(self, subject: LrTestSetup, progress: Progress, before: int = 0):
         self.stop_requested = subject.stop_requested  # type: ignore[method-assign]
         self.progress, self.before = progress, before
 
@@ -125,7 +125,7 @@ class _Watched(Silent):
         self.progress.update(self.before + step)
 
 
-def find_lr_range(subject: Subject, seconds: float = 90.0) -> LrRange:
+def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeResult:
     """Ramp and trials, in about `seconds`: less where that allows the most steps of both, more for the fewest.
 
     The caller's random generators are left as they were.
@@ -141,10 +141,10 @@ def find_lr_range(subject: Subject, seconds: float = 90.0) -> LrRange:
     suggestion, reason = suggest(ramp, trials)
     if ramp.learns and not trials:
         reason += f"; about {duration(enough(pace))} would allow them, and tell more"
-    return LrRange(ramp, trials, suggestion, reason, time.perf_counter() - started)
+    return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
-def run_ramp(subject: Subject, seconds: float) -> tuple[Ramp, float]:
+def run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
     """Returns the ramp, and seconds per step of training and looking."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
@@ -158,7 +158,7 @@ def run_ramp(subject: Subject, seconds: float) -> tuple[Ramp, float]:
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first ones also allocate; and so low, they change nothing yet
                 progress.total = steps = ramp_steps(seconds, pace)
-            ended = how_it_ends(start, rates, losses)
+            ended = ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
                 return Ramp(start, tuple(rates), tuple(losses), ended), pace
             rates.append(rates[-1] * (HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
@@ -169,7 +169,7 @@ def ramp_steps(seconds: float, pace: float) -> int:
     return round(min(max(seconds / pace, RAMP[0]), RAMP[1]))
 
 
-def one_step(subject: Subject, state: TrainState, lr: float, run: Silent) -> None:
+def one_step(subject: LrTestSetup, state: TrainState, lr: float, run: Silent) -> None:
     """A step of the real loop at this rate. Interrupted if a stop was requested instead."""
     training = replace(subject.training, images=state.seen + subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=1, schedule="constant")
@@ -179,7 +179,7 @@ def one_step(subject: Subject, state: TrainState, lr: float, run: Silent) -> Non
         raise Interrupted
 
 
-def run_trials(subject: Subject, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
+def run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
     """Short runs around the ramp's lowest point, highest rate first; none if time is too short to tell anything."""
     steps = trial_steps(seconds, pace)
     if steps < TRIAL[0]:
@@ -193,7 +193,7 @@ def run_trials(subject: Subject, ramp: Ramp, seconds: float, pace: float) -> tup
             trials.append(run_trial(subject, rates.pop(0), steps, run))
             trials.sort(key=lambda trial: -trial.lr)
             if not rates and len(trials) < MOST_TRIALS:
-                rates = beyond(trials)
+                rates = next_rates(trials)
     return tuple(trials)
 
 
@@ -208,7 +208,7 @@ def enough(pace: float) -> float:
     return 1.05 * TRIAL[0] * (len(TRIED) + 1) / (1 - RAMP_SHARE) * pace
 
 
-def run_trial(subject: Subject, lr: float, steps: int, run: Silent) -> Trial:
+def run_trial(subject: LrTestSetup, lr: float, steps: int, run: Silent) -> Trial:
     """A fresh network at this rate, with the schedule of a real run. Interrupted if a stop was requested instead."""
     state = subject.fresh()
     training = replace(subject.training, images=steps * subject.training.batch)

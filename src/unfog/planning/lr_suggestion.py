@@ -65,7 +65,7 @@ class Ramp:
         return self.lowest[1] < (1 - FLAT) * self.start
 
 
-def how_it_ends(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
+def ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
     """Whether the last loss ends the ramp: "not finite", "diverged", or "" for neither.
 
     Divergence is judged by the average up to here: half as high again as at the start, or three quarters of all that
@@ -79,7 +79,7 @@ def how_it_ends(start: float, rates: Sequence[float], losses: Sequence[float]) -
     return "diverged" if lost or smooth[-1] > 1.5 * start else ""
 
 
-def beyond(trials: Sequence[Trial]) -> list[float]:
+def next_rates(trials: Sequence[Trial]) -> list[float]:
     """The rate to try next, where the best of the trials, highest first, is the highest or the lowest of them."""
     best = min(trials, key=lambda trial: trial.loss)
     if not math.isfinite(best.loss) or best is trials[-1]:

@@ -9,7 +9,7 @@ from unfog.pipeline.build import shape_of
 from unfog.planning.peak_memory import CUDNN_WORKSPACE, ONEDNN_HALF
 
 
-def at_most(config: Config) -> float:
+def memory_upper_bound(config: Config) -> float:
     """Bytes that training surely does not exceed, in host memory or on a device; infinite where nothing is known.
 
     A glance at the settings of the network, for the usual case in which memory is no question at all: every layer of a

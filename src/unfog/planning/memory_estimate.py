@@ -15,15 +15,15 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
 from unfog.pipeline.build import augmentation, blank_batch, build_network, loss_function, shape_of
-from unfog.planning.fake_process_group import pretended
-from unfog.planning.memory_trace import Recorder, Trace, record
+from unfog.planning.fake_process_group import fake_process_group
+from unfog.planning.memory_trace import Recorder, Trace, record_trace
 from unfog.planning.peak_memory import (
     HOLES,
     HOLES_ACCUMULATING,
     HOLES_RECOMPUTING,
     ONEDNN_HALF,
     Peak,
-    peak_of,
+    find_peak,
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import divide, mesh_of, sent_in_half
@@ -41,7 +41,7 @@ KEPT = 16
 
 
 @dataclass(frozen=True)
-class Footprint:
+class MemoryEstimate:
     """Predicted bytes on the device and in host memory, which on a CPU are the same; of the first of several processes,
     which does what one does alone.
 
@@ -65,10 +65,10 @@ class Footprint:
     @property
     def peak(self) -> int:
         """The most that is needed on the device."""
-        return on_top(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
+        return _with_snapshot(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
 
 
-class Traces:
+class MemoryEstimator:
     """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of.
 
     Those that tell of the same computation are shared, as choosing a micro-batch and telling what it takes ask alike.
@@ -81,16 +81,16 @@ class Traces:
     _made: ClassVar[dict[tuple[Config, str, int, int, bool, int], Trace]] = {}
 
     def __init__(self, config: Config, device: str, processes: int = 1):
-        self.config, self.device, self.processes = traceable(config), device, processes
+        self.config, self.device, self.processes = _traceable(config), device, processes
         self._divided, self._known = config.training.divided(processes), False
 
-    def footprint(self, microbatch: int, checkpointing: bool, images: int = 0) -> Footprint:
+    def estimate(self, microbatch: int, checkpointing: bool, images: int = 0) -> MemoryEstimate:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
         config, step = self.config, self.step(microbatch, checkpointing)
         doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
         measuring = self._beside(step, min(microbatch, config.evaluate.images)) if config.evaluate.every >= 0 else 0
-        return Footprint(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
+        return MemoryEstimate(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
         """The highest point of training with so many images at once."""
@@ -101,14 +101,14 @@ class Traces:
             trace = self._traced(microbatch, passes, checkpointing)
         else:
             few, more = (self._traced(n, passes, checkpointing) for n in TRACED)
-            trace = few.at(microbatch, more, *TRACED)
+            trace = few.extrapolate(microbatch, more, *TRACED)
         holes = HOLES if whole else HOLES_ACCUMULATING
-        return peak_of(trace, self.device, HOLES_RECOMPUTING if checkpointing else holes)
+        return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else holes)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
         """Bytes that training takes at the most, checkpoints included; drawing with as many at once takes less."""
         step = self.step(microbatch, checkpointing)
-        return on_top(step.total, self._snapshot(step), self.device)
+        return _with_snapshot(step.total, self._snapshot(step), self.device)
 
     def _weights(self, step: Peak) -> int:
         """Bytes of the whole network."""
@@ -124,10 +124,10 @@ class Traces:
     def _snapshot(self, step: Peak) -> int:
         """Host memory of a checkpoint; of a divided network the first one, which one process writes whole, and is told
         to have moments already: later ones take a part of it at each."""
-        return round(snapshot_of(step) * self._weights(step) / step.parts["parameters"])
+        return round(_checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
-        key = (alike(self.config), self.device, microbatch, passes, checkpointing, self.processes)
+        key = (_trace_key(self.config), self.device, microbatch, passes, checkpointing, self.processes)
         if key not in self._made:
             if len(self._made) >= KEPT:
                 self._made.clear()
@@ -140,12 +140,12 @@ class Traces:
 
     def _beside(self, step: Peak, images: int) -> int:
         """Calls of the network without gradients for so many images, beside what the run holds all the time."""
-        call = peak_of(trace_call(self.config, self.device, images), self.device)
+        call = find_peak(trace_call(self.config, self.device, images), self.device)
         # Of a divided network a whole copy is there for it.
-        return held_by(step) + call.total - (0 if self._divided else call.parts["parameters"])
+        return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
 
-def traceable(config: Config) -> Config:
+def _traceable(config: Config) -> Config:
     """The configuration, with AdamW in place of an optimiser that looks at values, of which a trace has none.
 
     Raises:
@@ -163,7 +163,7 @@ def traceable(config: Config) -> Config:
     return config
 
 
-def alike(config: Config) -> Config:
+def _trace_key(config: Config) -> Config:
     """The configuration without what makes no difference to a step's trace."""
     given = config.training
     training = Training(precision=given.precision, clip=given.clip, shard=given.shard)
@@ -173,21 +173,21 @@ def alike(config: Config) -> Config:
     return replace(config, training=training, optimizer=optimizer, averages=averages, **asides)
 
 
-def held_by(step: Peak) -> int:
+def _persistent_bytes(step: Peak) -> int:
     """Bytes of what a run holds all the time: weights, moments, average."""
     return sum(step.parts[part] for part in ("parameters", "moments", "average"))
 
 
-def snapshot_of(step: Peak) -> int:
+def _checkpoint_bytes(step: Peak) -> int:
     """Host memory that a checkpoint takes while it is written and read back: all tensors, the largest file twice.
 
     Where there are two averages, a snapshot of them in float16 may be on its way as well.
     """
     weights = step.parts["parameters"]
-    return held_by(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
+    return _persistent_bytes(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
 
 
-def on_top(peak: int, snapshot: int, device: str) -> int:
+def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
     """A peak with what is beside it in that memory."""
     return peak + (snapshot if device == "cpu" else 0)
 
@@ -219,11 +219,11 @@ def trace_step(
         state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
         for average in filter(None, (state.ema, state.second)):
             recorder.name("average", map(local, [*average.parameters, *average.buffers]))
-        make_moments(recorder, state)
+        _allocate_moments(recorder, state)
         if processes > 1 and not apart:  # DistributedDataParallel has gradients travel from memory of their own
             recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
         for _ in range(passes):
-            label = labels_for(config, microbatch)
+            label = blank_labels(config, microbatch)
             with recorder.keeping("activations"):
                 x0, condition = augment(blank_batch(config, microbatch))
                 with state.precision.autocast():
@@ -242,12 +242,12 @@ def trace_step(
         for average in filter(None, (state.ema, state.second)):
             average.update(1)
 
-    with pretended(processes) if apart else nullcontext():
+    with fake_process_group(processes) if apart else nullcontext():
         mesh = mesh_of("cpu", processes) if apart else None
-        return record(work, device, DTYPES.get(training.precision))
+        return record_trace(work, device, DTYPES.get(training.precision))
 
 
-def make_moments(recorder: Recorder, state: TrainState) -> None:
+def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
     """Let the optimiser allocate what it keeps, as its first step does."""
     for parameter in state.model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -258,7 +258,7 @@ def make_moments(recorder: Recorder, state: TrainState) -> None:
 
 def trace_call(config: Config, device: str, images: int) -> Trace:
     """What drawing allocates for each call of the network: fp32, no gradients."""
-    shape = images_shape(config, images)
+    shape = batch_shape(config, images)
 
     def work(recorder: Recorder) -> None:
         recorder.kind = "parameters"
@@ -266,18 +266,18 @@ def trace_call(config: Config, device: str, images: int) -> Trace:
         recorder.kind = "workspace"
         with torch.no_grad():
             x, logsnr = torch.zeros(shape), torch.zeros(images)
-            x0 = Denoiser(network, config.diffusion)(x, logsnr, labels_for(config, images))
+            x0 = Denoiser(network, config.diffusion)(x, logsnr, blank_labels(config, images))
             del x, x0
 
-    return record(work, device)
+    return record_trace(work, device)
 
 
-def images_shape(config: Config, images: int) -> tuple[int, int, int, int]:
+def batch_shape(config: Config, images: int) -> tuple[int, int, int, int]:
     """[B, C, H, W] of so many as the network sees them."""
     return (images, *shape_of(config))
 
 
-def labels_for(config: Config, images: int) -> Tensor | None:
+def blank_labels(config: Config, images: int) -> Tensor | None:
     """Labels of so many images, where there are classes."""
     return torch.zeros(images, dtype=torch.int64) if config.classes else None
 

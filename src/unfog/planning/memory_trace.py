@@ -37,7 +37,7 @@ class Trace:
     events: list[int] = field(default_factory=list)
     """Storage `n` appears as n where it is allocated, and as ~n, which is negative, where it is freed."""
 
-    def at(self, batch: float, other: Trace, mine: int, its: int) -> Trace:
+    def extrapolate(self, batch: float, other: Trace, mine: int, its: int) -> Trace:
         """This trace, of batch size `mine`, and another of batch size `its`, continued to `batch`.
 
         Every tensor is affine in the batch size, so this is exact.
@@ -167,7 +167,7 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def record(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
+def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
     """Trace of `work`, as if on a device of this type.
 
     Args:
@@ -177,7 +177,7 @@ def record(work: Callable[[Recorder], None], device: str, half: torch.dtype | No
         half: the type that the imitated device's autocast casts to.
     """
     recorder, attention = Recorder(device == "cpu"), layers.attention
-    forget_tables()
+    clear_package_caches()
     try:
         with FakeTensorMode(), recorder, recorder.resizing():
             if device == "cpu":
@@ -185,15 +185,15 @@ def record(work: Callable[[Recorder], None], device: str, half: torch.dtype | No
             else:
                 # It asks where its tensors are, and takes a way of its own for 16 bits on a CPU.
                 layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
-                with Imitation(half):
+                with AutocastEmulation(half):
                     work(recorder)
     finally:
         layers.attention = attention
-        forget_tables()  # fake ones must not be found by real work
+        clear_package_caches()  # fake ones must not be found by real work
     return recorder.trace
 
 
-def forget_tables() -> None:
+def clear_package_caches() -> None:
     """Empty the caches of our functions, in which tensors may be kept; they fill themselves again."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "unfog":
@@ -202,7 +202,7 @@ def forget_tables() -> None:
                     value.cache_clear()
 
 
-class Imitation(TorchFunctionMode):
+class AutocastEmulation(TorchFunctionMode):
     """Casts fake CPU tensors as autocast does elsewhere.
 
     The lists are those of the CUDA autocast, as far as networks here use them: the CPU's differ, in that it leaves

@@ -10,17 +10,17 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.errors import RequestError
-from unfog.planning.disk import size
-from unfog.planning.memory_bound import at_most
-from unfog.planning.memory_estimate import Traces, with_precision
+from unfog.planning.memory_bound import memory_upper_bound
+from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.peak_memory import available_memory
+from unfog.reporting.progress import size
 from unfog.training.distributed.rendezvous import sharing
 
 MARGIN = 0.85
 """Share of the available memory that a prediction may take; predictions are within about 10%."""
 
 
-class Fit(NamedTuple):
+class MicrobatchChoice(NamedTuple):
     """What fits, and why."""
 
     microbatch: int
@@ -31,7 +31,7 @@ class Fit(NamedTuple):
 
 def choose_microbatch(
     config: Config, device: torch.device, available: int | None = None, name: str = "", processes: int = 1
-) -> Fit:
+) -> MicrobatchChoice:
     """The largest micro-batch whose predicted peak fits what is available, with a margin.
 
     One that divides the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
@@ -48,56 +48,58 @@ def choose_microbatch(
     Raises:
         RequestError: not even one image fits.
     """
-    room = room_on(device) if available is None else available
+    room = memory_per_process(device) if available is None else available
     config = replace(config, training=replace(config.training, microbatch=0))
     batch, checkpointing = config.training.batch, config.training.checkpointing
-    if at_most(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
-        return Fit(batch, checkpointing, f"needs less than {size(at_most(config))} of {size(room)} available")
-    traces = Traces(with_precision(config), device.type, processes)
+    if memory_upper_bound(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
+        return MicrobatchChoice(
+            batch, checkpointing, f"needs less than {size(memory_upper_bound(config))} of {size(room)} available"
+        )
+    traces = MemoryEstimator(with_precision(config), device.type, processes)
     if available is None:
         traces.training(batch, checkpointing)  # loads what tracing needs, which takes memory for good
-        room = room_on(device)
+        room = memory_per_process(device)
 
     def peak(count: int, checkpointing: bool) -> int:
         return traces.training(count, checkpointing)
 
     for recompute in sorted({checkpointing, True}):
-        count = largest(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
+        count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
         if count:
             need = "needs" if count == 1 else "need"
             reason = f"{count_of(count)} at once {need} about {size(peak(count, recompute))} of {size(room)} available"
             if count < batch:
                 reason += f", all {batch:,} would need {size(peak(batch, checkpointing))}"
-            return Fit(count, recompute, reason)
+            return MicrobatchChoice(count, recompute, reason)
     raise RequestError(
         f"one image of {config.data.size} pixels through this network needs about {size(peak(1, True))} to train, also "
         f"with gradient checkpointing, and {name or device} has {size(room)} available; give a smaller --size or "
-        f"--network{more_devices(config, processes)}"
+        f"--network{_more_devices_remedy(config, processes)}"
     )
 
 
-def room_on(device: torch.device) -> int:
+def memory_per_process(device: torch.device) -> int:
     """Bytes that this process can take on a device: an even part, where others of its machine compute there too."""
     return available_memory(device) // sharing(device)
 
 
-def more_devices(config: Config, processes: int) -> str:
+def _more_devices_remedy(config: Config, processes: int) -> str:
     """What else helps a network that does not fit a device, to be appended to a remedy."""
     if processes == 1:
         return ", or divide it among several devices: docs/distributed.md"
     return ", or start more processes" if config.training.shard else ", or divide it: --training.shard"
 
 
-def needed(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
+def required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
     """Bytes of training with as many images at once as is set, or what it surely stays below, where that is there."""
-    glance, training = at_most(config), config.training
+    glance, training = memory_upper_bound(config), config.training
     if glance < available:
         return int(glance)
     at_once = training.microbatch or training.batch
-    return Traces(with_precision(config), device.type, processes).training(at_once, training.checkpointing)
+    return MemoryEstimator(with_precision(config), device.type, processes).training(at_once, training.checkpointing)
 
 
-def largest(batch: int, fits: Callable[[int], bool]) -> int:
+def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
     """The largest count that fits, or a divisor of the batch above half of that; 0 if not even one does."""
     if fits(batch):
         return batch

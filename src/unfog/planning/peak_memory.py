@@ -64,9 +64,9 @@ class Peak:
     """Bytes by PARTS; they add up to the total."""
 
 
-def peak_of(trace: Trace, device: str, holes: float = HOLES) -> Peak:
+def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
     """The most memory that a trace holds at once, on a device of this type, without the CUDA context."""
-    cost = [cost_of(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
+    cost = [_allocated_bytes(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
     live = highest = 0.0
     where = 0
     for place, event in enumerate(trace.events):
@@ -88,7 +88,7 @@ def peak_of(trace: Trace, device: str, holes: float = HOLES) -> Peak:
     return Peak(total, dict(parts))
 
 
-def cost_of(size: int, kind: str, device: str, holes: float) -> float:
+def _allocated_bytes(size: int, kind: str, device: str, holes: float) -> float:
     """Bytes that a storage of this size takes."""
     if device != "cpu":
         return -(-size // CUDA_BLOCK) * CUDA_BLOCK

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, spread
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted
 from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.pipeline.generate import Drawing, draw
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
@@ -23,7 +25,7 @@ TIMED = 64
 """Images that steps are timed with, where none is decoded yet."""
 
 
-class Clock(Silent):
+class _StepTimer(Silent):
     """A run that notes the time after each step, and nothing else."""
 
     def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
@@ -55,7 +57,7 @@ def seconds_per_step(
     # The loop seeds at each step; the caller's generators are none of its business.
     state = build_state(config, device)
     with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
-        clock = Clock(limit, progress, stop_requested)
+        clock = _StepTimer(limit, progress, stop_requested)
         train(
             replace(config.training, images=10**9 * config.training.batch),
             config.optimizer,
@@ -71,9 +73,27 @@ def seconds_per_step(
     return clock.seconds_per_step()
 
 
-def at_hand(images: ImageSet) -> ImageSet:
+def decoded_images(images: ImageSet) -> ImageSet:
     """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
     pixels, labels, rows = images.take(spread(len(images), TIMED))
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
+
+
+def seconds_per_sample(network: nn.Module, config: Config, drawing: Drawing) -> float:
+    """Wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
+    sampler = drawing.sampler
+    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
+    steps = sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
+    trial = replace(drawing, sampler=replace(sampler, steps=steps))
+    return wall_seconds(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
+
+
+def wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
+    """Wall time of `work`; with `warm`, of its second call, as the first also allocates."""
+    if warm:
+        work()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -12,9 +12,9 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.pipeline.build import build_network
 from unfog.planning.accelerators import Device
-from unfog.planning.auto_settings import Settling
-from unfog.planning.flops import Range, Work, call_time, training_time
-from unfog.planning.memory_estimate import images_shape, labels_for
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import NetworkCost, TimeRange, call_time, step_time
+from unfog.planning.memory_estimate import batch_shape, blank_labels
 from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, duration
@@ -29,7 +29,7 @@ LONG = 30 * 86400.0
 """Seconds."""
 
 
-def this_cpu(memory: int, processes: int = 1) -> Device:
+def benchmark_cpu(memory: int, processes: int = 1) -> Device:
     """What each of so many processes has of the CPU at hand, by its rate of matrix products: for a plan of what cannot
     be timed, or takes minutes a step."""
     a, spent = torch.ones(MATRIX, MATRIX), []
@@ -42,28 +42,28 @@ def this_cpu(memory: int, processes: int = 1) -> Device:
 
 
 def pace_of(
-    settling: Settling, work: Work, other: Device | None, device: torch.device, untimed: bool
-) -> tuple[Range, Range]:
+    auto: AutoSettings, work: NetworkCost, other: Device | None, device: torch.device, untimed: bool
+) -> tuple[TimeRange, TimeRange]:
     """Seconds of a step, and of a call of the network for each image; not known where it would not run here."""
-    config = settling.share()
+    config = auto.process_config()
     count = at_once(config.training)
     if other:
         return step_of(config, work, other), call_time(work, count, other).times(1 / count)
     if untimed:
-        return Range(float("nan"), float("nan")), Range(float("nan"), float("nan"))
-    pace, once = settling.seconds_per_step(), seconds_per_call(config, device) / count
-    return Range(pace, pace), Range(once, once)
+        return TimeRange(float("nan"), float("nan")), TimeRange(float("nan"), float("nan"))
+    pace, once = auto.seconds_per_step(), seconds_per_call(config, device) / count
+    return TimeRange(pace, pace), TimeRange(once, once)
 
 
-def step_of(config: Config, work: Work, other: Device) -> Range:
+def step_of(config: Config, work: NetworkCost, other: Device) -> TimeRange:
     """Estimated seconds of a step."""
     training = config.training
     count = -(-training.batch // at_once(training))
     half = training.precision != "fp32"
-    return training_time(work, training.batch, count, other, half, training.checkpointing)
+    return step_time(work, training.batch, count, other, half, training.checkpointing)
 
 
-def times_of(config: Config, step: Range, call: Range, held_out: int) -> dict[str, Range]:
+def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -> dict[str, TimeRange]:
     """Seconds by what takes them. `call` is of the network for one image, in fp32 and without gradients."""
     steps, asides = config.training.images // config.training.batch, forward_passes(config, held_out)
     previews = repetitions(config.preview.every, steps)
@@ -77,7 +77,7 @@ def times_of(config: Config, step: Range, call: Range, held_out: int) -> dict[st
     if asides["metrics"]:
         found["drawing for metrics"] = call.times(asides["metrics"])
     total = [sum(part[i] for name, part in found.items() if name != "step") for i in (0, 1)]
-    found["in all"] = Range(*total)
+    found["in all"] = TimeRange(*total)
     picture = call.times(asides["preview"] / (previews * config.preview.images))
     return found | {f"drawing {count:,} pictures": picture.times(count) for count in PICTURES}
 
@@ -87,8 +87,8 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     """Median wall time of one call of the network on as many images as go through at once, in fp32."""
     network = build_network(config).to(device).eval()
     denoise, count = Denoiser(network, config.diffusion), at_once(config.training)
-    x, logsnr = torch.zeros(images_shape(config, count), device=device), torch.zeros(count, device=device)
-    label = labels_for(config, count)
+    x, logsnr = torch.zeros(batch_shape(config, count), device=device), torch.zeros(count, device=device)
+    label = blank_labels(config, count)
     label = None if label is None else label.to(device)
     spent = []
     with Progress("measuring a call of the network", 4) as progress:
@@ -100,15 +100,15 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     return statistics.median(spent[1:])  # the first also allocates
 
 
-def time_finding(total: Range) -> Finding | None:
+def time_finding(total: TimeRange) -> Finding | None:
     """A warning where nobody will wait so long."""
     if not total.low > LONG:
         return None
     remedy = "a smaller --size, --network, --batch or --steps, or another machine: --for h100"
-    return Finding("plan.time", "warning", f"all of it takes {told_time(total)}", remedy, {"seconds": total.low})
+    return Finding("plan.time", "warning", f"all of it takes {format_time(total)}", remedy, {"seconds": total.low})
 
 
-def told_time(seconds: Range) -> str:
+def format_time(seconds: TimeRange) -> str:
     """A span of time in words; "?" where it is not known."""
     if math.isnan(seconds.low):
         return "?"
@@ -116,6 +116,6 @@ def told_time(seconds: Range) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def amount_of(flops: float) -> str:
+def format_flops(flops: float) -> str:
     """Operations in words."""
     return f"{flops / 1e9:,.3g} GFLOP" if flops < 1e12 else f"{flops / 1e12:,.3g} TFLOP"

@@ -8,28 +8,27 @@ position alone, so a run that was interrupted measures what it would have measur
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, spread
-from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import features_of
 from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced_wasserstein import measure_pixels
-from unfog.inference.measure import Rows
+from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network
 from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import Drawing, draw, usual
-from unfog.planning.auto_settings import Choice, Settling
+from unfog.pipeline.generate import draw, usual
+from unfog.planning.auto_settings import AutoSettings, Choice
+from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, counted, duration, warn
 from unfog.runs.previews import Looks
@@ -52,13 +51,13 @@ class Costs(NamedTuple):
     width: int
 
 
-def settle_metrics(settling: Settling, images: ImageSet, device: torch.device) -> None:
+def settle_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
     """Settle what is open of the metrics; the rest of the settings has been settled before.
 
     Raises:
         RequestError: no evaluation is due in this run, or there are too few images.
     """
-    config, evaluate = settling.config, settling.config.evaluate
+    config, evaluate = auto.config, auto.config.evaluate
     if not evaluate.metrics:
         return
     if evaluate.every < 0:
@@ -67,7 +66,7 @@ def settle_metrics(settling: Settling, images: ImageSet, device: torch.device) -
         raise RequestError(f"evaluate.metrics need at least {TRIED} training images, and there are {len(images)}")
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
-    step, steps = settling.seconds_per_step(), config.training.images // config.training.batch
+    step, steps = auto.seconds_per_step(), config.training.images // config.training.batch
     allowed = evaluate.share * step * steps
     features = open_features(evaluate.features, device, only_known=True)
     costs = time_costs(config, images, features, device)
@@ -76,11 +75,11 @@ def settle_metrics(settling: Settling, images: ImageSet, device: torch.device) -
         return samples * (costs.draw + costs.features) + computing(config, samples, reference, costs.width, device)
 
     chosen, each = fit(config, len(images), costs, allowed, once)
-    settling.config = replace(config, evaluate=chosen)
+    auto.config = replace(config, evaluate=chosen)
     if chosen.metrics_every < 0:
         instead = ""
         if chosen.best != "held_out_loss":
-            settling.config = replace(config, evaluate=replace(chosen, best="held_out_loss"))
+            auto.config = replace(config, evaluate=replace(chosen, best="held_out_loss"))
             instead = "; the best checkpoint is chosen by the held-out loss"
         warn(
             f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} pictures take about "
@@ -90,7 +89,7 @@ def settle_metrics(settling: Settling, images: ImageSet, device: torch.device) -
         return
     apart = f"{chosen.samples} pictures against {chosen.reference} real ones, every {chosen.metrics_every} steps"
     reason = f"about {duration(each)} each time; at most {evaluate.share:.0%} of {duration(step * steps)} of training"
-    settling.choices.append(Choice("evaluate.metrics", apart, reason))
+    auto.choices.append(Choice("evaluate.metrics", apart, reason))
 
 
 def fit(
@@ -128,26 +127,14 @@ def fit(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
-def timed(sampler: Sampler) -> int:
-    """Steps of a trial that tells what all of them take; the adaptive sampler has as many as it finds."""
-    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
-
-
-def seconds_a_picture(network: nn.Module, config: Config, drawing: Drawing) -> float:
-    """What drawing one of these takes, by drawing them in a few steps."""
-    sampler, steps = drawing.sampler, timed(drawing.sampler)
-    trial = replace(drawing, sampler=replace(sampler, steps=steps))
-    return seconds_of(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
-
-
 def time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
     """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        drawing = seconds_a_picture(network, config, usual(config, few, few))
+        drawing = seconds_per_sample(network, config, usual(config, few, few))
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))
         width = features(pixels).shape[1]
-        return Costs(drawing, seconds_of(lambda: features(pixels).cpu()) / len(pixels), width)
+        return Costs(drawing, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
 
 
 def computing(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
@@ -159,7 +146,7 @@ def computing(config: Config, samples: int, reference: int, width: int, device: 
         torch.randint(256, shape, generator=generator, dtype=torch.uint8) if PIXEL in config.evaluate.metrics else None
     )
     with Progress("timing the metrics", None):
-        return seconds_of(lambda: measured(config, real, fake, pixels, pixels), warm=False)
+        return wall_seconds(lambda: measured(config, real, fake, pixels, pixels), warm=False)
 
 
 def measured(
@@ -171,15 +158,6 @@ def measured(
     if PIXEL in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
         found[PIXEL] = measure_pixels([PIXEL], real_pixels, fake_pixels)[0]
     return found
-
-
-def seconds_of(work: Callable[[], object], warm: bool = True) -> float:
-    """Wall time of some work; `warm`: of its second time, as the first also allocates."""
-    if warm:
-        work()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def due(config: Config, step: int) -> bool:
@@ -241,7 +219,7 @@ class DrawnMetrics:
             rows = spread(len(self.images), self.config.evaluate.reference)
             with Progress(f"{self.features.name} of {counted(len(rows), 'training image')}", len(rows)) as progress:
                 self._real = features_of(
-                    Rows(self.images, rows),
+                    ImageRows(self.images, rows),
                     self.features,
                     f"{self.images.fingerprint} spread",
                     lambda done, total: progress.update(done),

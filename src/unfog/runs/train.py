@@ -18,13 +18,14 @@ from unfog.doctor.images.data_checks import glance
 from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
-from unfog.inference.tuned_sampler import say_if_left, without_tuned
+from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
 from unfog.pipeline.autoencoder_folder import keep_codec
 from unfog.pipeline.data_report import DATA_FILE, write_data_record
 from unfog.pipeline.failed_shards import lost_shards
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import Settling, choose_device
-from unfog.planning.disk import forecast
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.disk import check_disk_room
+from unfog.process.device import choose_device
 from unfog.process.heartbeat import Pulse
 from unfog.process.launch import note_launch
 from unfog.process.run_folder import CODEC, RunFolder, next_folder
@@ -66,26 +67,26 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     ):
         prepared, config = load_images(seen_alike(config), stop)
         initial = read_weights(config) if config.init.folder else None
-        settling = Settling(initial.config if initial else config, prepared.seen.train, device, stop, world.size)
-        settling.everything()
-        settle_metrics(settling, prepared.train, device)
+        auto = AutoSettings(initial.config if initial else config, prepared.seen.train, device, stop, world.size)
+        auto.resolve()
+        settle_metrics(auto, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
         if config.codec:
-            settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
-        session = Session(folder, settling.config, prepared, device, stop, pulse, initial and initial.state, world)
-        room = forecast(
+            auto.config = replace(auto.config, codec=keep_codec(folder, auto.config))
+        session = Session(folder, auto.config, prepared, device, stop, pulse, initial and initial.state, world)
+        room = check_disk_room(
             folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.averages
         )
         say(f"  {room}")
         note_launch(folder)
-        folder.write_config(settling.config)
+        folder.write_config(auto.config)
         folder.checkpoints.mkdir()
-        lead(world, folder.checkpoints, settling.config)
+        lead(world, folder.checkpoints, auto.config)
         pulse.silent = False
         record_data(session)
         findings = [*glance(prepared, session.config), *examined(session, device)]
-        choices = [*(initial.choices if initial else ()), *settling.choices]
-        return folder, ended(folder, session.run(choices, findings), settling.config)
+        choices = [*(initial.choices if initial else ()), *auto.choices]
+        return folder, ended(folder, session.run(choices, findings), auto.config)
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
@@ -104,7 +105,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     config = config or stored
     check_request(config)
     tell_of_foreign_code(config)
-    say_if_left(stored.sampler, config.sampler)
+    report_dropped_levels(stored.sampler, config.sampler)
     check_still_there(config.source)
     device = choose_device(device_of(config.training.device))
     timeout = config.training.timeout
@@ -119,30 +120,30 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
-        settling = settled_again(config, prepared, device, saved, stop, world.size)
-        if saved and saved.images >= settling.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
+        auto = settled_again(config, prepared, device, saved, stop, world.size)
+        if saved and saved.images >= auto.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
             lead(world, folder.checkpoints, None)
             keep_drawing(folder, stored, config, saved.step)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
             if not (folder.path / CODEC).is_dir():  # it was killed after its last checkpoint
-                ended(folder, True, settling.config)
+                ended(folder, True, auto.config)
             return folder, True
         if config.codec:
-            settling.config = replace(settling.config, codec=keep_codec(folder, settling.config))
+            auto.config = replace(auto.config, codec=keep_codec(folder, auto.config))
         # Of a run that has saved nothing yet.
-        weights = read_weights(settling.config).state if config.init.folder and saved is None else None
-        session = Session(folder, settling.config, prepared, device, stop, pulse, weights, world)
-        changes = without_tuned(check_changes(trained, settling.config, force), folder, settling.config.sampler)
+        weights = read_weights(auto.config).state if config.init.folder and saved is None else None
+        session = Session(folder, auto.config, prepared, device, stop, pulse, weights, world)
+        changes = omit_tuned_settings(check_changes(trained, auto.config, force), folder, auto.config.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluator.rehearse()  # what would fail at the next evaluation fails now
-        folder.write_config(settling.config)
+        folder.write_config(auto.config)
         clear_away(folder, saved, broken)
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
             record_data(session)
-        lead(world, folder.checkpoints, settling.config, lost_shards(saved))
+        lead(world, folder.checkpoints, auto.config, lost_shards(saved))
         findings = examined(session, device)
-        done = session.run(settling.choices, findings, saved, changes)
-        return folder, ended(folder, done, settling.config)
+        done = session.run(auto.choices, findings, saved, changes)
+        return folder, ended(folder, done, auto.config)
 
 
 def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
@@ -181,17 +182,17 @@ def settled_again(
     saved: checkpoint.Saved | None,
     stop: StopSignals,
     processes: int,
-) -> Settling:
+) -> AutoSettings:
     """What a change may have left open, such as the length, settled for a run that goes on from `saved`."""
-    settling = Settling(config, prepared.seen.train, device, stop, processes)
-    settling.learning_rate()
-    settling.microbatch(resuming=True)
-    settling.precision()
-    settling.length(seen=saved.images if saved else 0)
-    settling.intervals()
-    settle_metrics(settling, prepared.train, device)
+    auto = AutoSettings(config, prepared.seen.train, device, stop, processes)
+    auto.resolve_learning_rate()
+    auto.resolve_microbatch(resuming=True)
+    auto.resolve_precision()
+    auto.resolve_length(seen=saved.images if saved else 0)
+    auto.resolve_intervals()
+    settle_metrics(auto, prepared.train, device)
     stop.leave_if_requested()
-    return settling
+    return auto
 
 
 def clear_away(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[checkpoint.Broken]) -> None:

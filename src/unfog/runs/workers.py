@@ -20,7 +20,7 @@ from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import augmentation, build_state, every_of, loss_function
 from unfog.pipeline.failed_shards import told_elsewhere
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.sharded import Post

@@ -29,7 +29,7 @@ from unfog.inference.nearest_images import FEWEST
 from unfog.pipeline.build import as_it_is, build_network, build_objective
 from unfog.pipeline.generate import Drawing, draw
 from unfog.pipeline.load_data import load_images
-from unfog.planning.auto_settings import choose_device
+from unfog.process.device import choose_device
 from unfog.process.heartbeat import last_beat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals

@@ -67,14 +67,14 @@ def check_guide(config: Config, other: Config) -> None:
         replace(other.diffusion, schedule=config.diffusion.schedule, learned_variance=False)
     except RequestError as error:
         raise RequestError(f"the guide cannot be asked at the noise levels of this run: {error}") from None
-    if seen_as(config) != seen_as(other):
+    if _network_inputs(config) != _network_inputs(other):
         raise RequestError(
             "the guide does not see what this run sees: pixels, or latents of one codec with one mean, deviation and "
             "sigma_data; give a checkpoint of this run, or a run on the same images with the same codec"
         )
 
 
-def seen_as(config: Config) -> tuple[object, ...]:
+def _network_inputs(config: Config) -> tuple[object, ...]:
     """What makes numbers mean the same picture to two networks; () for pixels."""
     latents = config.latents
     return (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data) if config.codec else ()

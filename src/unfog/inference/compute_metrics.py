@@ -21,8 +21,8 @@ from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
 from unfog.inference import held_out_metrics
 from unfog.inference import memorization as copies
-from unfog.inference.generated import DrawnPictures
-from unfog.inference.results import LOSSES, Chosen, Evaluation
+from unfog.inference.generated import GeneratedSamples
+from unfog.inference.results import LOSSES, Evaluation, EvaluationSetup
 from unfog.pipeline.build import held_out_set
 from unfog.pipeline.generate import picture_grid
 from unfog.reporting.findings import Finding
@@ -38,7 +38,7 @@ MOST_PIXELS = 20_000
 """Pictures whose pixels are compared."""
 
 
-class Rows:
+class ImageRows:
     """Some images of a set, by slices."""
 
     def __init__(self, images: ImageSet, rows: NDArray[np.int64]):
@@ -52,7 +52,7 @@ class Rows:
 
 
 def measure_all(
-    run: Run, chosen: Chosen, prepared: Prepared, pictures: DrawnPictures | None, world: World, out: Path
+    run: Run, chosen: EvaluationSetup, prepared: Prepared, pictures: GeneratedSamples | None, world: World, out: Path
 ) -> Evaluation:
     """All that was asked for, and whether training images come back; the latter as pictures in `out` as well.
 
@@ -82,16 +82,18 @@ def measure_all(
     return Evaluation(run.checkpoint.step, how, found, searches)
 
 
-def both_features(chosen: Chosen, pictures: DrawnPictures, world: World) -> tuple[Tensor | None, Tensor | None]:
+def both_features(
+    chosen: EvaluationSetup, pictures: GeneratedSamples, world: World
+) -> tuple[Tensor | None, Tensor | None]:
     """Features of the real images and of the pictures, each process computing a part; None where none are asked for."""
     features = chosen.features
     if features is None:
         return None, None
-    real = shared(Rows(chosen.reference, chosen.rows), features, key_of_real(chosen), world, "real images")
+    real = shared(ImageRows(chosen.reference, chosen.rows), features, key_of_real(chosen), world, "real images")
     return real, shared(pictures, features, pictures.folder.name, world, "pictures")
 
 
-def forget_drawn(chosen: Chosen, pictures: DrawnPictures | None) -> None:
+def forget_drawn(chosen: EvaluationSetup, pictures: GeneratedSamples | None) -> None:
     """Remove the features of the pictures from the cache, once all processes have read them and the result is stored.
 
     Hardly anybody asks for them again. Those of the real images stay, for the next checkpoint, and the pictures too.
@@ -100,7 +102,7 @@ def forget_drawn(chosen: Chosen, pictures: DrawnPictures | None) -> None:
         forget(pictures.folder.name, len(pictures), chosen.features)
 
 
-def key_of_real(chosen: Chosen) -> str:
+def key_of_real(chosen: EvaluationSetup) -> str:
     """What features of the real images are kept under: they are spread over the set, as many as there are."""
     return f"{chosen.reference.fingerprint} spread"
 
@@ -116,7 +118,9 @@ def shared(pixels: PixelSource, features: Features, key: str, world: World, what
         return features_of(pixels, features, key, update, world.rank, world.size, world.barrier)
 
 
-def of_pictures(chosen: Chosen, pictures: DrawnPictures, real: Tensor | None, drawn: Tensor | None) -> list[Measured]:
+def of_pictures(
+    chosen: EvaluationSetup, pictures: GeneratedSamples, real: Tensor | None, drawn: Tensor | None
+) -> list[Measured]:
     """The metrics of the pictures, in the order in which they were asked for."""
     found: dict[str, list[Measured]] = {}
     names = [name for name in chosen.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
@@ -131,7 +135,7 @@ def of_pictures(chosen: Chosen, pictures: DrawnPictures, real: Tensor | None, dr
     return [one for name in chosen.metrics for one in found.get(name, [])]
 
 
-def of_pixels(name: str, chosen: Chosen, pictures: DrawnPictures) -> list[Measured]:
+def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) -> list[Measured]:
     """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
     count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
     real = np.ascontiguousarray(chosen.reference.pixels[spread(len(chosen.reference), count)])
@@ -144,9 +148,9 @@ def of_pixels(name: str, chosen: Chosen, pictures: DrawnPictures) -> list[Measur
 
 
 def of_copies(
-    chosen: Chosen,
+    chosen: EvaluationSetup,
     prepared: Prepared,
-    pictures: DrawnPictures,
+    pictures: GeneratedSamples,
     real: Tensor | None,
     drawn: Tensor | None,
     out: Path,
@@ -182,7 +186,7 @@ def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     }
 
 
-def of_held_out(run: Run, chosen: Chosen, prepared: Prepared) -> list[Measured]:
+def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Prepared) -> list[Measured]:
     """Loss and bits of the held-out images, as far as they are asked for."""
     found, config, batch = list[Measured](), run.config, chosen.drawing.batch
     if "held_out" in chosen.metrics:
@@ -190,17 +194,19 @@ def of_held_out(run: Run, chosen: Chosen, prepared: Prepared) -> list[Measured]:
         passes = len(held_out.levels) * len(held_out.x0) * (1 if chosen.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             count = counting(progress)
-            losses = held_out_metrics.losses_of(run.network, config, held_out, batch, count)
+            losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, count)
             found.append(held_out_metrics.held_out_loss(losses))
             if chosen.against is not None:
-                other = run.network_at(checkpoint.find(run.folder.checkpoints, chosen.against), chosen.against)
-                others = held_out_metrics.losses_of(other, config, held_out, batch, count)
-                found.append(held_out_metrics.against(losses, others, chosen.against))
+                other = run.load_network(checkpoint.find(run.folder.checkpoints, chosen.against), chosen.against)
+                others = held_out_metrics.held_out_losses(other, config, held_out, batch, count)
+                found.append(held_out_metrics.held_out_difference(losses, others, chosen.against))
     if "bits" in chosen.metrics:
         held_out = some_held_out(prepared, run, held_out_metrics.LIKELY)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = chosen.drawing.seed
-            found.append(held_out_metrics.bits(run.network, config, held_out, batch, seed, counting(progress)))
+            found.append(
+                held_out_metrics.bits_per_value(run.network, config, held_out, batch, seed, counting(progress))
+            )
     return found
 
 
