@@ -26,10 +26,11 @@ from unfog.evaluation.metrics import measure
 from unfog.inference.run import Run
 from unfog.pipeline.generate import draw, usual
 from unfog.pipeline.load_data import load_images
+from unfog.planning.step_benchmark import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import metrics_hook as measuring
-from unfog.runs.metrics_hook import FEWEST, TIMES, Costs, due, fit, timed
+from unfog.runs.metrics_hook import FEWEST, TIMES, Costs, due, fit
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -161,9 +162,9 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
 
 
 def test_the_adaptive_sampler_is_timed_as_it_draws():
-    assert timed(Sampler("adaptive", steps=20)) == 20
-    assert timed(Sampler("dpmpp", steps=20)) == 2
-    assert timed(Sampler("dpmpp", steps=1)) == 1
+    assert _trial_steps(Sampler("adaptive", steps=20)) == 20
+    assert _trial_steps(Sampler("dpmpp", steps=20)) == 2
+    assert _trial_steps(Sampler("dpmpp", steps=1)) == 1
 
 
 def test_what_is_affordable_is_used():

@@ -14,6 +14,7 @@ from torch import nn
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, spread
 from unfog.data.stream import ImageStream
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import Interrupted
 from unfog.pipeline.build import augmentation, build_state, loss_function
 from unfog.pipeline.generate import Drawing, draw
@@ -83,11 +84,14 @@ def decoded_images(images: ImageSet) -> ImageSet:
 
 def seconds_per_sample(network: nn.Module, config: Config, drawing: Drawing) -> float:
     """Wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
-    sampler = drawing.sampler
-    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
-    steps = sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
+    sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
     trial = replace(drawing, sampler=replace(sampler, steps=steps))
     return wall_seconds(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
+
+
+def _trial_steps(sampler: Sampler) -> int:
+    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
+    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
 
 
 def wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
