@@ -260,7 +260,7 @@ def test_held_out_images_are_measured_as_latents_and_bits_are_refused(on_latents
     prepared = images_of(on_latents)
     x0 = held_out_set(prepared, on_latents.config, CPU).x0
     assert x0.shape[1:] == (3, 4, 4)
-    stored = torch.from_numpy(np.array(prepared.seen.held_out.pixels))
+    stored = torch.from_numpy(np.array(prepared.as_network_input.held_out.pixels))
     torch.testing.assert_close(x0, as_it_is(on_latents.config)(stored))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data.decode import Facts, decode, header
+from unfog.data.decode import ImageInfo, decode, header
 from unfog.data.sources.image_files import ImageError, open_image
 
 WHITE = (255, 255, 255)
@@ -28,7 +28,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: object) -> Callable[
 
 def decoded(
     opener: Callable[[], Image.Image], size: int, channels: int = 3, background: tuple[int, int, int] = WHITE
-) -> tuple[np.ndarray, Facts]:
+) -> tuple[np.ndarray, ImageInfo]:
     pixels, facts = decode(opener, size, channels, background)
     assert pixels.shape == (channels, size, size)
     assert pixels.dtype == np.uint8

@@ -16,10 +16,10 @@ from unfog.config.schema import Config
 from unfog.data import cache
 from unfog.data import prepare as preparing
 from unfog.data import scan as survey
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
-from unfog.data.prepare import prepare, survey_of
-from unfog.data.report import Ledger
+from unfog.data.prepare import prepare, scan_source
+from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.data.sources.source import FolderSource, open_source
 from unfog.data.stream import ImageStream
@@ -37,7 +37,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     return folder
 
 
-def run(folder: Path, settings: Data = MEMORY) -> Prepared:
+def run(folder: Path, settings: Data = MEMORY) -> Dataset:
     return prepare(open_source(folder), settings)
 
 
@@ -55,12 +55,12 @@ def test_the_line_sums_everything_up(tmp_path: Path) -> None:
     Image.new("RGBA", (40, 16), (0, 0, 0, 0)).save(folder / "clear.png")
     (folder / "b.png").write_bytes(b"")
     (folder / "notes.txt").write_text("notes")
-    assert run(folder).ledger.line() == (
+    assert run(folder).report.line() == (
         "5 images; 4 used: 3 resized to 16x16, 1 centre-cropped, 1 flattened on white; "
-        "1 quarantined (1 empty: b.png); 1 other file ignored"
+        "1 skipped (1 empty: b.png); 1 other file ignored"
     )
-    assert run(folder).ledger.actions == {"resized": 3, "cropped": 1, "flattened": 1}
-    sides = run(folder).ledger.sides
+    assert run(folder).report.actions == {"resized": 3, "cropped": 1, "flattened": 1}
+    sides = run(folder).report.sides
     assert [sides[f"shortest_{which}"] for which in ("min", "median", "max")] == [16, 20, 20]
     assert [sides[f"longest_{which}"] for which in ("min", "median", "max")] == [20, 20, 40]
 
@@ -71,7 +71,7 @@ def test_few_images_are_all_trained_on(tmp_path: Path, n: int) -> None:
     assert (len(prepared.train), len(prepared.held_out)) == (n, 0)
     assert not prepared.held_out
     assert ImageStream(prepared.train, 0).batch(0, 32).pixels.shape == (32, 3, 16, 16)
-    assert f"{n} used: {n} resized to 16x16" in prepared.ledger.line()
+    assert f"{n} used: {n} resized to 16x16" in prepared.report.line()
 
 
 def test_nothing_usable_is_a_request_error_that_says_why(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_one_image_in_colour_among_many_grey_makes_all_rgb(tmp_path: Path) -> No
         if name == "0299.png"
     )
     assert (red == np.array([255, 0, 0])[:, None, None]).all()
-    assert prepared.ledger.actions["grey_to_rgb"] == 299
+    assert prepared.report.actions["grey_to_rgb"] == 299
     assert calls[-1] == (300, 300)
 
 
@@ -146,7 +146,7 @@ def test_held_out_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = fill(tmp_path / "many", 200)
     prepared = run(folder, Data(size=4, held_out=0.5, cache="memory"))
     assert (len(prepared.train), len(prepared.held_out)) == (190, 10)
-    assert prepared.ledger.held_out == 10
+    assert prepared.report.held_out == 10
 
 
 def test_rows_names_and_labels_stay_together_when_images_are_skipped(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_rows_names_and_labels_stay_together_when_images_are_skipped(tmp_path: P
             path.write_bytes(b"") if i % 7 == 0 else Image.new("RGB", (8, 8), colour).save(path)
     for where in ("memory", "disk"):
         prepared = run(tmp_path, Data(held_out=0.2, cache=where))
-        assert prepared.ledger.class_counts == {"blue": 128, "red": 128}
+        assert prepared.report.class_counts == {"blue": 128, "red": 128}
         for part in (prepared.train, prepared.held_out):
             assert part.labels is not None
             assert (part.pixels[:, 0] == np.where(part.labels == 1, 255, 0)[:, None, None]).all()
@@ -174,10 +174,10 @@ def test_the_ledger_tells_of_each_image_in_the_order_of_the_sets(tmp_path: Path)
         prepared = run(folder, Data(size=16, held_out=0.3, cache=where))
         names = [*prepared.train.names, *prepared.held_out.names]
         assert len(prepared.held_out) > 30
-        assert len(names) == len(prepared.ledger.treatment) == 190
-        for name, which in zip(names, prepared.ledger.treatment, strict=True):
-            assert prepared.ledger.phrases(which) == (["centre-cropped"] if int(name[:4]) % 3 == 0 else [])
-        assert [one.name for one in prepared.ledger.quarantined] == [f"{i:04}.png" for i in range(0, 200, 20)]
+        assert len(names) == len(prepared.report.treatment) == 190
+        for name, which in zip(names, prepared.report.treatment, strict=True):
+            assert prepared.report.phrases(which) == (["centre-cropped"] if int(name[:4]) % 3 == 0 else [])
+        assert [one.name for one in prepared.report.skipped] == [f"{i:04}.png" for i in range(0, 200, 20)]
 
 
 def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
@@ -188,7 +188,7 @@ def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
     in_memory, first = run(folder, Data(cache="memory")), run(folder, asked)
     assert np.array_equal(in_memory.train.pixels, first.train.pixels)
     assert in_memory.train.fingerprint == first.train.fingerprint
-    assert in_memory.ledger == first.ledger
+    assert in_memory.report == first.report
     assert not list(cache_folder.glob("*.partial"))
 
     with monkeypatch.context() as patched:
@@ -199,7 +199,7 @@ def test_a_folder_is_decoded_once_and_again_when_a_file_changes(
             assert again.settings.size == 20
             assert np.array_equal(again.train.pixels, first.train.pixels)
             assert (again.train.names, again.train.fingerprint) == (first.train.names, first.train.fingerprint)
-            assert again.ledger == first.ledger
+            assert again.report == first.report
             assert np.array_equal(again.held_out.pixels, first.held_out.pixels)
         with pytest.raises(TypeError):
             run(folder, Data(cache="disk", size=8))
@@ -249,11 +249,11 @@ def test_an_entry_that_another_process_has_made_meanwhile_is_used(
 ) -> None:
     """Between the look for it and its making; to remove it would take it from whoever maps it."""
     source, settings = open_source(fill(tmp_path / "set", 20)), Data(cache="disk", size=16)
-    found = survey_of(source, settings)
-    other = cache.make(found[0].sampled(), found[1])
+    found = scan_source(source, settings)
+    other = cache.make(found[0].resolve(), found[1])
     before = (other.path / "pixels.u8").stat().st_ino
     monkeypatch.setattr(packing, "decode_all", None)
-    assert cache.make(found[0].sampled(), found[1]).path == other.path
+    assert cache.make(found[0].resolve(), found[1]).path == other.path
     assert (other.path / "pixels.u8").stat().st_ino == before
 
 
@@ -277,7 +277,7 @@ def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
         prepare(open_source(source), asked, change)
     if kind == "folder":
         (tmp_path / "away").rename(source)  # as it was, to the time of change
-    assert run(source, asked).ledger.used == 120
+    assert run(source, asked).report.used == 120
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_an_interrupted_preparation_is_gone_on_with(tmp_path: Path, monkeypatch:
     assert 64 < calls[1000] <= 80
     in_memory = run(folder, replace(asked, cache="memory"))
     assert np.array_equal(found.train.pixels, in_memory.train.pixels)
-    assert found.ledger == in_memory.ledger
+    assert found.report == in_memory.report
 
 
 def test_large_sets_go_to_disk_by_themselves(
@@ -396,8 +396,8 @@ def test_ledger_survives_json_and_odd_file_names(tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path / "set") + b"/bad\xff.png"
     with open(odd, "wb"):
         pass
-    ledger = run(tmp_path / "set").ledger
-    assert Ledger.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
+    ledger = run(tmp_path / "set").report
+    assert DataReport.from_dict(json.loads(json.dumps(ledger.to_dict()))) == ledger
     assert "1 empty: bad\\xff.png" in ledger.line()
 
 
@@ -405,7 +405,7 @@ def test_a_lot_of_trouble_is_summed_up(tmp_path: Path) -> None:
     folder = fill(tmp_path / "set", 1)
     for i in range(9):
         (folder / f"x{i}.png").write_bytes(b"")
-    assert "9 quarantined (9 empty: x0.png, x1.png, x2.png, ...)" in run(folder).ledger.line()
+    assert "9 skipped (9 empty: x0.png, x1.png, x2.png, ...)" in run(folder).report.line()
 
 
 @pytest.mark.parametrize(

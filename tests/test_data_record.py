@@ -18,11 +18,11 @@ import unfog
 from conftest import NETWORK
 from unfog.config.schema import Config
 from unfog.data.augmentation.augment import Augment
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.prepare import prepare, survey_of
-from unfog.data.report import ACTIONS, PLAIN, Ledger, Quarantined
-from unfog.data.scan import held_out_split
+from unfog.data.prepare import prepare, scan_source
+from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedFile
+from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 from unfog.pipeline import data_report as data_record
@@ -36,7 +36,7 @@ TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
 def prepared(
     train: int, held_out: int = 0, classes: int = 0, size: int = 16, treatment: tuple[int, ...] = ()
-) -> Prepared:
+) -> Dataset:
     """As `prepare` returns it: image i is all of one colour that tells i (up to 65,536)."""
     n = train + held_out
     number = np.arange(n)
@@ -49,7 +49,7 @@ def prepared(
     def part(rows: slice) -> ImageSet:
         return ImageSet(pixels[rows], None if labels is None else labels[rows], names[rows], found)
 
-    ledger = Ledger(
+    ledger = DataReport(
         source="x",
         found=n + 1,
         used=n,
@@ -62,13 +62,13 @@ def prepared(
         modes={},
         treatments=TREATMENTS,
         treatment=treatment or (0,) * n,
-        quarantined=(Quarantined("bad.png", "empty"),),
+        skipped=(SkippedFile("bad.png", "empty"),),
         ignored={},
     )
-    return Prepared(Data(size=size, channels=3), part(slice(train)), part(slice(train, None)), ledger)
+    return Dataset(Data(size=size, channels=3), part(slice(train)), part(slice(train, None)), ledger)
 
 
-def files(prepared: Prepared) -> list[dict[str, object]]:
+def files(prepared: Dataset) -> list[dict[str, object]]:
     listed: list[dict[str, object]] = json.loads(data_json(prepared))["files"]
     return listed
 
@@ -139,9 +139,9 @@ def test_the_sheet_without_classes_and_of_few_images() -> None:
 
 
 def test_of_large_images_with_many_conversions_one_of_each_is_shown() -> None:
-    kinds = [(action,) for action in ACTIONS if action not in PLAIN]
+    kinds = [(action,) for action in ACTIONS if action not in COMMON_ACTIONS]
     images = prepared(30, size=512, treatment=(*range(len(kinds)), *[len(kinds)] * (30 - len(kinds))))
-    images = replace(images, ledger=replace(images.ledger, treatments=(*kinds, ())))
+    images = replace(images, report=replace(images.report, treatments=(*kinds, ())))
     assert len(kinds) > 8
     assert shown(contact_sheet(images, Augment(), seed=0)) == list(range(len(kinds)))
 
@@ -200,8 +200,8 @@ def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    survey, key = survey_of(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
-    made = write_pack(survey.sampled(), tmp_path / "pack", key, "").path
+    scan, key = scan_source(open_source(pictures(tmp_path / "set", 20)), Data(size=8))
+    made = write_pack(scan.resolve(), tmp_path / "pack", key, "").path
     assert "background = black changes nothing: the pack was made with white" in said(
         made, Data(background="black"), capsys
     )
@@ -214,7 +214,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
     folder = pictures(tmp_path / "set", 120)
     asked = Data(size=8, channels=3, cache="none", held_out=0.2)
     names = open_source(folder).names
-    order, train = held_out_split(open_source(folder), 0.2)
+    order, train = split_held_out(open_source(folder), 0.2)
     bad = {names[order[0]], names[order[train]]}
     for name in bad:
         (folder / name).write_bytes(b"")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from unfog.data.prepare import prepare
-from unfog.data.scan import held_out_split
+from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.image_files import ImageError
 from unfog.data.sources.source import (
@@ -196,7 +196,7 @@ def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) ->
     held = []
     for place in ("set", "inside.TAR", "whole.TAR", "inside.zip", "whole.zip"):
         source = open_source(tmp_path / place)
-        order, train = held_out_split(source, 0.2)
+        order, train = split_held_out(source, 0.2)
         held.append({"/".join(source.names[i].split("/")[-2:]) for i in order[train:]})
     assert 10 < len(held[0]) < 40
     assert held == [held[0]] * 5
@@ -209,7 +209,7 @@ def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_pat
             for i in range(5):
                 tar.add(tmp_path / "x.png", f"{i}.png")
     source = open_source(str(tmp_path / "*.tar"))
-    order, train = held_out_split(source, 0.2)
+    order, train = split_held_out(source, 0.2)
     members = [strip_shard(source.names[i]) for i in order[train:]]
     assert 20 < len(members) < 60
     assert max(Counter(members).values()) < 30  # and not all 40 of one name
@@ -273,7 +273,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     assert train.names[0] == "tshirt_top/0000"
     assert held_out.names[0] == "tshirt_top/0900"
     assert prepared.settings == Data(size=28, channels=1, labels="folders")
-    assert "1,000 held out" in prepared.ledger.line()
+    assert "1,000 held out" in prepared.report.line()
     both = np.concatenate([train.pixels, held_out.pixels]).reshape(10000, -1)
     for label in range(10):
         rows = np.concatenate([train.labels, held_out.labels]) == label
@@ -293,4 +293,4 @@ def test_fashion_without_held_out_trains_on_all_and_takes_another_size() -> None
     prepared = prepare(open_source("fashion"), Data(held_out=0, size=32, channels=3))
     assert prepared.train.pixels.shape == (10000, 3, 32, 32)
     assert len(prepared.held_out) == 0
-    assert prepared.ledger.actions == {"upscaled": 10000, "grey_to_rgb": 10000}
+    assert prepared.report.actions == {"upscaled": 10000, "grey_to_rgb": 10000}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfog.data.dataset import ImageSet, spread
+from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
@@ -123,7 +123,7 @@ def test_fingerprint_sees_pixels_labels_and_order() -> None:
 
 @given(st.integers(0, 10**9), st.integers(0, 300))
 def test_what_is_spread_has_both_ends_and_gaps_that_differ_by_one_at_most(n: int, most: int) -> None:
-    rows = spread(n, most)
+    rows = evenly_spaced(n, most)
     assert len(rows) == min(n, most)
     assert rows.dtype == np.int64
     if len(rows):
@@ -138,4 +138,4 @@ def test_what_is_spread_has_both_ends_and_gaps_that_differ_by_one_at_most(n: int
 
 
 def test_what_is_spread_is_rounded_to_the_nearest() -> None:
-    assert spread(100, 8).tolist() == [0, 14, 28, 42, 57, 71, 85, 99]
+    assert evenly_spaced(100, 8).tolist() == [0, 14, 28, 42, 57, 71, 85, 99]

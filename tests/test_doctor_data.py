@@ -13,7 +13,7 @@ from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
@@ -41,7 +41,7 @@ BENCHMARK = planted_faults()
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Prepared]:
+def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dataset]:
     """400 clothes in ten classes, each class of a colour of its own."""
     folder, source = tmp_path_factory.mktemp("clean"), FashionSource()
     for i in range(0, 10_000, 25):
@@ -59,11 +59,11 @@ def by_code(findings: list[Finding]) -> dict[str, Finding]:
     return found
 
 
-def with_train(prepared: Prepared, **changed: object) -> Prepared:
+def with_train(prepared: Dataset, **changed: object) -> Dataset:
     return replace(prepared, train=replace(prepared.train, **changed))  # type: ignore[arg-type]
 
 
-def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Prepared], tmp_path: Path) -> None:
+def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     findings = examine_data(clean[1], Config())
     assert {f.code: str(f) for f in findings if f.severity in ("warning", "fatal")} == {}
     looked_at = {"count", "ledger", "converted", "sizes", "upscaled", "crop", "label_bounds", "balance", "equal"}
@@ -74,9 +74,9 @@ def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Prepared], tmp_path: Pat
 
 @pytest.mark.parametrize("fault", BENCHMARK.FAULTS, ids=lambda fault: fault.name)
 def test_each_planted_fault_is_found_and_no_other(
-    clean: tuple[Path, Prepared], tmp_path: Path, fault, monkeypatch: pytest.MonkeyPatch
+    clean: tuple[Path, Dataset], tmp_path: Path, fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def presentable(prepared: Prepared, config: Config) -> list[Finding]:
+    def presentable(prepared: Dataset, config: Config) -> list[Finding]:
         findings = examine_data(prepared, config)
         write_findings(tmp_path / "page", fault.name, findings)  # whose facts are to be plain values
         assert all(str(finding).isprintable() for finding in findings)
@@ -88,7 +88,7 @@ def test_each_planted_fault_is_found_and_no_other(
     assert verdict.alarms == ()
 
 
-def test_the_benchmark_can_tell_that_a_fault_is_missed(clean: tuple[Path, Prepared], tmp_path: Path) -> None:
+def test_the_benchmark_can_tell_that_a_fault_is_missed(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     harmless = BENCHMARK.Fault("nothing", "data.blank", "warning", lambda folder: set())
     listed = BENCHMARK.Fault("blank, listed wrongly", "data.ledger", "fine", lambda folder: {"a.png"})
     other = BENCHMARK.Fault("blank", "data.ledger", "fine", BENCHMARK.part(0.05, BENCHMARK.tones(0, 255)))
@@ -111,7 +111,7 @@ def test_every_file_of_the_hostile_corpus_is_accounted_for(corpus, tmp_path: Pat
     for said in expected.values():
         for phrase in () if isinstance(said, str) else said:
             done[phrase] = done.get(phrase, 0) + 1
-    actions = {prepared.ledger.phrase(key): count for key, count in found["data.converted"].facts["actions"].items()}
+    actions = {prepared.report.phrase(key): count for key, count in found["data.converted"].facts["actions"].items()}
     assert actions == done
     equal = [set(group) for group in found["data.duplicates"].facts["groups"]]
     plain = {name for name in prepared.train.names if name.startswith(("plain", "exif", "linked"))}
@@ -125,9 +125,9 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     """40,000 images; what is wrong with half of them does not need all of them."""
     pixels = np.random.default_rng(0).integers(0, 256, (40_000, 3, 32, 32), np.uint8)
     pixels[::2] = 7
-    ledger = prepare(open_source("fashion"), IN_MEMORY).ledger
+    ledger = prepare(open_source("fashion"), IN_MEMORY).report
     images = ImageSet(pixels, None, tuple(f"{i}.png" for i in range(len(pixels))), ())
-    prepared = Prepared(Data(size=32, channels=3), images, replace(images, pixels=pixels[:0], names=()), ledger)
+    prepared = Dataset(Data(size=32, channels=3), images, replace(images, pixels=pixels[:0], names=()), ledger)
     started = time.process_time()
     found = by_code(glance(prepared, Config()))
     assert time.process_time() - started < 1  # measured 0.1
@@ -137,11 +137,11 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     assert "data.duplicates" not in found
 
 
-def test_glance_at_a_small_set_is_the_whole_examination(clean: tuple[Path, Prepared]) -> None:
+def test_glance_at_a_small_set_is_the_whole_examination(clean: tuple[Path, Dataset]) -> None:
     assert [str(f) for f in glance(clean[1], Config())] == [str(f) for f in examine_data(clean[1], Config())]
 
 
-def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Prepared], tmp_path: Path) -> None:
+def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
     """What is decoded only now is seen the same; a file that then turns out to be damaged is named, and no copy."""
     folder = tmp_path / "clothes"
     shutil.copytree(clean[0], folder)
@@ -162,7 +162,7 @@ def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Prepared], tmp_path
 
 
 def test_how_much_is_read_at_a_time_changes_nothing(
-    clean: tuple[Path, Prepared], monkeypatch: pytest.MonkeyPatch
+    clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = survey(clean[1])
     monkeypatch.setattr("unfog.doctor.images.pixel_statistics._PIECE_BYTES", 7 * 3 * 28 * 28)
@@ -175,7 +175,7 @@ def test_how_much_is_read_at_a_time_changes_nothing(
     assert calls[-1] == (400, 400)
 
 
-def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Prepared]) -> None:
+def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -> None:
     x = clean[1].train.pixels / 127.5 - 1
     facts = by_code(examine_data(clean[1], Config()))
     np.testing.assert_allclose(facts["data.channels"].facts["mean"], x.mean((0, 2, 3)), atol=1e-9)
@@ -184,13 +184,13 @@ def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Prepared]) 
     assert facts["data.sigma_data"].facts["sigma_data"] == pytest.approx(np.sqrt((centred**2).mean()))
 
 
-def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Prepared]) -> None:
+def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Dataset]) -> None:
     config = replace(Config(), diffusion=Diffusion(target=EdmF(), sigma_data=3.0))
     assert by_code(glance(clean[1], config))["data.sigma_data"].severity == "warning"
     assert by_code(glance(clean[1], replace(config, codec="somewhere")))["data.sigma_data"].severity == "fine"
 
 
-def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Prepared]) -> None:
+def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> None:
     labels = clean[1].train.labels.copy()  # type: ignore[union-attr]
     labels[[3, 5]] = 10, -1
     found = by_code(glance(with_train(clean[1], labels=labels), Config()))
@@ -214,7 +214,7 @@ def test_recommended_size(sides: list[tuple[int, int]], size: int) -> None:
     assert recommended_size(np.array(sides, np.int32)) == size
 
 
-def test_crop_is_measured_on_the_originals(clean: tuple[Path, Prepared]) -> None:
+def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:
     sides = np.tile(np.int32([[40, 30]]), (len(clean[1].train), 1))
     sides[7] = 30, 120
     prepared = with_train(clean[1], sides=sides)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
@@ -29,13 +29,13 @@ def saved(pixels: np.ndarray, quality: int) -> np.ndarray:
     return np.asarray(Image.open(data))[None]
 
 
-def as_prepared(train: np.ndarray, held_out: np.ndarray) -> Prepared:
+def as_prepared(train: np.ndarray, held_out: np.ndarray) -> Dataset:
     def images(pixels: np.ndarray, kind: str) -> ImageSet:
         return ImageSet(pixels, None, tuple(f"{kind}/{i}" for i in range(len(pixels))), ())
 
-    ledger = prepare(open_source("fashion"), Data(cache="memory")).ledger
+    ledger = prepare(open_source("fashion"), Data(cache="memory")).report
     settings = Data(size=train.shape[-1], channels=train.shape[1])
-    return Prepared(settings, images(train, "train"), images(held_out, "held"), ledger)
+    return Dataset(settings, images(train, "train"), images(held_out, "held"), ledger)
 
 
 def bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import unfog.data.augmentation.augment
 from conftest import NETWORK
 from unfog.config.presets import preset
 from unfog.config.toml import update
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
@@ -171,7 +171,7 @@ def few(images):
     """The first images of a set, none held out."""
     first = ImageSet(images.train.pixels[:12], images.train.labels[:12], images.train.names[:12], images.train.classes)
     empty = ImageSet(first.pixels[:0], first.labels[:0], (), first.classes)
-    return Prepared(images.settings, first, empty, images.ledger)
+    return Dataset(images.settings, first, empty, images.report)
 
 
 def test_small_sets_are_measured_by_themselves(fashion):

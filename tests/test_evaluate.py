@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import unfog
 from conftest import NETWORK
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import feature_store as store
@@ -197,7 +197,7 @@ def test_values_are_those_of_pictures_drawn_by_hand(run):
     assert [one.n_reference for one in found.measured] == [48, 48]
 
 
-def _prepared(run: Run) -> Prepared:
+def _prepared(run: Run) -> Dataset:
     return load_images(run.config, StopSignals())[0]
 
 
@@ -400,7 +400,7 @@ def without_held_out():
     """140 pictures of noise to train on, and 40 others."""
     pixels = np.random.default_rng(0).integers(0, 256, (180, 3, 8, 8), dtype=np.uint8)
     train, none = (ImageSet(part, None, tuple(map(str, range(len(part)))), ()) for part in (pixels[:140], pixels[:0]))
-    return Prepared(Data(size=8, channels=3), train, none, None), pixels[140:]
+    return Dataset(Data(size=8, channels=3), train, none, None), pixels[140:]
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -17,7 +17,7 @@ from conftest import NETWORK, without_clock
 from test_training import positions
 from unfog.config.resume_rules import keys_of
 from unfog.config.schema import Config
-from unfog.data.dataset import spread
+from unfog.data.dataset import evenly_spaced
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
@@ -309,6 +309,6 @@ def test_values_are_those_of_the_average_drawn_by_hand(measured):
     pictures = draw(run.network, run.config, usual(run.config, 20, 8)).transpose(0, 3, 1, 2)
     train = load_images(run.config, StopSignals())[0].train
     texture = open_features("texture")
-    real = texture(torch.from_numpy(train.pixels[spread(len(train), 60)]))
+    real = texture(torch.from_numpy(train.pixels[evenly_spaced(len(train), 60)]))
     fake = texture(torch.from_numpy(np.ascontiguousarray(pictures)))
     assert rows[-1]["kid"] == pytest.approx(measure(["kid"], real, fake)[0].value, rel=1e-4)

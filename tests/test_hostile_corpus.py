@@ -25,7 +25,7 @@ from PIL import Image
 from conftest import NETWORK
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
 from unfog.data.augmentation.augment import Augment
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -273,7 +273,7 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
     return found
 
 
-def run(folder: Path, data: Data = MEMORY) -> Prepared:
+def run(folder: Path, data: Data = MEMORY) -> Dataset:
     return prepare(open_source(folder), data)
 
 
@@ -283,7 +283,7 @@ def files_of(record: Path) -> dict[str, dict[str, object]]:
     return {file["name"]: file for file in listed}
 
 
-def recorded(folder: Path, prepared: Prepared) -> dict[str, dict[str, object]]:
+def recorded(folder: Path, prepared: Dataset) -> dict[str, dict[str, object]]:
     folder.mkdir(exist_ok=True)
     write_data_record(RunFolder(folder), prepared, Augment(), seed=0)
     return files_of(folder / "data.json")
@@ -310,7 +310,7 @@ def test_every_file_is_accounted_for_and_none_is_changed(
         found = {**file, "converted": sorted(file.pop("converted"))}  # type: ignore[call-overload]
         status = "quarantined" if quarantined else "used"
         assert found == {"name": file["name"], "status": status, "converted": converted, "reason": reason}
-    ledger = prepared.ledger
+    ledger = prepared.report
     used = [name for name, said in expected.items() if not isinstance(said, str)]
     assert sorted(prepared.train.names) == sorted(used)
     assert (ledger.found, ledger.used) == (len(expected), len(used))
@@ -348,8 +348,8 @@ def test_background_and_forced_grey(corpus: tuple[Path, dict[str, tuple[str, ...
     pixels = dict(zip(prepared.train.names, prepared.train.pixels))
     assert pixels["hidden.png"].shape == (1, 16, 16)
     assert (pixels["grey alpha.png"][0, :, :8] == 0).all()
-    assert "flattened on #000000" in prepared.ledger.line()
-    assert "made grey" in prepared.ledger.line()
+    assert "flattened on #000000" in prepared.report.line()
+    assert "made grey" in prepared.report.line()
     with pytest.raises(RequestError, match="background = 'snow-ish' is not a colour"):
         run(corpus[0], Data(background="snow-ish"))
 
@@ -387,10 +387,10 @@ def test_folders_deeper_than_python_recurses(deep_folder: Path) -> None:
 def test_folders_beyond_the_longest_path_are_named(deep_folder: Path) -> None:
     deep(deep_folder / "in", 30, "n" * 200)
     (deep_folder / "a.png").write_bytes(encoded(RGB))
-    ledger = run(deep_folder).ledger
-    assert (ledger.used, len(ledger.quarantined)) == (1, 1)
-    assert ledger.quarantined[0].name.startswith("in/nnn")
-    assert ledger.quarantined[0].reason == "a folder whose path is too long"
+    ledger = run(deep_folder).report
+    assert (ledger.used, len(ledger.skipped)) == (1, 1)
+    assert ledger.skipped[0].name.startswith("in/nnn")
+    assert ledger.skipped[0].reason == "a folder whose path is too long"
 
 
 FLAGS = [
@@ -503,16 +503,16 @@ def test_files_may_change_while_decoding(tmp_path: Path, monkeypatch: pytest.Mon
     pictures = {NOISE.transpose(2, 0, 1).tobytes(), (255 - NOISE).transpose(2, 0, 1).tobytes()}
     reasons = {"no longer there", "truncated", "empty", "not an image", "damaged at its beginning"}
     for prepared in seen:
-        ledger = prepared.ledger
-        gone = {one.name for one in ledger.quarantined}
+        ledger = prepared.report
+        gone = {one.name for one in ledger.skipped}
         assert ledger.found == ledger.used + len(gone)
         assert not gone & set(prepared.train.names)
         assert {pixels.tobytes() for pixels in prepared.train.pixels} <= pictures
-        assert {one.reason for one in ledger.quarantined} <= reasons
-    assert any(prepared.ledger.quarantined for prepared in seen)
+        assert {one.reason for one in ledger.skipped} <= reasons
+    assert any(prepared.report.skipped for prepared in seen)
     calm, again = run(folder, settings), run(folder, replace(settings, cache="memory"))
     assert np.array_equal(calm.train.pixels, again.train.pixels)
-    assert calm.ledger == again.ledger
+    assert calm.report == again.report
 
 
 # Modules are imported while they still may be.
@@ -527,7 +527,7 @@ if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
-print(*prepare(open_source(sys.argv[1]), Data(cache="memory")).ledger.quarantined, sep="|")
+print(*prepare(open_source(sys.argv[1]), Data(cache="memory")).report.skipped, sep="|")
 """
 
 
@@ -544,8 +544,8 @@ def test_what_may_not_be_read_is_named() -> None:
         done = subprocess.run([sys.executable, "-c", AS_NOBODY, folder], capture_output=True, text=True, timeout=60)
         (folder / "locked").chmod(0o755)
     assert done.stdout == (
-        "Quarantined(name='locked/', reason='a folder not permitted to be read')|"
-        "Quarantined(name='secret.png', reason='not permitted to be read')\n"
+        "SkippedFile(name='locked/', reason='a folder not permitted to be read')|"
+        "SkippedFile(name='secret.png', reason='not permitted to be read')\n"
     ), done.stderr
 
 

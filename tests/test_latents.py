@@ -21,9 +21,9 @@ from unfog.config.schema import nested
 from unfog.config.toml import update
 from unfog.data import latents
 from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.cache import cache_folder, remove_abandoned
+from unfog.data.cache import cache_folder, remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import Normalise, Wanted, as_images, encoded, statistics
+from unfog.data.latents import EncodeJob, Normalise, encoded, latent_image_sets, statistics
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
@@ -88,7 +88,7 @@ def wanted(codec, sets, copies=2, batch=4, calls=None):
             calls.append(len(pixels))
         return encode_pixels(network, CPU, pixels)
 
-    return Wanted(sets, (3, 4, 4), copies, encode, batch)
+    return EncodeJob(sets, (3, 4, 4), copies, encode, batch)
 
 
 def quiet(done, total):
@@ -108,7 +108,7 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
         for copy, expected in enumerate((network.encode(x), network.encode(x.flip(-1)))):
             torch.testing.assert_close(mine[:, copy].float(), expected, rtol=1e-3, atol=1e-4)
     assert not np.allclose(stored.latents[:, 0], stored.latents[:, 1], atol=0.05)
-    made = as_images(stored, sets, "k")
+    made = latent_image_sets(stored, sets, "k")
     assert [len(part) for part in made] == [10, 3]
     assert np.array_equal(made[1].labels, sets[1].labels)
     assert made[0].fingerprint != made[1].fingerprint
@@ -136,7 +136,7 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
     abandoned = cache_folder() / f"latents-{'0' * 32}.partial"
     for path in abandoned.iterdir():
         os.utime(path, (0, 0))
-    remove_abandoned(cache_folder())
+    remove_stale_entries(cache_folder())
     assert not abandoned.exists()
 
     # What was written after the last line on how far it is, is not counted on.
@@ -232,8 +232,8 @@ def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged,
     assert rows[7] == 8
     assert np.array_equal(encoded("k", wanted(codec, [second], calls=calls), quiet).rows, rows)
     assert not calls
-    assert [one.name for one in second.pixels.quarantined] == ["007.png"]
-    assert second.pixels.quarantined == first.pixels.quarantined
+    assert [one.name for one in second.pixels.skipped] == ["007.png"]
+    assert second.pixels.skipped == first.pixels.skipped
 
 
 def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(damaged, codec):
@@ -247,7 +247,7 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
     stored = encoded("k", wanted(codec, [train], batch=1, calls=calls), quiet)
     assert len(calls) == 2 * (120 - 32)
     assert stored.rows[7] == 8
-    assert [one.name for one in train.pixels.quarantined] == ["007.png"]
+    assert [one.name for one in train.pixels.skipped] == ["007.png"]
 
 
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
@@ -262,7 +262,7 @@ def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
 
 def test_latents_that_are_no_numbers_are_refused():
     for value, said in ((1e5, "beyond what float16 holds"), (np.nan, "not finite")):
-        bad = Wanted([images(2)], (1, 1, 1), 1, lambda x, v=value: np.full((len(x), 1, 1, 1), v, np.float32), 2)
+        bad = EncodeJob([images(2)], (1, 1, 1), 1, lambda x, v=value: np.full((len(x), 1, 1, 1), v, np.float32), 2)
         with pytest.raises(RunError, match=said):
             encoded("k", bad, quiet)
 
@@ -318,10 +318,10 @@ def test_the_network_sees_latents(photos, codec):
         unflipped, other = load_images(configured(photos, codec, flip=False), stop)
         assert len(set(cache_folder().iterdir()) - entries) == 1
     assert prepared.train.pixels.shape[1:] == (3, 16, 16)
-    assert prepared.seen.train.pixels.shape[1:] == (2, 3, 4, 4)
-    assert unflipped.seen.train.pixels.shape[1:] == (1, 3, 4, 4)
-    assert len(prepared.seen.held_out) == len(prepared.held_out) > 0
-    assert prepared.seen.train.names == prepared.train.names
+    assert prepared.as_network_input.train.pixels.shape[1:] == (2, 3, 4, 4)
+    assert unflipped.as_network_input.train.pixels.shape[1:] == (1, 3, 4, 4)
+    assert len(prepared.as_network_input.held_out) == len(prepared.held_out) > 0
+    assert prepared.as_network_input.train.names == prepared.train.names
     assert other.latents.mean == config.latents.mean  # measured without the mirrored copies
 
 

@@ -23,13 +23,13 @@ from PIL import Image
 
 from unfog.commands.pack import pack
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
 from unfog.data.packs.pack import Pack, PackSource, verify_pack
 from unfog.data.packs.pack_files import seal
 from unfog.data.packs.pack_journal import BusyError, clear
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.prepare import prepare, survey_of
+from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
@@ -63,8 +63,8 @@ def made(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(source: Path, out: Path, asked: Data = ASKED, progress: Callable[[int, int], None] | None = None) -> Path:
-    survey, key = survey_of(open_source(source), asked)
-    write_pack(survey.sampled(), out, key, "give another folder", progress)
+    scan, key = scan_source(open_source(source), asked)
+    write_pack(scan.resolve(), out, key, "give another folder", progress)
     return out
 
 
@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def assert_same(one: Prepared, other: Prepared) -> None:
+def assert_same(one: Dataset, other: Dataset) -> None:
     for a, b in ((one.train, other.train), (one.held_out, other.held_out)):
         assert np.array_equal(a.pixels[:], b.pixels[:])
         assert list(a.names) == list(b.names)
@@ -88,7 +88,7 @@ def test_a_pack_is_its_folder(photos: Path, made: Path) -> None:
     folder = prepare(open_source(photos), replace(ASKED, cache="memory"))
     from_pack = prepare(open_source(made), Data())
     assert_same(folder, from_pack)
-    assert replace(from_pack.ledger, source=folder.ledger.source) == folder.ledger
+    assert replace(from_pack.report, source=folder.report.source) == folder.report
     assert from_pack.settings == replace(folder.settings, cache="auto")
     assert not np.asarray(from_pack.train.pixels).flags.writeable
     a, b = (ImageStream(one.train, 3).batch(1000, 40) for one in (folder, from_pack))
@@ -110,13 +110,13 @@ import sys
 import unfog.data.decode_pool as bulk
 from pathlib import Path
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.prepare import survey_of
+from unfog.data.prepare import scan_source
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 bulk._CHUNK = 16
-survey, key = survey_of(open_source(sys.argv[1]), Data(size=16))
+scan, key = scan_source(open_source(sys.argv[1]), Data(size=16))
 print("ready", flush=True)
-write_pack(survey.sampled(), Path(sys.argv[2]), key, "")
+write_pack(scan.resolve(), Path(sys.argv[2]), key, "")
 """
 
 
@@ -197,7 +197,9 @@ def test_what_was_begun_of_other_images_or_settings_is_not_lost(
             continue
         pack(asked, out)
         assert said in capsys.readouterr().err
-        assert_same(prepare(open_source(out), Data()), prepare(open_source(photos), Pack.open(out).settled(Data())))
+        assert_same(
+            prepare(open_source(out), Data()), prepare(open_source(photos), Pack.open(out).resolve_settings(Data()))
+        )
 
 
 def test_an_image_in_colour_that_turns_up_late_makes_all_rgb_also_after_a_kill(
@@ -355,7 +357,7 @@ def test_labels_and_held_out_images_can_be_done_without(made: Path, monkeypatch:
     assert (none.train.labels, none.train.classes, none.settings.labels) == (None, (), "none")
     every = prepare(source, Data(held_out=0))
     assert (len(every.train), len(every.held_out), every.settings.held_out) == (len(whole), 0, 0.0)
-    assert "held out" not in every.ledger.line()
+    assert "held out" not in every.report.line()
     fingerprints = {one.train.fingerprint for one in (none, every, prepare(source, Data()))}
     assert len(fingerprints) == 3
 
@@ -434,7 +436,7 @@ def test_labels_and_treatments_that_there_are_not_are_refused_when_met(made: Pat
     with pytest.raises(RequestError, match=r"labels\.npy"):
         ImageStream(prepared.train, 0).batch(0, 4)
     with pytest.raises(RequestError, match=r"treatment\.npy"):
-        prepared.ledger.treatment_of(slice(3))
+        prepared.report.treatment_of(slice(3))
 
 
 @pytest.mark.parametrize("cache", ["memory", "none", "disk"])
@@ -572,7 +574,7 @@ def test_a_forged_manifest_opens_whole_or_not_at_all(
         assert len(part.names) == len(part) == len(part.sides) == len(part.grey)
         assert part.labels is None or len(part.labels) == len(part)
         assert isinstance(part.fingerprint, str)
-    assert isinstance(prepared.ledger.line(), str)
+    assert isinstance(prepared.report.line(), str)
 
 
 def copied(made: Path, folder: Path) -> Path:

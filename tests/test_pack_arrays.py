@@ -19,7 +19,7 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.data import lazy
-from unfog.data.prepare import prepare, survey_of
+from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
 from unfog.data.sources import arrays
 from unfog.data.sources.arrays import store_array
@@ -310,7 +310,7 @@ def test_images_that_are_damaged_or_missing_are_named(datasets: Any, tmp_path: P
         source.open(1)
     with pytest.raises(ImageError, match="empty"):
         source.open(2)
-    assert "2 quarantined" in prepare(source, ASKED).ledger.line()
+    assert "2 skipped" in prepare(source, ASKED).report.line()
 
 
 def test_what_is_no_dataset_of_images_is_refused(datasets: Any, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_images_that_are_files_beside_a_parquet_file_are_part_of_its_state(datas
     source = open_source(tmp_path / "a.parquet")
     before, asked = source.stamp(), Data(cache="none")
     began = lazy.on_the_fly(
-        replace(survey_of(source, asked)[0].sampled(), stamp=source.earlier_stamp)
+        replace(scan_source(source, asked)[0].resolve(), stamp=source.earlier_stamp)
     ).train.fingerprint
     assert prepare(source, asked, known=began).train.fingerprint == began, "a run of an earlier version goes on"
     Image.fromarray(RGB[5]).save(tmp_path / "1.bmp")

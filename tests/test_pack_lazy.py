@@ -23,8 +23,8 @@ from unfog.data import lazy
 from unfog.data import prefetch as ahead
 from unfog.data import prepare as preparing
 from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.dataset import Prepared
-from unfog.data.lazy import LazyPixels, Rows
+from unfog.data.dataset import Dataset
+from unfog.data.lazy import LazyPixels, RowIndex
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.folder import FolderSource
@@ -54,7 +54,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def both(folder: Path, asked: Data = ASKED) -> tuple[Prepared, Prepared]:
+def both(folder: Path, asked: Data = ASKED) -> tuple[Dataset, Dataset]:
     """(decoded on the fly, decoded at once)."""
     return prepare(open_source(folder), asked), prepare(open_source(folder), replace(asked, cache="memory"))
 
@@ -81,7 +81,7 @@ def test_on_the_fly_is_what_is_decoded_at_once(photos: Path) -> None:
         assert np.array_equal(a.pixels[np.array([5, 1])], b.pixels[np.array([5, 1])])
     assert fly.settings == replace(memory.settings, cache="none")
     assert fly.train.fingerprint != fly.held_out.fingerprint
-    assert "300 images in 2 classes; each decoded when its turn comes (8x8, RGB)" in fly.ledger.line()
+    assert "300 images in 2 classes; each decoded when its turn comes (8x8, RGB)" in fly.report.line()
     again = prepare(open_source(photos), ASKED)
     assert again.train.fingerprint == fly.train.fingerprint
     other = prepare(open_source(photos), replace(ASKED, size=4))
@@ -98,13 +98,13 @@ def test_the_record_is_written_without_reading_everything(photos: Path) -> None:
 def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
     n = max(held, default=0) + 1 + more
     indices = np.array(sorted(held), np.int64)
-    train, inside = Rows(indices, n, inside=False), Rows(indices, n, inside=True)
+    train, inside = RowIndex(indices, n, inside=False), RowIndex(indices, n, inside=True)
     assert train.index(np.arange(len(train))).tolist() == [i for i in range(n) if i not in held]
     assert inside.index(np.arange(len(inside))).tolist() == sorted(held)
 
 
 def test_of_very_many_images_those_held_out_are_evenly_spaced(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "EVENLY_FROM", 200)
+    monkeypatch.setattr(lazy, "EVEN_SPLIT_FROM", 200)
     monkeypatch.setattr(lazy, "MAX_HELD_OUT", 10)
     prepared = prepare(open_source(photos), ASKED)
     assert (len(prepared.train), len(prepared.held_out)) == (290, 10)
@@ -141,10 +141,8 @@ def test_what_cannot_be_decoded_is_replaced_by_the_next_with_its_label_and_named
     labels = np.concatenate([batch.label for batch in batches if batch.label is not None])
     assert labels.tolist() == [number % 2 for number in names]
     assert isinstance(prepared.train.pixels, LazyPixels)
-    assert sorted(one.name for one in prepared.train.pixels.quarantined) == [
-        source.names[i] for i in sorted(source.bad)
-    ]
-    assert {one.reason for one in prepared.train.pixels.quarantined} == {"empty"}
+    assert sorted(one.name for one in prepared.train.pixels.skipped) == [source.names[i] for i in sorted(source.bad)]
+    assert {one.reason for one in prepared.train.pixels.skipped} == {"empty"}
     stream.close()
 
 
@@ -183,7 +181,7 @@ def test_what_passes_is_waited_for_and_changes_nothing(
     taken = fly.take(np.arange(28, 33))
     assert taken.rows.tolist() == [28, 29, 30, 31, 32]
     assert np.array_equal(taken.pixels, plain.pixels[28:33])
-    assert fly.pixels.quarantined == []
+    assert fly.pixels.skipped == []
     source.asked = 0
     assert np.array_equal(prepare(source, at_once).train.pixels[:], plain.pixels[:])
     source.failing = range(1, 10**6)
@@ -192,7 +190,7 @@ def test_what_passes_is_waited_for_and_changes_nothing(
         with pytest.raises(RunError, match=rf"060\.png of flaky: .*also in {bulk.TRIES} tries; `unfog resume`"):
             ask()
         assert source.asked == bulk.TRIES
-    assert fly.pixels.quarantined == []
+    assert fly.pixels.skipped == []
     source.failing = range(0)
     assert np.array_equal(fly.take(np.arange(28, 33)).pixels, plain.pixels[28:33])
 
@@ -263,7 +261,7 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
         assert numbers == [int(Path(prepared.train.names[i]).stem) for i in batch.index]
         assert batch.label.tolist() == [number % 2 for number in numbers]
     assert isinstance(prepared.train.pixels, LazyPixels)
-    assert len(prepared.train.pixels.quarantined) == 1
+    assert len(prepared.train.pixels.skipped) == 1
     stream.close()
 
 
@@ -277,7 +275,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     cpu, stop = torch.device("cpu"), StopSignals()
     objective = Objective(config.diffusion, 2, 0.0)
 
-    def fresh() -> Prepared:
+    def fresh() -> Dataset:
         return prepare(source, replace(ASKED, held_out=0.2))
 
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
@@ -378,10 +376,10 @@ def _not_far_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-_made: dict[Path, tuple[Prepared, Prepared]] = {}
+_made: dict[Path, tuple[Dataset, Dataset]] = {}
 
 
-def _sets(photos: Path) -> tuple[Prepared, Prepared]:
+def _sets(photos: Path) -> tuple[Dataset, Dataset]:
     if photos not in _made:
         _made[photos] = both(photos)
     return _made[photos]
@@ -463,14 +461,14 @@ def test_threads_end_with_whoever_forgot_to_close(photos: Path) -> None:
 # Where decoded images live by themselves
 
 
-def chosen(photos: Path, wanted: int = 0, **asked: object) -> Prepared:
+def chosen(photos: Path, wanted: int = 0, **asked: object) -> Dataset:
     return prepare(open_source(photos), replace(ASKED, cache="auto", **asked), wanted=wanted)
 
 
 def test_small_sets_stay_in_memory_without_a_word(photos: Path) -> None:
     prepared = chosen(photos, wanted=10)
     assert isinstance(prepared.train.pixels, np.ndarray)
-    assert prepared.place == ""
+    assert prepared.placement == ""
 
 
 def test_large_sets_are_decoded_once_if_that_pays(
@@ -479,11 +477,11 @@ def test_large_sets_are_decoded_once_if_that_pays(
     monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
     few = chosen(photos, wanted=100)
     assert isinstance(few.train.pixels, LazyPixels)
-    assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.place
+    assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.placement
     many = chosen(photos, wanted=200)
-    assert many.place.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
+    assert many.placement.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
     found = chosen(photos, wanted=1)  # once it is there, it is used
-    assert (found.place, found.train.fingerprint) == ("", many.train.fingerprint)
+    assert (found.placement, found.train.fingerprint) == ("", many.train.fingerprint)
     assert not isinstance(found.train.pixels, LazyPixels)
 
 
@@ -511,8 +509,8 @@ def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, m
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 300 * 192 * 2 - 1}))
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
-    assert "are more than half of the 0.0 GB free" in prepared.place
-    assert "`unfog pack SOURCE OUT`" in prepared.place
+    assert "are more than half of the 0.0 GB free" in prepared.placement
+    assert "`unfog pack SOURCE OUT`" in prepared.placement
 
 
 def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,11 +539,11 @@ def test_without_a_cache_to_write_to_small_ones_stay_in_memory(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
     monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
-    assert "in memory, as the cache in" in chosen(photos).place
+    assert "in memory, as the cache in" in chosen(photos).placement
     monkeypatch.setattr(preparing, "MEMORY_PIXEL_BYTES", 1000)
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
-    assert "cannot be written" in prepared.place
+    assert "cannot be written" in prepared.placement
 
 
 def test_images_in_colour_among_grey_ones_stay_in_colour(tmp_path: Path) -> None:

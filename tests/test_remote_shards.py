@@ -24,7 +24,7 @@ from unfog.data import decode_pool as bulk
 from unfog.data import prefetch as ahead
 from unfog.data.latents import Wanted, encoded
 from unfog.data.lazy import LazyPixels
-from unfog.data.prefetch import Course
+from unfog.data.prefetch import ReadOrder
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
 from unfog.data.sources import remote_files as remote
@@ -85,7 +85,7 @@ def numbers(stream: ImageStream, first: int, count: int, batch: int = 10) -> lis
 
 def test_a_course_counts_its_positions_in_turns() -> None:
     for first, batch, begin, share in ((0, 1, 0, 1), (0, 10, 0, 10), (7, 10, 3, 4), (5, 4, 3, 1), (0, 6, 6, 0)):
-        course = Course(first, batch, begin, share)
+        course = ReadOrder(first, batch, begin, share)
         wanted = [p for p in range(60) if p >= first and begin <= (p - first) % batch < begin + share]
         if share:
             assert course.positions(0, len(wanted)).tolist() == wanted
@@ -175,7 +175,7 @@ def test_a_transfer_that_went_wrong_is_not_kept(web: Server) -> None:
     web.faults["s-004.tar"] = "garbage:3"
     assert numbers(stream, 0, N) == numbers(opened(web, care), 0, N)
     assert not shards_of(stream).failed
-    assert not stream.images.pixels.quarantined  # type: ignore[attr-defined]
+    assert not stream.images.pixels.skipped  # type: ignore[attr-defined]
 
 
 def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_all(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
     assert list(given_up) == ["s-003.tar"]
     assert re.fullmatch(LASTING[fault], given_up["s-003.tar"])
     assert shards_of(stream).image_count("s-003.tar") == EACH
-    assert not stream.images.pixels.quarantined, "said of the shard, not of each image"  # type: ignore[attr-defined]
+    assert not stream.images.pixels.skipped, "said of the shard, not of each image"  # type: ignore[attr-defined]
     stand_in = {i: new for i, new in zip(whole, found) if i in INSIDE}
     assert all(new == stand_in.get(i, i) for i, new in zip(whole, found)), "all others are as they were"
     assert not set(stand_in.values()) & set(INSIDE)

@@ -304,7 +304,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
     assert run.classes == ("cats", "dogs")
     assert run.sample(2).shape == (2, 16, 16, 3)
     data = next(e for e in read_events(run.path / "events.jsonl") if e["kind"] == "data")
-    assert "1 quarantined" in data["summary"]
+    assert "1 skipped" in data["summary"]
     assert "broken.png" in data["summary"]
 
 

@@ -167,12 +167,12 @@ def test_what_has_no_partner_is_named_and_counted(photos: Path, tmp_path: Path) 
     with table.open("a") as file:
         file.write("gone.png,cat\n")
     prepared = prepare(open_source(photos), Data(labels=str(table)))
-    assert [tuple(one) for one in prepared.ledger.quarantined] == [
+    assert [tuple(one) for one in prepared.report.skipped] == [
         ("3.png", "without a label in t.csv"),
         ("4.png", "without a label in t.csv"),
         ("gone.png", "named in t.csv and not there"),
     ]
-    assert "2 without a label in t.csv: 3.png, 4.png" in prepared.ledger.line()
+    assert "2 without a label in t.csv: 3.png, 4.png" in prepared.report.line()
     assert prepared.train.classes == ("cat", "dog")
     assert list(prepared.train.names) == [f"{i}.png" for i in (0, 1, 2, 5, 6, 7)]
     assert prepared.train.labels is not None

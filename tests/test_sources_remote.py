@@ -298,7 +298,7 @@ def test_a_zip_whose_signature_expires_meanwhile_is_no_smaller_set(web: str, mon
     with pytest.raises(RunError, match=r"is refused \(the server answers 403\).*`unfog resume`"):
         prepare(open_source(f"{web}/sets/a.zip?signature=old"), Data(size=16, cache="disk"), expire)
     whole = prepare(open_source(f"{web}/sets/a.zip?signature=new"), Data(size=16, cache="disk"))
-    assert (whole.ledger.used, whole.ledger.quarantined) == (48, ())
+    assert (whole.report.used, whole.report.skipped) == (48, ())
 
 
 def test_what_a_url_opens_with_is_in_the_settings_alone(

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
@@ -50,7 +50,7 @@ class Folder:
     """A copy of a clean set, to be spoilt."""
 
     path: Path
-    prepared: Prepared
+    prepared: Dataset
     """The clean set, as it would be trained on."""
 
     random: np.random.Generator
@@ -362,7 +362,7 @@ def judged(name: str, fault: Fault, planted: set[str], findings: Sequence[Findin
 
 
 def planted_verdicts(
-    work: Path, name: str, clean: Path, faults: Sequence[Fault], prepared: Prepared
+    work: Path, name: str, clean: Path, faults: Sequence[Fault], prepared: Dataset
 ) -> Iterator[Verdict]:
     """Plant each fault in a copy of a clean folder, which is `prepared` as well, and examine that."""
     for number, fault in enumerate(faults):

@@ -30,13 +30,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse, words_of
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
 from unfog.pipeline.build import build_network
@@ -86,7 +86,7 @@ def bare(config: Config, device: torch.device) -> Steps:
     return lambda count: timed(step, count)
 
 
-def unfog(config: Config, prepared: Prepared, device: torch.device, folder: Path) -> Steps:
+def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path) -> Steps:
     """The session that `unfog train` runs, stopped and continued between rounds."""
     marks: list[float] = []
     wanted = 0
@@ -112,10 +112,10 @@ def unfog(config: Config, prepared: Prepared, device: torch.device, folder: Path
     return steps
 
 
-class Pictures(Dataset):  # type: ignore[type-arg]
+class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """PNG files, opened when asked for."""
 
-    def __init__(self, prepared: Prepared, folder: Path):
+    def __init__(self, prepared: Dataset, folder: Path):
         self.paths = []
         for i, pixels in enumerate(prepared.train.pixels):
             image = np.ascontiguousarray(pixels.transpose(1, 2, 0).squeeze())
@@ -134,9 +134,7 @@ class Pictures(Dataset):  # type: ignore[type-arg]
         return (x - 0.5) / 0.5, 0 if self.labels is None else int(self.labels[i])
 
 
-def textbook(
-    config: Config, prepared: Prepared, device: torch.device, folder: Path, arithmetic: PrecisionName
-) -> Steps:
+def textbook(config: Config, prepared: Dataset, device: torch.device, folder: Path, arithmetic: PrecisionName) -> Steps:
     """The loop that tutorials print, on the same network."""
     network = build_network(config).to(device).train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-4, betas=(0.9, 0.999))

@@ -11,10 +11,9 @@ from unfog.config.paths import check_out
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation.augment import Augment
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST
-from unfog.data.report import shown
 from unfog.doctor.images.data_checks import examine_data
 from unfog.doctor.run.run_checks import examine_run
 from unfog.doctor.settings.length_checks import length_guide
@@ -33,6 +32,7 @@ from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findi
 from unfog.reporting.progress import Progress, say
 from unfog.runs.dry_run import rehearse
 from unfog.runs.metrics_hook import settle_metrics
+from unfog.text import sanitize
 
 
 def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
@@ -57,7 +57,7 @@ def examine_source(config: Config, out: Path | None = None, quick: bool = False)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
         findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
-    return _tell(page, f"What training on {shown(config.source)} will meet", findings), findings
+    return _tell(page, f"What training on {sanitize(config.source)} will meet", findings), findings
 
 
 def examine_run_folder(
@@ -83,7 +83,7 @@ def examine_run_folder(
     return _tell(page, f"What became of {run.path}", findings), findings
 
 
-def _images(prepared: Prepared, config: Config, stop: StopSignals) -> list[Finding]:
+def _images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
     """What can be said of the images alone, and how the network sees them."""
     with Progress("looking at the images", None) as progress:
 
@@ -109,10 +109,10 @@ def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
 
 
 def _prospects(
-    prepared: Prepared, config: Config, device: torch.device, stop: StopSignals, quick: bool
+    prepared: Dataset, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
     """What the settings will make of these images, on this machine."""
-    auto = AutoSettings(config, prepared.seen.train, device, stop)
+    auto = AutoSettings(config, prepared.as_network_input.train, device, stop)
     try:
         auto.resolve()
         settle_metrics(auto, prepared.train, device)
@@ -128,7 +128,7 @@ def _prospects(
             objective = build_objective(config)
             state = build_state(config, device)
             see, show = as_it_is(config), decoder(config, device)
-            images = prepared.seen.train
+            images = prepared.as_network_input.train
             findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
             findings += rehearse(config, prepared, device, stop)
     return findings

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.data.dataset import Prepared, spread
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import features_of
 from unfog.evaluation.features import open_features
@@ -36,6 +35,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import Progress, result, say
 from unfog.reporting.records import write_atomic
+from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import Kept, kept_in, mixture
 from unfog.training.ema_schedules import PowerEma
 
@@ -167,7 +167,7 @@ def ema_sweep(
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
-            raise RequestError(f"the images in {shown(config.source)} are not those of this run; bring them back")
+            raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; bring them back")
         network = build_network(config).to(place).eval()
         n, by, measured = measure_of(metric, n, features, config, prepared, place)
         rows = []
@@ -212,7 +212,7 @@ Measure = Callable[[nn.Module], tuple[float, float | None]]
 
 
 def measure_of(
-    metric: str, n: int, features: str, config: Config, prepared: Prepared, device: torch.device
+    metric: str, n: int, features: str, config: Config, prepared: Dataset, device: torch.device
 ) -> tuple[int, str, Measure]:
     """How many images or pictures it is of, by what features, and the measure itself; the same noise each time.
 
@@ -224,7 +224,7 @@ def measure_of(
     if n < 10:
         raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
-    pixels = np.ascontiguousarray(images.take(spread(len(images), n))[0])
+    pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
     # Classes as often as in the data: by all in turn, it would be their shares that are compared.
     drawing = replace(usual(config, n, min(n, 64)), labels=labels_like(images.labels, n))
@@ -256,7 +256,7 @@ def comparison(
     return compare, extractor.name
 
 
-def held_out_measure(n: int, config: Config, prepared: Prepared, device: torch.device) -> tuple[int, str, Measure]:
+def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.device) -> tuple[int, str, Measure]:
     """The held-out loss of `n` images, or as many as there are."""
     held_out = held_out_set(prepared, config, device, n)
     if held_out is None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.data.dataset import Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
 from unfog.pipeline.build import as_it_is, augmentation, build_objective, build_state
@@ -28,6 +27,7 @@ from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 from unfog.runs.init_weights import read_weights, seen_alike
+from unfog.text import sanitize
 
 PROBED = 256  # images, each with noise at a level of its own
 JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
@@ -102,7 +102,7 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(seen_alike(config), stop)
         initial = read_weights(config) if config.init.folder else None
-        auto = AutoSettings(initial.config if initial else config, prepared.seen.train, device, stop)
+        auto = AutoSettings(initial.config if initial else config, prepared.as_network_input.train, device, stop)
         auto.resolve_network()
         auto.resolve_learning_rate()
         auto.resolve_weight_decay()
@@ -124,14 +124,14 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
 
 def _test_setup(
     config: Config,
-    prepared: Prepared,
+    prepared: Dataset,
     device: torch.device,
     stop: StopSignals,
     weights: dict[str, Tensor] | None = None,
 ) -> LrTestSetup:
     """The live objects of a run with this configuration, which is settled but for its length; with these weights if
     given."""
-    seen = prepared.seen
+    seen = prepared.as_network_input
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
     pixels, labels, _ = images.take(index)
@@ -157,7 +157,7 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
     text = json.dumps(finite(record), indent=2, allow_nan=False)
     write_atomic(out / JSON_FILE, f"{text}\n".encode())
-    page = render(f"Learning rate for {shown(config.source)}", [result.finding()])
+    page = render(f"Learning rate for {sanitize(config.source)}", [result.finding()])
     write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import is_pack
-from unfog.data.packs.pack_journal import Progressed, clear, header_of
+from unfog.data.packs.pack_journal import Journal, clear, header_of
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.prepare import calm_pillow, survey_of
-from unfog.data.scan import Survey
+from unfog.data.prepare import scan_source, silence_pillow
+from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
@@ -43,26 +43,26 @@ def pack(config: Config, out: Path) -> Path:
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
             source = open_source(config.source, _counting(progress, stop))
-        survey, key = survey_of(source, config.data)
-        for left_out in survey.warnings:
+        scan, key = scan_source(source, config.data)
+        for left_out in scan.warnings:
             warn(left_out)
         if is_pack(out):
-            _refuse_another(Pack.open(out), survey)
+            _refuse_another(Pack.open(out), scan)
             clear(out)
             say(f"{printable(str(out))} is whole already, and of these images and settings")
             return out
-        with calm_pillow(), Progress("packing", len(source.names)) as progress:
-            survey = survey.sampled()
-            begun = _say_what_was_begun(out, survey, key)
+        with silence_pillow(), Progress("packing", len(source.names)) as progress:
+            scan = scan.resolve()
+            begun = _say_what_was_begun(out, scan, key)
             started = time.monotonic()
             try:
-                made = write_pack(survey, out, key, "give another folder", _counting(progress, stop))
+                made = write_pack(scan, out, key, "give another folder", _counting(progress, stop))
             except KeyboardInterrupt:
-                done = Progressed.read(out).done
+                done = Journal.read(out).done
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are safe; the same command goes on from there")
                 raise
-        _conclude(made, survey, begun, time.monotonic() - started)
+        _conclude(made, scan, begun, time.monotonic() - started)
     return out
 
 
@@ -77,46 +77,46 @@ def _counting(progress: Progress, stop: StopSignals) -> Callable[[int, int], Non
     return update
 
 
-def _refuse_another(found: Pack, survey: Survey) -> None:
+def _refuse_another(found: Pack, scan: Scan) -> None:
     """RequestError unless a pack that is there is what is asked for."""
-    asked, kept = survey.settings, found.settings
-    same = found.manifest["stamp"] == survey.stamp
+    asked, kept = scan.settings, found.settings
+    same = found.manifest["stamp"] == scan.stamp
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
     same = same and (asked.background, asked.held_out) == (kept["background"], kept["held_out"])
-    same = same and (survey.labels is None) == (kept["labels"] == "none")
+    same = same and (scan.labels is None) == (kept["labels"] == "none")
     if not same:
         raise RequestError(
-            f"{printable(str(found.path))} is a pack of {printable(found.ledger.source)} already, of other images or "
+            f"{printable(str(found.path))} is a pack of {printable(found.report.source)} already, of other images or "
             "settings; give another folder, or remove it"
         )
 
 
-def _say_what_was_begun(out: Path, survey: Survey, key: str) -> int:
+def _say_what_was_begun(out: Path, scan: Scan, key: str) -> int:
     """Say that it goes on. Returns how many images are done.
 
     Raises:
         RequestError: what was begun is of other images or settings, and not to be lost without a word.
     """
-    found = Progressed.read(out)
+    found = Journal.read(out)
     if not found.done:
         return 0
-    differs = found.differs(header_of(survey, key))
+    differs = found.differs(header_of(scan, key))
     if differs:
         raise RequestError(
             f"{printable(str(out))} is an unfinished pack, {found.done:,} images of which are done, and was begun with "
             f"{differs} in another state; remove it to begin anew, or give another folder"
         )
-    say(f"going on at image {found.done:,} of {len(survey.source.names):,}")
+    say(f"going on at image {found.done:,} of {len(scan.source.names):,}")
     return found.done
 
 
-def _conclude(made: Pack, survey: Survey, begun: int, seconds: float) -> None:
+def _conclude(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
     n, channels, side, _ = made.images.pixels.shape
-    pace = (len(survey.source.names) - begun) / max(seconds, 1e-9)
-    say(made.ledger.line())
+    pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
+    say(made.report.line())
     say(
         f"packed {n:,} images of {channels}x{side}x{side} into {printable(str(made.path))}: "
         f"{size(made.nbytes)} in {duration(seconds)}, {pace:,.0f} images/s"
     )
-    if survey.source.stamp()[0] != survey.stamp:
+    if scan.source.stamp()[0] != scan.stamp:
         warn("images were changed while they were packed; pack them again to have all in one state")

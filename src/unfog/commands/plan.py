@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_request, seconds
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.pipeline.build import blank_batch, build_network
 from unfog.pipeline.load_data import load_images
@@ -157,7 +157,11 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     device = torch.device("cuda") if other else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop, few=True)
-        decoded = prepared.seen.train if other or config.data.cache == "none" else decoded_images(prepared.seen.train)
+        decoded = (
+            prepared.as_network_input.train
+            if other or config.data.cache == "none"
+            else decoded_images(prepared.as_network_input.train)
+        )
         auto = AutoSettings(config, decoded, device, stop, processes)
         auto.check_length()
         auto.resolve_network()
@@ -282,7 +286,7 @@ def with_length(config: Config, pace: float) -> Config:
     return replace_training(config, images=images, steps=0, budget="")
 
 
-def disk_of(config: Config, prepared: Prepared, in_memory: int) -> tuple[list[str], list[Finding]]:
+def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str], list[Finding]]:
     """Lines on what will be written, and whether there is room for it."""
     lines: list[str] = []
     if not in_memory and config.data.cache != "none":

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from unfog.config.resume_rules import keys_of
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.pipeline.build import augmentation, build_state, loss_function
@@ -20,6 +19,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress
+from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
@@ -71,7 +71,7 @@ def verify(folder: RunFolder) -> str:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
             raise RequestError(
-                f"the images in {shown(config.source)} are not those of this run, so it cannot be repeated"
+                f"the images in {sanitize(config.source)} are not those of this run, so it cannot be repeated"
             )
         state = replay(folder, config, prepared, first, last, stop)
         different = compare({f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}, last)
@@ -87,7 +87,7 @@ def verify(folder: RunFolder) -> str:
 def replay(
     folder: RunFolder,
     config: Config,
-    prepared: Prepared,
+    prepared: Dataset,
     first: checkpoint.Saved,
     last: checkpoint.Saved,
     stop: StopSignals,
@@ -104,7 +104,7 @@ def replay(
             config.optimizer,
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
-            ImageStream(prepared.seen.train, config.training.seed),
+            ImageStream(prepared.as_network_input.train, config.training.seed),
             augmentation(config),
             loss_function(config, state.levels),
             run,

@@ -18,9 +18,9 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
+from unfog.text import without_secrets
 from unfog.training.ema_schedules import EmaProfile, PowerEma
 from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
-from unfog.urls import without_secrets
 
 Network = Architecture | None  # None: chosen for the device and the image size
 

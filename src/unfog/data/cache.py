@@ -26,7 +26,7 @@ from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import FORMAT, is_begun, is_pack
 from unfog.data.packs.pack_journal import FILES, BusyError, locked
 from unfog.data.packs.pack_writer import write_pack
-from unfog.data.scan import Survey
+from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
@@ -78,7 +78,7 @@ def held(entry: Path) -> int:
     return held
 
 
-def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
+def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     """Decode a source into the entry of that key, or go on with one that was interrupted.
 
     Where the source is changed meanwhile, what was decoded is neither state of it: it is found by nobody again, and
@@ -89,16 +89,16 @@ def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
         RunError: the disk is full, or refuses.
     """
     folder = cache_folder()
-    gigabytes = len(survey.source.names) * survey.channels * survey.size**2 / 1e9
+    gigabytes = len(scan.source.names) * scan.channels * scan.size**2 / 1e9
     remedy = f"set UNFOG_CACHE to a folder with {gigabytes:.1f} GB free, or use cache = none or memory"
-    remove_abandoned(folder)
+    remove_stale_entries(folder)
     _remove_damaged(key)
-    pack = _write(survey, folder / key, key, remedy, progress)
-    now, _ = survey.source.stamp()
-    if now != survey.stamp:
+    pack = _write(scan, folder / key, key, remedy, progress)
+    now, _ = scan.source.stamp()
+    if now != scan.stamp:
         shutil.rmtree(folder / key, ignore_errors=True)  # mapped files stay for as long as they are mapped
         return pack
-    settled = entry_key(survey.stamp, pack.settled(survey.settings), survey.classes, survey.labels)
+    settled = entry_key(scan.stamp, pack.resolve_settings(scan.settings), scan.classes, scan.labels)
     if settled != key:
         try:
             _lead(folder / f"{settled}.json", key)
@@ -107,15 +107,15 @@ def make(survey: Survey, key: str, progress: Progress | None = None) -> Pack:
     return pack
 
 
-def _write(survey: Survey, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
+def _write(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
     """As `write_pack`; waits where another process is at it."""
     while not is_pack(folder):
         try:
-            return write_pack(survey, folder, key, remedy, progress)
+            return write_pack(scan, folder, key, remedy, progress)
         except BusyError:
             time.sleep(_WAIT)
             if progress:
-                progress(0, len(survey.source.names))  # it may raise to stop
+                progress(0, len(scan.source.names))  # it may raise to stop
         except RequestError:
             if not is_pack(folder):
                 raise
@@ -137,7 +137,7 @@ def _remove_damaged(key: str) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_stale_entries(folder: Path) -> None:
     """Remove what has been left unfinished for a week: packs, latents, and arrays that were in memory.
 
     The folder may hold anything else, too, so it must be called as we call it, and hold nothing but our files.

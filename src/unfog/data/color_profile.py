@@ -21,7 +21,7 @@ _building = threading.Lock()
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
-    """An image of mode "L", "RGB", "RGBA" or "CMYK" in sRGB, "CMYK" as "RGB", and the `ledger.ACTIONS` that took.
+    """An image of mode "L", "RGB", "RGBA" or "CMYK" in sRGB, "CMYK" as "RGB", and the `report.ACTIONS` that took.
 
     Without a transform where the profile is sRGB, and where it is broken, of another kind of image, or Pillow came
     without littleCMS: then the numbers are taken for sRGB. Many threads may do this at once.

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import Ledger
+from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 
 
-def spread(n: int, most: int) -> NDArray[np.int64]:
+def evenly_spaced(n: int, most: int) -> NDArray[np.int64]:
     """At most `most` of 0 … n - 1, with both ends, evenly spread: increasing, all of them where there are no more."""
     return np.linspace(0, n - 1, min(most, n)).round().astype(np.int64)
 
@@ -36,7 +36,7 @@ class PixelArray(Protocol):
         """The images at these places along axis 0, in memory of their own."""
 
 
-class Taken(NamedTuple):
+class ImageBatch(NamedTuple):
     """Some images of a set."""
 
     pixels: NDArray[np.uint8]
@@ -91,7 +91,7 @@ class ImageSet:
             digest.update(self.labels.tobytes())
         return digest.hexdigest()
 
-    def take(self, rows: NDArray[np.int64]) -> Taken:
+    def take(self, rows: NDArray[np.int64]) -> ImageBatch:
         """The images at these rows [B], each with the label that is its own.
 
         Raises:
@@ -100,7 +100,7 @@ class ImageSet:
         """
         taken = getattr(self.pixels, "taken", None)  # of `lazy.LazyPixels`
         pixels, rows = taken(rows) if taken else (self.pixels.take(rows, axis=0), rows)
-        return Taken(pixels, self.labels_of(rows), rows)
+        return ImageBatch(pixels, self.labels_of(rows), rows)
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The labels at these rows [B], checked; None without classes."""
@@ -125,7 +125,7 @@ class ImageSet:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Dataset:
     """What `prepare` returns."""
 
     settings: Data
@@ -135,10 +135,10 @@ class Prepared:
     held_out: ImageSet
     """Empty (and so false) when nothing is held out."""
 
-    ledger: Ledger
+    report: DataReport
     """What became of every file."""
 
-    place: str = ""
+    placement: str = ""
     """Where decoded images live and why, in a line, where that was chosen rather than asked for."""
 
     warnings: tuple[str, ...] = ()
@@ -148,14 +148,14 @@ class Prepared:
     """(train, held_out) with latents in place of pixels, where the network is to see those: see `data.latents`."""
 
     @property
-    def seen(self) -> Prepared:
+    def as_network_input(self) -> Dataset:
         """The same as the network sees it."""
         return self if self.latents is None else replace(self, train=self.latents[0], held_out=self.latents[1])
 
 
 def split(
-    whole: ImageSet, train: int, settings: Data, ledger: Ledger, fingerprints: tuple[str, str] = ("", "")
-) -> Prepared:
+    whole: ImageSet, train: int, settings: Data, report: DataReport, fingerprints: tuple[str, str] = ("", "")
+) -> Dataset:
     """The first `train` images to train on, the others held out; both share the memory of `whole`."""
     first, second = fingerprints
-    return Prepared(settings, whole.part(slice(train), first), whole.part(slice(train, None), second), ledger)
+    return Dataset(settings, whole.part(slice(train), first), whole.part(slice(train, None), second), report)

@@ -54,7 +54,7 @@ _LARGE_AT_ONCE = 4
 _large_images = threading.BoundedSemaphore(_LARGE_AT_ONCE)
 
 
-class Facts(NamedTuple):
+class ImageInfo(NamedTuple):
     """What an image was, and what was done to it."""
 
     grey: bool
@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     """Pillow's name for what the file holds."""
 
     actions: list[str]
-    """Keys of `ledger.ACTIONS`."""
+    """Keys of `report.ACTIONS`."""
 
 
 def colour(text: str) -> tuple[int, int, int]:
@@ -94,7 +94,7 @@ def header(opener: Callable[[], Image.Image]) -> tuple[int, int]:
 
 def decode(
     opener: Callable[[], Image.Image], size: int, channels: int, background: tuple[int, int, int]
-) -> tuple[NDArray[np.uint8], Facts]:
+) -> tuple[NDArray[np.uint8], ImageInfo]:
     """What `opener` opens, as uint8 [channels, size, size]; channels is 1 or 3.
 
     Raises:
@@ -122,7 +122,7 @@ def _turn(image: Image.Image) -> AbstractContextManager[object]:
 
 def _decode(
     image: Image.Image, size: int, channels: int, background: tuple[int, int, int]
-) -> tuple[NDArray[np.uint8], Facts]:
+) -> tuple[NDArray[np.uint8], ImageInfo]:
     (width, height), mode = image.size, image.mode
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
@@ -159,7 +159,7 @@ def _decode(
     if pixels.ndim != (2 if channels == 1 else 3):
         pixels = np.asarray(square.convert("L" if channels == 1 else "RGB"))
     pixels = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-    return pixels, Facts(grey, width, height, mode, actions)
+    return pixels, ImageInfo(grey, width, height, mode, actions)
 
 
 def _format_actions(image: Image.Image) -> list[str]:

@@ -16,15 +16,15 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.decode import Facts, decode
-from unfog.data.report import shown
+from unfog.data.decode import ImageInfo, decode
 from unfog.data.sources.image_files import ImageError, ShardReadError, TransientImageError
 from unfog.data.sources.source import Source
 from unfog.errors import RunError
+from unfog.text import sanitize
 
 Progress = Callable[[int, int], None]
 
-FACTS = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
+INFO_DTYPE = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
 """What is kept of each image; so little that a pack in the making keeps it in a file."""
 
 TRIES = 5
@@ -47,11 +47,11 @@ class ColourFoundError(Exception):
 
 
 @dataclass
-class Tally:
+class DecodeStatistics:
     """What became of each row of `decode_all`'s output."""
 
     facts: NDArray[np.void]
-    """[N] of FACTS: whether the row holds an image; whether its channels were equal; which of `treatments` it had;
+    """[N] of INFO_DTYPE: whether the row holds an image; whether its channels were equal; which of `treatments` it had;
     width and height of the upright original."""
 
     reasons: dict[int, str] = field(default_factory=dict)
@@ -63,9 +63,9 @@ class Tally:
     modes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, n: int) -> Tally:
+    def of(cls, n: int) -> DecodeStatistics:
         """Nothing is known yet of n rows."""
-        return cls(np.zeros(n, FACTS))
+        return cls(np.zeros(n, INFO_DTYPE))
 
     @property
     def used(self) -> NDArray[np.bool_]:
@@ -73,7 +73,7 @@ class Tally:
         used: NDArray[np.bool_] = self.facts["used"]
         return used
 
-    def add(self, row: int, outcome: Facts | str) -> None:
+    def add(self, row: int, outcome: ImageInfo | str) -> None:
         """Count one image: what was done to it, or the reason why it could not be used."""
         if isinstance(outcome, str):
             self.reasons[row] = outcome
@@ -101,7 +101,7 @@ def decode_all(
     channels: int,
     size: int,
     background: tuple[int, int, int],
-    tally: Tally,
+    tally: DecodeStatistics,
     only_grey: bool = False,
     progress: Progress | None = None,
     start: int = 0,
@@ -113,15 +113,15 @@ def decode_all(
 
     Raises:
         ColourFoundError: `only_grey`, and an image is not.
-        RunError: an image cannot be read just now, as `patiently`.
+        RunError: an image cannot be read just now, as `decode_with_retries`.
     """
     n, step, leaving = len(order), chunk_size(channels, size), threading.Event()
 
-    def task(begin: int, out: NDArray[np.uint8]) -> list[Facts | str]:
+    def task(begin: int, out: NDArray[np.uint8]) -> list[ImageInfo | str]:
         indices = order[begin : begin + len(out)].tolist()
         return [_decode_one(source, i, one, background, only_grey, leaving) for i, one in zip(indices, out)]
 
-    def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[Facts | str]]]]:
+    def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[ImageInfo | str]]]]:
         out = np.empty((min(step, n - begin), channels, size, size), np.uint8)
         few = max(1, min(_MAX_TASK, len(out) // (4 * threads(source))))
         return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
@@ -147,7 +147,7 @@ def decode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def patiently(
+def decode_with_retries(
     source: Source,
     i: int,
     size: int,
@@ -155,7 +155,7 @@ def patiently(
     background: tuple[int, int, int],
     leaving: threading.Event,
     give_up: Callable[[str], None] | None = None,
-) -> tuple[NDArray[np.uint8], Facts]:
+) -> tuple[NDArray[np.uint8], ImageInfo]:
     """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
 
     To pass over it, as over a damaged one, would make of an hour without network a set without those images. One in a
@@ -176,7 +176,7 @@ def patiently(
             if isinstance(trouble, ShardReadError) and give_up is not None and not leaving.is_set():
                 give_up(str(trouble))
             raise RunError(
-                f"{shown(source.names[i])} of {shown(source.name)}: {trouble}, also in {attempt} tries; `unfog "
+                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {trouble}, also in {attempt} tries; `unfog "
                 "resume`, or the same command again, goes on once it can be read"
             ) from trouble
     raise AssertionError
@@ -189,10 +189,10 @@ def _decode_one(
     background: tuple[int, int, int],
     only_grey: bool,
     leaving: threading.Event,
-) -> Facts | str:
+) -> ImageInfo | str:
     """Image i of the source into `out` [channels, size, size]; what was done to it, or why it cannot be used."""
     try:
-        out[:], facts = patiently(source, i, out.shape[-1], out.shape[0], background, leaving)
+        out[:], facts = decode_with_retries(source, i, out.shape[-1], out.shape[0], background, leaving)
     except ImageError as unusable:
         return str(unusable)
     if only_grey and not facts.grey:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.cache import cache_folder, held, remove_abandoned, room
+from unfog.data.cache import cache_folder, held, remove_stale_entries, room
 from unfog.data.dataset import ImageSet
 from unfog.data.packs.pack_journal import BusyError, locked
 from unfog.errors import RequestError, RunError
@@ -44,7 +44,7 @@ Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 """Images uint8 [B, C, H, W] -> latents [B, c, h, w]; the same to the bit for the same images."""
 
 
-class Stored(NamedTuple):
+class LatentArrays(NamedTuple):
     """The latents of some sets of images, one set behind the other."""
 
     latents: NDArray[np.float16]
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     """[N], which image of its set each one is."""
 
 
-class Wanted(NamedTuple):
+class EncodeJob(NamedTuple):
     """What to encode, and how."""
 
     sets: Sequence[ImageSet]
@@ -91,7 +91,7 @@ class Wanted(NamedTuple):
         return half
 
 
-def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> Stored:
+def encoded(key: str, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays:
     """The entry of that key, or a new one. `progress`: called with (images done, images in all); it may raise.
 
     Raises:
@@ -102,7 +102,7 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
     needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
     found = _found(folder, wanted, progress)
     if found is None:
-        remove_abandoned(cache_folder())
+        remove_stale_entries(cache_folder())
     while found is None:
         free = room()
         if free is None or free + held(partial) < needed:
@@ -123,17 +123,17 @@ def encoded(key: str, wanted: Wanted, progress: Callable[[int, int], None]) -> S
     return found
 
 
-def in_memory(wanted: Wanted, progress: Callable[[int, int], None]) -> Stored:
+def in_memory(wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays:
     """The latents of all images, kept nowhere."""
     latents, rows, done = np.empty(wanted.whole, np.float16), np.empty(wanted.whole[0], np.int64), 0
     for some, which in wanted.batches(0):
         latents[done : done + len(some)], rows[done : done + len(some)] = some, which
         done += len(some)
         progress(done, len(rows))
-    return Stored(latents, rows)
+    return LatentArrays(latents, rows)
 
 
-def _found(folder: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> Stored | None:
+def _found(folder: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays | None:
     """The entry in a folder, mapped; None if there is none of these images, and then what lies there is removed."""
     entry = _opened(folder, wanted.whole)
     if entry is None or _still(entry.rows, wanted, progress):
@@ -142,7 +142,7 @@ def _found(folder: Path, wanted: Wanted, progress: Callable[[int, int], None]) -
     return None
 
 
-def _still(rows: NDArray[np.int64], wanted: Wanted, progress: Callable[[int, int], None]) -> bool:
+def _still(rows: NDArray[np.int64], wanted: EncodeJob, progress: Callable[[int, int], None]) -> bool:
     """Whether the images that others stood in for still cannot be had, and the same ones stand in for them.
 
     They are read for that, by which their set learns, and can tell, what is wrong with them. `rows` are those of an
@@ -161,7 +161,7 @@ def _still(rows: NDArray[np.int64], wanted: Wanted, progress: Callable[[int, int
     return True
 
 
-def _opened(folder: Path, shape: tuple[int, ...]) -> Stored | None:
+def _opened(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
     """The entry in a folder, mapped; None if there is none that is whole, and then what lies there is removed."""
     if not folder.exists():
         return None
@@ -170,14 +170,14 @@ def _opened(folder: Path, shape: tuple[int, ...]) -> Stored | None:
         sizes = ((folder / _LATENTS).stat().st_size, (folder / _ROWS).stat().st_size)
         if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * int(np.prod(shape)), 8 * shape[0]):
             latents = np.memmap(folder / _LATENTS, np.float16, "r", shape=shape)
-            return Stored(latents, np.fromfile(folder / _ROWS, np.int64))
+            return LatentArrays(latents, np.fromfile(folder / _ROWS, np.int64))
     except (OSError, ValueError, RecursionError):
         pass
     shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
-def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> Stored | None:
+def _make(folder: Path, partial: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays | None:
     """Write an entry, or go on with it. BusyError if another process is at it."""
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
@@ -206,7 +206,7 @@ def _make(folder: Path, partial: Path, wanted: Wanted, progress: Callable[[int, 
     return _opened(folder, wanted.whole)
 
 
-def _done(partial: Path, wanted: Wanted, progress: Callable[[int, int], None]) -> int:
+def _done(partial: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> int:
     """How many images are on disk for certain, and as they would be encoded now."""
     try:
         done = json.loads((partial / _DONE).read_text("utf-8"))["done"]
@@ -226,7 +226,7 @@ def _write(path: Path, facts: object) -> None:
     beside.replace(path)
 
 
-def as_images(stored: Stored, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
+def latent_image_sets(stored: LatentArrays, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
     """The sets with their latents in place of pixels, float16 [N, K, C, H, W], and the labels of what was encoded."""
     made, begin = [], 0
     for images in sets:
@@ -267,7 +267,7 @@ def _piece(latents: NDArray[np.float16], begin: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Normalise:
-    """Stored latents as the network sees them: callable on float16 [B, K, C, H, W], as `Augment` is on pixels.
+    """LatentArrays latents as the network sees them: callable on float16 [B, K, C, H, W], as `Augment` is on pixels.
 
     Each channel gets mean 0 and deviation `sigma_data`, which is what noise levels and preconditioning count on.
     """

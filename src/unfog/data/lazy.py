@@ -14,20 +14,21 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.dataset import ImageSet, Prepared
-from unfog.data.decode_pool import patiently, threads
+from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.decode_pool import decode_with_retries, threads
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.report import Ledger, Quarantined, shown
-from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Survey, held_out_split
+from unfog.data.report import DataReport, SkippedFile
+from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Scan, split_held_out
 from unfog.data.sources.image_files import FailedShardError, ImageError
 from unfog.data.sources.source import Source
 from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.errors import RunError
+from unfog.text import sanitize
 
 UNREAD = "unread:"
 """What the fingerprint of images begins with that nobody has looked at: it is one of their source's state."""
 
-EVENLY_FROM = 200_000
+EVEN_SPLIT_FROM = 200_000
 """Of more images, those held out are evenly spaced: to hash every name would take minutes."""
 
 _IN_A_ROW = 100
@@ -37,7 +38,7 @@ _STAND_IN = 0x57A4D  # seed of the shuffles by which images of a shard that is g
 _TASK = 8  # images a thread decodes before it looks for other work
 
 
-class Rows:
+class RowIndex:
     """Which image of the source each row of a set is, in O(1) memory a held-out image: row -> index.
 
     Args:
@@ -59,10 +60,10 @@ class Rows:
         return self.held[rows] if self.inside else rows + np.searchsorted(self._gaps, rows, side="right")
 
 
-class RowNames(Sequence[str]):
+class _LazyNames(Sequence[str]):
     """Names of the images of a set, looked up in its source as they are asked for."""
 
-    def __init__(self, names: Sequence[str], rows: Rows, within: range) -> None:
+    def __init__(self, names: Sequence[str], rows: RowIndex, within: range) -> None:
         self._names, self._rows, self._within = names, rows, within
 
     def __len__(self) -> int:
@@ -71,10 +72,10 @@ class RowNames(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> RowNames: ...
-    def __getitem__(self, index: int | slice) -> str | RowNames:
+    def __getitem__(self, index: slice) -> _LazyNames: ...
+    def __getitem__(self, index: int | slice) -> str | _LazyNames:
         if isinstance(index, slice):
-            return RowNames(self._names, self._rows, self._within[index])
+            return _LazyNames(self._names, self._rows, self._within[index])
         return self._names[int(self._rows.index(np.array([self._within[index]]))[0])]
 
 
@@ -89,11 +90,13 @@ class LazyPixels:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, source: Source, rows: Rows, channels: int, size: int, background: tuple[int, int, int]) -> None:
+    def __init__(
+        self, source: Source, rows: RowIndex, channels: int, size: int, background: tuple[int, int, int]
+    ) -> None:
         self.source, self.rows, self.background = source, rows, background
         self.shape = (len(rows), channels, size, size)
         self.remote_shards: RemoteShards | None = getattr(source, "remote_shards", None)
-        self.quarantined: list[Quarantined] = []
+        self.skipped: list[SkippedFile] = []
         """Images that could not be decoded, in the order in which that turned out."""
         self._bad: set[int] = set()  # rows of those
         self._lock = threading.Lock()
@@ -131,7 +134,7 @@ class LazyPixels:
         """
         return self.start(rows).result()
 
-    def start(self, rows: NDArray[np.int64]) -> Taking:
+    def start(self, rows: NDArray[np.int64]) -> PendingDecode:
         """Begin to decode these rows [B] in threads, and return at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads(self.source), thread_name_prefix="decoding")
@@ -140,9 +143,9 @@ class LazyPixels:
             warnings.filterwarnings("ignore", module=r"PIL\.")
         out, used = np.empty((len(rows), *self.shape[1:]), np.uint8), rows.copy()
         parts = [slice(i, i + _TASK) for i in range(0, len(rows), _TASK)]
-        return Taking(out, used, [self._pool.submit(self._decode, used[part], out[part]) for part in parts])
+        return PendingDecode(out, used, [self._pool.submit(self._decode, used[part], out[part]) for part in parts])
 
-    def sound(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_decodable(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """False for those of these rows [B] that turned out, so far, to be images that cannot be decoded."""
         return ~np.isin(rows, list(self._bad))
 
@@ -174,17 +177,17 @@ class LazyPixels:
                     continue
                 except ImageError as unusable:
                     reason = str(unusable)
-                    self._note(row, Quarantined(self.source.names[index], reason))
+                    self._note(row, SkippedFile(self.source.names[index], reason))
             row = (row + 1) % len(self)
         raise RunError(
-            f"{tries} images in a row of {shown(self.source.name)} cannot be decoded"
+            f"{tries} images in a row of {sanitize(self.source.name)} cannot be decoded"
             f"{f' (the last: {reason})' if reason else ''}; is it still there? `unfog resume` goes on once it is"
         )
 
     def _decoded(self, index: int) -> NDArray[np.uint8]:
         """Image number `index` of the source; one far away that cannot be decoded is fetched once more."""
         (_, channels, size, _), shards = self.shape, self.remote_shards
-        look = partial(patiently, self.source, index, size, channels, self.background, self._closed)
+        look = partial(decode_with_retries, self.source, index, size, channels, self.background, self._closed)
         if shards is None:
             return look()[0]
         own = getattr(self.source, "within", int)(index)
@@ -197,14 +200,14 @@ class LazyPixels:
             shards.recheck(own)
         return look()[0]
 
-    def _note(self, row: int, one: Quarantined) -> None:
+    def _note(self, row: int, one: SkippedFile) -> None:
         with self._lock:
             if row not in self._bad:
                 self._bad = self._bad | {row}  # a new one, as other threads look at the old one
-                self.quarantined.append(one)
+                self.skipped.append(one)
 
 
-class Taking:
+class PendingDecode:
     """Images that are being decoded."""
 
     def __init__(self, out: NDArray[np.uint8], used: NDArray[np.int64], tasks: list[Future[None]]) -> None:
@@ -227,42 +230,42 @@ def remote_shards_of(images: ImageSet) -> RemoteShards | None:
     return images.pixels.remote_shards if isinstance(images.pixels, LazyPixels) else None
 
 
-def on_the_fly(survey: Survey, known: str = "") -> Prepared:
+def lazy_dataset(scan: Scan, known: str = "") -> Dataset:
     """The images of a source as sets that decode what is taken from them.
 
     `known` is the fingerprint of the images to train on as a run began with them: one that an earlier version made of
     these, which looked at less of them, stays what it is.
 
-    Held out are the same as always; of over EVENLY_FROM images, evenly spaced ones. Grey are only those that were asked
-    for as such or all looked at, as an image in colour among the others could not be told of in time.
+    Held out are the same as always; of over EVEN_SPLIT_FROM images, evenly spaced ones. Grey are only those that were
+    asked for as such or all looked at, as an image in colour among the others could not be told of in time.
     """
-    prepared, earlier = _on_the_fly(survey), getattr(survey.source, "earlier_stamp", survey.stamp)
-    if known and earlier != survey.stamp and prepared.train.fingerprint != known:
-        before = _on_the_fly(replace(survey, stamp=earlier))
+    prepared, earlier = _on_the_fly(scan), getattr(scan.source, "earlier_stamp", scan.stamp)
+    if known and earlier != scan.stamp and prepared.train.fingerprint != known:
+        before = _on_the_fly(replace(scan, stamp=earlier))
         return before if before.train.fingerprint == known else prepared
     return prepared
 
 
-def _on_the_fly(survey: Survey) -> Prepared:
-    if not survey.proved and len(survey.source.names) > COLOURS_SAMPLED:
-        survey = survey.in_colour()
-    source, settled, n = survey.source, survey.settled, len(survey.source.names)
+def _on_the_fly(scan: Scan) -> Dataset:
+    if not scan.channels_certain and len(scan.source.names) > COLOURS_SAMPLED:
+        scan = scan.as_rgb()
+    source, settled, n = scan.source, scan.resolved_settings, len(scan.source.names)
     held = _held_out(source, settled.held_out)
-    kind = repr((survey.stamp, settled.size, settled.channels, settled.background, survey.classes))
+    kind = repr((scan.stamp, settled.size, settled.channels, settled.background, scan.classes))
 
     def part(inside: bool) -> ImageSet:
-        rows = Rows(held, n, inside)
-        labels = survey.labels
+        rows = RowIndex(held, n, inside)
+        labels = scan.labels
         if labels is not None:
             labels = labels[held] if inside else np.delete(labels, held)
-        pixels = LazyPixels(source, rows, settled.channels, settled.size, survey.background)
+        pixels = LazyPixels(source, rows, settled.channels, settled.size, scan.background)
         state = hashlib.sha256(f"{kind} {inside} {held.tobytes().hex()}".encode())
         state.update(b"" if labels is None else np.ascontiguousarray(labels).data)
-        names = RowNames(source.names, rows, range(len(rows)))
-        return ImageSet(pixels, labels, names, survey.classes, UNREAD + state.hexdigest())
+        names = _LazyNames(source.names, rows, range(len(rows)))
+        return ImageSet(pixels, labels, names, scan.classes, UNREAD + state.hexdigest())
 
-    counts = np.bincount([] if survey.labels is None else survey.labels, minlength=len(survey.classes))
-    ledger = Ledger(
+    counts = np.bincount([] if scan.labels is None else scan.labels, minlength=len(scan.classes))
+    report = DataReport(
         source=source.name,
         found=n,
         used=n,
@@ -270,23 +273,23 @@ def _on_the_fly(survey: Survey) -> Prepared:
         size=settled.size,
         channels=settled.channels,
         background=settled.background,
-        class_counts={name: int(count) for name, count in zip(survey.classes, counts)},
+        class_counts={name: int(count) for name, count in zip(scan.classes, counts)},
         sides={},
         modes={},
         treatments=(),
         treatment=np.zeros(0, np.int32),
-        quarantined=tuple(source.unreadable),
+        skipped=tuple(source.unreadable),
         ignored=dict(source.ignored),
         read=False,
     )
-    return Prepared(settled, part(inside=False), part(inside=True), ledger)
+    return Dataset(settled, part(inside=False), part(inside=True), report)
 
 
 def _held_out(source: Source, fraction: float) -> NDArray[np.int64]:
     """Sorted indices of the images held out."""
     n = len(source.names)
-    if source.held_out is None and n > EVENLY_FROM:
+    if source.held_out is None and n > EVEN_SPLIT_FROM:
         count = min(MAX_HELD_OUT, int(n * fraction))
         return np.arange(count) * n // max(1, count)
-    order, in_train = held_out_split(source, fraction)
+    order, in_train = split_held_out(source, fraction)
     return np.sort(order[in_train:])

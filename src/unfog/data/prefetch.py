@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.lazy import LazyPixels, Taking
+from unfog.data.lazy import LazyPixels, PendingDecode
 
 _BLOCK = 16  # positions that are decoded as one piece of work
 _BYTES = 256 * 2**20
@@ -16,7 +16,7 @@ _LEAST, _BATCHES = 256, 8
 """How far ahead is read: so many positions, and so many batches, as far as _BYTES go; always a batch."""
 
 
-class Course(NamedTuple):
+class ReadOrder(NamedTuple):
     """Which positions the reader will ask for: in each `batch` of them from `first` on, the `share` behind `begin`.
 
     They are counted in turns: turn 0 is position first + begin. As it is, all positions are.
@@ -40,7 +40,7 @@ class Course(NamedTuple):
         return batch * self.share + place if batch >= 0 and place >= 0 and whole else None
 
 
-class ReadAhead:
+class Prefetcher:
     """Images by position, each the same as if it were decoded when asked for.
 
     Positions are worked on in blocks, so that batches of any size find what they need. It reads ahead of whoever
@@ -52,11 +52,11 @@ class ReadAhead:
     """
 
     def __init__(self, pixels: LazyPixels, index: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
-        self._pixels, self._index, self._course = pixels, index, Course()
-        self._blocks: dict[int, Taking] = {}  # by their first turn
+        self._pixels, self._index, self._course = pixels, index, ReadOrder()
+        self._blocks: dict[int, PendingDecode] = {}  # by their first turn
         self._next = self._last = -1  # the turn with which the reader goes on, or the last call of any other ended
 
-    def follow(self, course: Course) -> None:
+    def follow(self, course: ReadOrder) -> None:
         """Read ahead of whoever begins on this course, and only of what is on it."""
         self._drop(list(self._blocks))
         self._course, self._next, self._last = course, 0, -1

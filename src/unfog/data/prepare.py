@@ -11,12 +11,12 @@ import numpy as np
 from PIL import Image
 
 from unfog.data import cache
-from unfog.data.dataset import ImageSet, Prepared, split
+from unfog.data.dataset import Dataset, ImageSet, split
 from unfog.data.decode import colour
-from unfog.data.decode_pool import ColourFoundError, Progress, Tally, decode_all
-from unfog.data.lazy import UNREAD, on_the_fly, remote_shards_of
+from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
+from unfog.data.lazy import UNREAD, lazy_dataset, remote_shards_of
 from unfog.data.packs.pack import PackSource
-from unfog.data.scan import Account, Survey, held_out_split
+from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.label_tables import apply_label_table
 from unfog.data.sources.label_tables import labels_setting as settled_labels
@@ -34,7 +34,7 @@ turn comes. Where no cache can be written, it stays in memory up to four times t
 
 def prepare(
     source: Source, settings: Data, progress: Progress | None = None, wanted: int = 0, known: str = ""
-) -> Prepared:
+) -> Dataset:
     """The images of a source under these settings: of a pack as they are; else found in the cache, or decoded.
 
     A built-in set keeps its own split into training and held-out images, unless `held_out` is 0.
@@ -54,79 +54,79 @@ def prepare(
         RunError: the disk is full, or refuses; the images went away or were changed as they were read.
     """
     colour(settings.background)
-    if isinstance(source, PackSource) and (fitting := source.fitting(settings)) is not None:
-        return fitting
-    survey, key = survey_of(source, settings)
-    asked = replace(settings, labels=settled_labels(survey.source, survey.labels))
+    if isinstance(source, PackSource) and (dataset_if_fitting := source.dataset_if_fitting(settings)) is not None:
+        return dataset_if_fitting
+    scan, key = scan_source(source, settings)
+    asked = replace(settings, labels=settled_labels(scan.source, scan.labels))
     unread = known.startswith(UNREAD)
     if settings.cache in ("auto", "disk") and not unread and (found := cache.load(key)):
-        return replace(found.prepared(asked, source.name), warnings=survey.warnings)
-    with calm_pillow():
-        survey = survey.sampled()
-        where, why = _place_as_begun(survey, key, unread) if known else _place(survey, key, wanted)
+        return replace(found.prepared(asked, source.name), warnings=scan.warnings)
+    with silence_pillow():
+        scan = scan.resolve()
+        where, why = _place_as_begun(scan, key, unread) if known else _place(scan, key, wanted)
         if where == "none":
-            prepared = on_the_fly(survey, known)
+            prepared = lazy_dataset(scan, known)
             shards = remote_shards_of(prepared.train)
             why = "; ".join(filter(None, (why, shards.enable_cache() if shards is not None else "")))
         elif where == "disk":
-            prepared = cache.make(survey, key, progress).prepared(asked, source.name)
+            prepared = cache.make(scan, key, progress).prepared(asked, source.name)
         else:
-            prepared = _in_memory(survey, progress)
-    return replace(prepared, place=why, warnings=survey.warnings)
+            prepared = _in_memory(scan, progress)
+    return replace(prepared, placement=why, warnings=scan.warnings)
 
 
-def survey_of(source: Source, settings: Data) -> tuple[Survey, str]:
+def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:
     """(the source with its labels, not sampled yet; the key of what it will be decoded to).
 
     Raises:
         RequestError: a setting does not fit the source.
     """
     if isinstance(source, PackSource):
-        settings = source.half_settled(settings)
+        settings = source.with_pack_defaults(settings)
     left_out: list[str] = []
     source = apply_label_table(source, settings.labels, left_out.append)
     classes, labels = read_labels(source, settings.labels)
-    survey = replace(Survey.of(source, settings, classes, labels), warnings=tuple(left_out))
-    return survey, cache.entry_key(survey.stamp, settings, classes, labels)
+    scan = replace(Scan.of(source, settings, classes, labels), warnings=tuple(left_out))
+    return scan, cache.entry_key(scan.stamp, settings, classes, labels)
 
 
-def _in_memory(survey: Survey, progress: Progress | None) -> Prepared:
-    order, in_train = held_out_split(survey.source, survey.settings.held_out)
-    tally, done, rows = Tally.of(len(order)), 0, 0
-    pixels = np.empty((len(order), survey.channels, survey.size, survey.size), np.uint8)
+def _in_memory(scan: Scan, progress: Progress | None) -> Dataset:
+    order, in_train = split_held_out(scan.source, scan.settings.held_out)
+    tally, done, rows = DecodeStatistics.of(len(order)), 0, 0
+    pixels = np.empty((len(order), scan.channels, scan.size, scan.size), np.uint8)
     chunks = decode_all(
-        *(survey.source, order, survey.channels, survey.size, survey.background, tally),
-        only_grey=not survey.proved,
+        *(scan.source, order, scan.channels, scan.size, scan.background, tally),
+        only_grey=not scan.channels_certain,
         progress=progress,
     )
     try:
         with closing(chunks):
             for stop, images in chunks:
-                survey.check_still_there(tally, done, stop)
+                scan.check_source_unchanged(tally, done, stop)
                 done = stop
                 pixels[rows : rows + len(images)] = images
                 rows += len(images)
     except ColourFoundError:
-        return _in_memory(survey.in_colour(), progress)
-    account = Account.of(survey, order, in_train, tally)
-    names = tuple(survey.source.names[i] for i in account.rows)
+        return _in_memory(scan.as_rgb(), progress)
+    account = DecodeResult.of(scan, order, in_train, tally)
+    names = tuple(scan.source.names[i] for i in account.rows)
     sides, grey = np.ascontiguousarray(account.facts["sides"]), np.ascontiguousarray(account.facts["grey"])
     whole = ImageSet(pixels[:rows], account.labels, names, account.classes, sides=sides, grey=grey)
-    return split(whole, account.train, account.settings, account.ledger)
+    return split(whole, account.train, account.settings, account.report)
 
 
-def _place_as_begun(survey: Survey, key: str, unread: bool) -> tuple[str, str]:
+def _place_as_begun(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
     """As `_place`, for a run that goes on and whose images nobody had looked at, or else were decoded all.
 
     Raises:
         RequestError: its images would be decoded in another way than when it began.
     """
-    if unread and survey.settings.cache == "auto":
+    if unread and scan.settings.cache == "auto":
         return "none", ""
-    where, why = _place(survey, key, wanted=0)
+    where, why = _place(scan, key, wanted=0)
     if unread == (where == "none"):
         return where, why
-    why = why or f"cache = {survey.settings.cache}"
+    why = why or f"cache = {scan.settings.cache}"
     began = "decodes each image when its turn comes" if unread else "began with all images decoded"
     remedy = "cache = auto" if unread else "cache = auto, and UNFOG_CACHE a folder with room enough"
     raise RequestError(
@@ -134,13 +134,13 @@ def _place_as_begun(survey: Survey, key: str, unread: bool) -> tuple[str, str]:
     )
 
 
-def _place(survey: Survey, key: str, wanted: int) -> tuple[str, str]:
+def _place(scan: Scan, key: str, wanted: int) -> tuple[str, str]:
     """(memory, disk or none, and why in a line where that was left open and is worth a word)."""
-    n = len(survey.source.names)
-    pixel_bytes = n * survey.channels * survey.size**2
-    small = n <= MEMORY_FILES and survey.file_bytes <= MEMORY_FILE_BYTES and pixel_bytes <= MEMORY_PIXEL_BYTES
-    if survey.settings.cache != "auto":
-        return survey.settings.cache, ""
+    n = len(scan.source.names)
+    pixel_bytes = n * scan.channels * scan.size**2
+    small = n <= MEMORY_FILES and scan.file_bytes <= MEMORY_FILE_BYTES and pixel_bytes <= MEMORY_PIXEL_BYTES
+    if scan.settings.cache != "auto":
+        return scan.settings.cache, ""
     if small:
         return "memory", ""
     each = "images are decoded when their turn comes"
@@ -162,7 +162,7 @@ def _place(survey: Survey, key: str, wanted: int) -> tuple[str, str]:
 
 
 @contextmanager
-def calm_pillow() -> Iterator[None]:
+def silence_pillow() -> Iterator[None]:
     """What Pillow finds odd in a file concerns nobody who gets to see the image or the reason why not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

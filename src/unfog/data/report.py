@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.errors import RequestError
-from unfog.urls import without_secrets
+from unfog.text import sanitize
 
 REASONS = 10
 """Reasons that a line names."""
@@ -34,27 +33,15 @@ ACTIONS = {
     "rgb_to_grey": "made grey",
     "grey_to_rgb": "made RGB from grey",
 }
-"""What can be done to an image, as `Ledger.line` puts it; an image may have had several."""
+"""What can be done to an image, as `DataReport.line` puts it; an image may have had several."""
 
-PLAIN = frozenset(["resized", "upscaled", "cropped"])
+COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 """Those of ACTIONS that nearly every image needs; any other is worth a look."""
 
-# Those that act on a terminal, or turn the direction of what follows.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, where the two differ
 
 
-def as_text(name: str) -> str:
-    """A file's name as valid text: bytes that are none are spelt \\xff."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def shown(name: str) -> str:
-    """A file's name or URL as a line of text for people: no byte, newline or other control character acts in it, and
-    nobody can open with it what they could not before."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], as_text(without_secrets(name)))
-
-
-class Quarantined(NamedTuple):
+class SkippedFile(NamedTuple):
     """A file that could not be used; a folder that could not be read ends in "/"."""
 
     name: str
@@ -63,12 +50,12 @@ class Quarantined(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Ledger:
+class DataReport:
     """The account of one preparation."""
 
     source: str
     found: int
-    """Files taken for images; `used` of them were, the others are in `quarantined`."""
+    """Files taken for images; `used` of them were, the others are in `skipped`."""
 
     used: int
     held_out: int
@@ -93,7 +80,7 @@ class Ledger:
     """[used], which of `treatments` each image had: first those to train on, then those held out, as in the sets.
     Maybe mapped from a file; [0] where nothing has been read yet."""
 
-    quarantined: tuple[Quarantined, ...]
+    skipped: tuple[SkippedFile, ...]
     ignored: Mapping[str, int]
     """Files passed over as not images: how many of each suffix, or "hidden", or "without suffix"."""
 
@@ -108,7 +95,7 @@ class Ledger:
         object.__setattr__(self, "treatment", np.asarray(self.treatment, np.int32))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self.to_dict() == other.to_dict()
+        return isinstance(other, DataReport) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -162,33 +149,33 @@ class Ledger:
         ]
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
-        if self.quarantined:
-            parts.append(f"{len(self.quarantined):,} quarantined ({self._quarantined()})")
+        if self.skipped:
+            parts.append(f"{len(self.skipped):,} skipped ({self._quarantined()})")
         if ignored := sum(self.ignored.values()):
             parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
         return "; ".join(parts)
 
     def _quarantined(self, named: int = 3) -> str:
         names: dict[str, list[str]] = {}
-        for one in self.quarantined:
+        for one in self.skipped:
             names.setdefault(one.reason, []).append(one.name)
         groups = [
-            f"{len(of):,} {reason}: {', '.join(map(shown, of[:named]))}{', ...' * (len(of) > named)}"
+            f"{len(of):,} {reason}: {', '.join(map(sanitize, of[:named]))}{', ...' * (len(of) > named)}"
             for reason, of in sorted(names.items(), key=lambda item: -len(item[1]))
         ]
         return "; ".join([*groups[:REASONS], *["..."] * (len(groups) > REASONS)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON, under the keys of data.json and pack.json."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"treatment": self.treatment.tolist(), "known_counts": self.counts}
+        values |= {"treatment": self.treatment.tolist(), "known_counts": self.counts}
+        return {_KEYS_ON_DISK.get(name, name): value for name, value in values.items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Ledger:
-        """The ledger that `to_dict` gave these, also after a journey through JSON."""
-        rebuilt = {
-            "treatments": tuple(tuple(done) for done in values["treatments"]),
-            "known_counts": tuple(values["known_counts"]),
-            "quarantined": tuple(Quarantined(*one) for one in values["quarantined"]),
-        }
-        return cls(**{**values, **rebuilt})
+    def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
+        """Rebuild a report from `to_dict`, also after a journey through JSON."""
+        rebuilt = {name: values[_KEYS_ON_DISK.get(name, name)] for name in (field.name for field in fields(cls))}
+        rebuilt["treatments"] = tuple(tuple(done) for done in rebuilt["treatments"])
+        rebuilt["known_counts"] = tuple(rebuilt["known_counts"])
+        rebuilt["skipped"] = tuple(SkippedFile(*one) for one in rebuilt["skipped"])
+        return cls(**rebuilt)

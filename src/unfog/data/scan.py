@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import colour, header
-from unfog.data.decode_pool import Tally, patiently
+from unfog.data.decode_pool import DecodeStatistics, decode_with_retries
 from unfog.data.packs.pack import PackSource
-from unfog.data.report import Ledger, Quarantined, shown
+from unfog.data.report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, ImageError, TransientImageError
 from unfog.data.sources.label_tables import labels_setting as settled_labels
 from unfog.data.sources.source import Source, strip_shard
 from unfog.errors import RequestError, RunError
+from unfog.text import sanitize
 
 HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
@@ -32,7 +33,7 @@ MIN_TO_HOLD_OUT = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class Scan:
     """A source, and what it will be decoded to."""
 
     source: Source
@@ -49,14 +50,14 @@ class Survey:
     file_bytes: int
     size: int
     channels: int
-    proved: bool
+    channels_certain: bool
     """False where grey is a guess, from those looked at: a single image in colour then makes all RGB."""
 
     warnings: tuple[str, ...] = ()
     """What was found and left out that may have been meant to count, a line for each: a table of labels, say."""
 
     @classmethod
-    def of(cls, source: Source, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> Survey:
+    def of(cls, source: Source, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> Scan:
         """Size and channels are as in the settings, maybe open; see `sampled`.
 
         Raises:
@@ -64,16 +65,16 @@ class Survey:
         """
         if labels is not None and not 0 <= labels.min() <= labels.max() < len(classes):
             raise RequestError(
-                f"{shown(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; make "
-                "it again from the originals"
+                f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
+                "make it again from the originals"
             )
         stamp, file_bytes = source.stamp()
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
-            proved=settings.channels != 0,
+            channels_certain=settings.channels != 0,
         )
 
-    def sampled(self) -> Survey:
+    def resolve(self) -> Scan:
         """The same with size and channels settled, by a look at some of the images where they are open.
 
         Raises:
@@ -81,10 +82,10 @@ class Survey:
         """
         size = self.size or _choose_size(self.source)
         channels = self.channels or _guess_channels(self.source, size, self.background)
-        return replace(self, size=size, channels=channels, proved=self.proved or channels == 3)
+        return replace(self, size=size, channels=channels, channels_certain=self.channels_certain or channels == 3)
 
     @property
-    def settled(self) -> Data:
+    def resolved_settings(self) -> Data:
         """The settings with nothing left open."""
         labels = settled_labels(self.source, self.labels)
         return replace(self.settings, size=self.size, channels=self.channels, labels=labels)
@@ -94,7 +95,7 @@ class Survey:
         """Colour behind transparent pixels."""
         return colour(self.settings.background)
 
-    def check_still_there(self, tally: Tally, start: int, stop: int) -> None:
+    def check_source_unchanged(self, tally: DecodeStatistics, start: int, stop: int) -> None:
         """Look at what became of these rows: a set without what came after is no smaller set, but a source gone.
 
         Single files of a folder may come and go; they are in quarantine.
@@ -107,16 +108,16 @@ class Survey:
         lost = archive or (GONE if 2 * reasons.count(GONE) > stop - start else "")
         if lost and self.source.stamp()[0] != self.stamp:
             raise RunError(
-                f"the images in {shown(self.source.name)} changed while they were read ({lost}); do the same again "
+                f"the images in {sanitize(self.source.name)} changed while they were read ({lost}); do the same again "
                 "once nobody writes to them"
             )
 
-    def in_colour(self) -> Survey:
+    def as_rgb(self) -> Scan:
         """The same after an image in colour has turned up."""
-        return replace(self, channels=3, proved=True)
+        return replace(self, channels=3, channels_certain=True)
 
 
-def held_out_split(source: Source, fraction: float) -> tuple[NDArray[np.int64], int]:
+def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], int]:
     """(the images to train on, then those held out; how many are the former), each in the source's order.
 
     A name is held out when its hash, as a number in [0, 1), is below the fraction, so adding images leaves
@@ -161,7 +162,7 @@ def _choose_size(source: Source) -> int:
         try:
             sizes.append(header(partial(source.open, i)))
         except TransientImageError:  # by what others are, a run would be of another size after an outage
-            _, facts = patiently(source, i, 8, 3, (0, 0, 0), threading.Event())
+            _, facts = decode_with_retries(source, i, 8, 3, (0, 0, 0), threading.Event())
             sizes.append((facts.width, facts.height))
         except ImageError:
             continue
@@ -177,7 +178,7 @@ def _guess_channels(source: Source, size: int, background: tuple[int, int, int])
     """3 as soon as one image looked at is in colour, else 1: then still to be proved by all the others."""
     for i in _spread(len(source.names), COLOURS_SAMPLED):
         try:
-            _, facts = patiently(source, i, size, 3, background, threading.Event())
+            _, facts = decode_with_retries(source, i, size, 3, background, threading.Event())
         except ImageError:
             continue
         if not facts.grey:
@@ -191,7 +192,7 @@ def _spread(n: int, count: int) -> Iterable[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Account:
+class DecodeResult:
     """What a source came to once all of it was decoded."""
 
     settings: Data
@@ -208,28 +209,28 @@ class Account:
     """How many those are."""
 
     facts: NDArray[np.void]
-    """[K] of FACTS."""
+    """[K] of INFO_DTYPE."""
 
-    ledger: Ledger
+    report: DataReport
 
     @classmethod
-    def of(cls, survey: Survey, order: NDArray[np.int64], in_train: int, tally: Tally) -> Account:
+    def of(cls, scan: Scan, order: NDArray[np.int64], in_train: int, tally: DecodeStatistics) -> DecodeResult:
         """Of all images in this order, of which the first `in_train` are to be trained on.
 
         Raises:
             RequestError: not one of them can be used.
         """
-        source, settled = survey.source, survey.settled
+        source, settled = scan.source, scan.resolved_settings
         _refuse_none(source, tally)
         rows, facts = order[tally.used], tally.facts[tally.used]
-        classes, labels = survey.classes, None if survey.labels is None else survey.labels[rows]
+        classes, labels = scan.classes, None if scan.labels is None else scan.labels[rows]
         if labels is not None:  # a class of which no image can be used is none
             present, labels = np.unique(labels, return_inverse=True)
             classes = tuple(classes[i] for i in present)
         counts = np.bincount([] if labels is None else labels, minlength=len(classes))
         train = int(tally.used[:in_train].sum())
-        undecoded = [Quarantined(source.names[order[row]], reason) for row, reason in tally.reasons.items()]
-        ledger = Ledger(
+        undecoded = [SkippedFile(source.names[order[row]], reason) for row, reason in tally.reasons.items()]
+        report = DataReport(
             source=source.name,
             found=len(order),
             used=len(rows),
@@ -242,10 +243,10 @@ class Account:
             modes=dict(tally.modes),
             treatments=tuple(tally.treatments),
             treatment=np.ascontiguousarray(facts["treatment"]),
-            quarantined=tuple(sorted([*undecoded, *source.unreadable])),
+            skipped=tuple(sorted([*undecoded, *source.unreadable])),
             ignored=dict(source.ignored),
         )
-        return cls(settled, classes, labels, rows, train, facts, ledger)
+        return cls(settled, classes, labels, rows, train, facts, report)
 
 
 def _sides(sides: NDArray[np.int32]) -> dict[str, int]:
@@ -258,7 +259,7 @@ def _sides(sides: NDArray[np.int32]) -> dict[str, int]:
     }
 
 
-def _refuse_none(source: Source, tally: Tally) -> None:
+def _refuse_none(source: Source, tally: DecodeStatistics) -> None:
     if not tally.used.any():
         reasons = Counter(tally.reasons.values()).most_common(3)
         counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons)

@@ -13,7 +13,7 @@ from torch import Tensor
 from unfog.data.dataset import ImageSet
 from unfog.data.lazy import LazyPixels
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.prefetch import Course, ReadAhead
+from unfog.data.prefetch import Prefetcher, ReadOrder
 from unfog.errors import RequestError
 
 
@@ -51,7 +51,7 @@ class ImageStream:
         self.images, self.seed = images, seed
         # Not `self.index`: in a circle with this, the threads would outlive it.
         index = partial(_index, len(images), seed)
-        self._ahead = ReadAhead(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
+        self._ahead = Prefetcher(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
 
     def batch(self, first: int, size: int) -> Batch:
         """The images at positions first..first+size-1; any position up to 2^62 costs the same.
@@ -85,7 +85,7 @@ class ImageStream:
         if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
             raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
         if self._ahead is not None:
-            self._ahead.follow(Course(first, batch, begin, count))
+            self._ahead.follow(ReadOrder(first, batch, begin, count))
 
     def close(self) -> None:
         """End the threads that read ahead, if any; whoever reads on starts them anew."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.dataset import ImageSet, Prepared, spread
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import PixelSource, features_of, forget, statistics_of
 from unfog.evaluation.features import Features
@@ -52,7 +52,7 @@ class ImageRows:
 
 
 def measure_all(
-    run: Run, chosen: EvaluationSetup, prepared: Prepared, pictures: GeneratedSamples | None, world: World, out: Path
+    run: Run, chosen: EvaluationSetup, prepared: Dataset, pictures: GeneratedSamples | None, world: World, out: Path
 ) -> Evaluation:
     """All that was asked for, and whether training images come back; the latter as pictures in `out` as well.
 
@@ -138,7 +138,7 @@ def of_pictures(
 def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) -> list[Measured]:
     """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
     count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
-    real = np.ascontiguousarray(chosen.reference.pixels[spread(len(chosen.reference), count)])
+    real = np.ascontiguousarray(chosen.reference.pixels[evenly_spaced(len(chosen.reference), count)])
     drawn = pictures[0:count]
     if real.shape[1:] != drawn.shape[1:]:
         raise RequestError(
@@ -149,7 +149,7 @@ def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) ->
 
 def of_copies(
     chosen: EvaluationSetup,
-    prepared: Prepared,
+    prepared: Dataset,
     pictures: GeneratedSamples,
     real: Tensor | None,
     drawn: Tensor | None,
@@ -186,7 +186,7 @@ def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     }
 
 
-def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Prepared) -> list[Measured]:
+def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Dataset) -> list[Measured]:
     """Loss and bits of the held-out images, as far as they are asked for."""
     found, config, batch = list[Measured](), run.config, chosen.drawing.batch
     if "held_out" in chosen.metrics:
@@ -210,7 +210,7 @@ def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Prepared) -> list[M
     return found
 
 
-def some_held_out(prepared: Prepared, run: Run, most: int) -> HeldOut:
+def some_held_out(prepared: Dataset, run: Run, most: int) -> HeldOut:
     """Held-out images, of which there are some, as was made sure of before."""
     held_out = held_out_set(prepared, run.config, run.device, most)
     assert held_out is not None

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from unfog.data.dataset import ImageSet, Prepared, spread
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
 from unfog.evaluation.features import Features, open_features
@@ -38,6 +37,7 @@ from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, counted, duration, say, size
+from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.rendezvous import processes
 from unfog.training.distributed.world import World
@@ -66,7 +66,7 @@ def evaluate(run: Run, asked: EvaluationRequest) -> Evaluation:
         config = replace(run.config, training=replace(run.config.training, images=0, steps=0))
         prepared, found = load_images(config, stop)
         if found.fingerprint != run.config.fingerprint:
-            raise RequestError(f"the images in {shown(config.source)} are not those that this run was trained on")
+            raise RequestError(f"the images in {sanitize(config.source)} are not those that this run was trained on")
         chosen = choose(run, asked, prepared, stop)
         folder = run.path / "evaluations"
         key = key_of(run, chosen)
@@ -90,7 +90,7 @@ def evaluate(run: Run, asked: EvaluationRequest) -> Evaluation:
         return Evaluation.read(path) or evaluation
 
 
-def choose(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: StopSignals) -> EvaluationSetup:
+def choose(run: Run, asked: EvaluationRequest, prepared: Dataset, stop: StopSignals) -> EvaluationSetup:
     """Settle what was left open, and say what cannot be measured and what it takes."""
     config, n = run.config, asked.n or (1000 if run.device.type == "cpu" else 10_000)
     features = features_for(asked, run.device)
@@ -111,11 +111,11 @@ def choose(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: StopSig
         config.guidance_interval,
         precision=asked.precision,
     )
-    rows = spread(len(reference), max(MOST_REAL, n))
+    rows = evenly_spaced(len(reference), max(MOST_REAL, n))
     return EvaluationSetup(metrics, features, drawing, reference, rows, what, asked.against)
 
 
-def measurable(run: Run, asked: EvaluationRequest, prepared: Prepared, features: Features | None) -> tuple[str, ...]:
+def measurable(run: Run, asked: EvaluationRequest, prepared: Dataset, features: Features | None) -> tuple[str, ...]:
     """The metrics that are asked for, or all that can be measured of this run; what is left out is said.
 
     Raises:
@@ -157,7 +157,7 @@ def features_for(asked: EvaluationRequest, device: torch.device) -> Features | N
     return open_features("texture", device)
 
 
-def reference_of(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: StopSignals) -> tuple[ImageSet, str]:
+def reference_of(run: Run, asked: EvaluationRequest, prepared: Dataset, stop: StopSignals) -> tuple[ImageSet, str]:
     """The real images to compare with, and what they are. RequestError if there are too few."""
     if asked.reference == HELD_OUT:
         images, what = prepared.held_out, "held-out images"
@@ -165,7 +165,7 @@ def reference_of(run: Run, asked: EvaluationRequest, prepared: Prepared, stop: S
         data = replace(run.config.data, held_out=0.0, labels="none")
         config = replace(run.config, source=asked.reference, data=data, fingerprint="", classes=(), codec="")
         other, _ = load_images(config, stop)
-        images, what = other.train, shown(asked.reference)
+        images, what = other.train, sanitize(asked.reference)
     else:
         images, what = prepared.train, "training images"
     if len(images) < 10:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.dataset import ImageSet, Prepared, spread
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.inference.nearest_images import FEWEST, Nearest, memorised, nearest, nearest_features
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
@@ -25,10 +25,10 @@ ENOUGH = 20
 class Unseen:
     """Real images to compare with: held-out ones; with too few of those, training images among the others."""
 
-    def __init__(self, prepared: Prepared):
+    def __init__(self, prepared: Dataset):
         self.enough = len(prepared.held_out) >= ENOUGH
         self.images: ImageSet = prepared.held_out if self.enough else prepared.train
-        self.rows: NDArray[np.int64] = spread(len(self.images), REAL)
+        self.rows: NDArray[np.int64] = evenly_spaced(len(self.images), REAL)
         self.what = "held-out images" if self.enough else "training images among the others"
 
     @property
@@ -42,7 +42,7 @@ class Unseen:
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 
-def by_pixels(drawn: Pixels, prepared: Prepared, progress: Callable[[int], None]) -> Finding:
+def by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
     """By pixels, against all training images; drawn: [N, H, W, C]. `progress` is told how many images are searched."""
     unseen, train = Unseen(prepared), prepared.train
     queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
@@ -53,7 +53,7 @@ def by_pixels(drawn: Pixels, prepared: Prepared, progress: Callable[[int], None]
 
 
 def by_features(
-    drawn: Pixels, features: Tensor, real: Tensor, rows: NDArray[np.int64], unseen: Tensor, prepared: Prepared
+    drawn: Pixels, features: Tensor, real: Tensor, rows: NDArray[np.int64], unseen: Tensor, prepared: Dataset
 ) -> Finding:
     """By features of the drawn pictures [N, D], of the training images `rows` [R, D], and of those of `Unseen`."""
     usual = Unseen(prepared)
@@ -67,7 +67,7 @@ def by_features(
     return memorised(drawn, found, other, matches, usual.what, len(rows), same)
 
 
-def can_tell(prepared: Prepared) -> bool:
+def can_tell(prepared: Dataset) -> bool:
     """Whether there are enough training images to tell copies from likeness."""
     return len(prepared.train) >= FEWEST
 

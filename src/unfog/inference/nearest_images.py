@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from unfog.data.dataset import spread
+from unfog.data.dataset import evenly_spaced
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Exhibit, Finding
 from unfog.reporting.image_grids import Pixels, strip
@@ -83,7 +83,7 @@ def nearest(
         rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
         progress: told how many images are searched.
     """
-    looked_at = spread(len(images), MOST)
+    looked_at = evenly_spaced(len(images), MOST)
     kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
     wanted = features(queries)
     own = None if rows is None else torch.tensor(rows)[:, None]

@@ -12,7 +12,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_side
 from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.augmentation.nonleaking import CONDITIONS
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
@@ -135,13 +135,13 @@ def every_of(config: Config, state: TrainState) -> Every:
     return Every(*every, averages=config.averages.every if state.widths else 0)
 
 
-def held_out_set(prepared: Prepared, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+def held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
     """Held-out images, evenly spread over the set, as the network sees them; None if there are none.
 
     Args:
         wanted: how many at most; 0: as many as training measures.
     """
-    images, wanted = prepared.seen.held_out, wanted or config.evaluate.images
+    images, wanted = prepared.as_network_input.held_out, wanted or config.evaluate.images
     if not len(images):
         return None
     # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.

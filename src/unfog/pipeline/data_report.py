@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from unfog.data.augmentation.augment import Augment
-from unfog.data.dataset import Prepared, spread
+from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.lazy import remote_shards_of
-from unfog.data.report import ACTIONS, PLAIN, Ledger, as_text
+from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.stream import ImageStream
 from unfog.pipeline.generate import to_pixels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.image_grids import Pixels, grid, legible, png
 from unfog.reporting.records import write_atomic
+from unfog.text import valid_text
 
 DATA_FILE = "data.json"
 LISTED = 100_000
@@ -34,7 +35,7 @@ _LOOKED_AT = 200_000  # positions of the stream among which the images to show a
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def write_data_record(folder: RunFolder, prepared: Prepared, augment: Augment, seed: int) -> None:
+def write_data_record(folder: RunFolder, prepared: Dataset, augment: Augment, seed: int) -> None:
     """Write data.json and contact-sheet.png into a run's folder, each whole or not at all.
 
     Args:
@@ -50,23 +51,23 @@ def write_data_record(folder: RunFolder, prepared: Prepared, augment: Augment, s
     write_atomic(folder.path / "contact-sheet.png", png(contact_sheet(prepared, augment, seed)))
 
 
-def data_json(prepared: Prepared) -> bytes:
+def data_json(prepared: Dataset) -> bytes:
     """The ledger, and a line for each file: {"name", "status", "converted", "reason"}.
 
     The status is "used", "held out" or "quarantined", and only the last has a reason. "converted" is null where images
     are decoded only when training wants them. Shards that a run goes on without are in "shards_given_up". A name that
     is no valid text has \\xff for such a byte.
     """
-    ledger = prepared.ledger
-    files = ledger.used + len(ledger.quarantined)
-    lines = [*_used(prepared, everything=files <= LISTED), *map(_quarantined, ledger.quarantined)]
+    ledger = prepared.report
+    files = ledger.used + len(ledger.skipped)
+    lines = [*_used(prepared, everything=files <= LISTED), *map(_quarantined, ledger.skipped)]
     whole = ledger.to_dict()
     for name in ("treatment", "treatments"):  # which the lines spell out
         del whole[name]
     head = {
         "summary": ledger.line(),
         **whole,
-        "quarantined": len(ledger.quarantined),
+        "quarantined": len(ledger.skipped),
         "actions": ledger.actions,
         "unlisted": files - len(lines),
     }
@@ -78,9 +79,9 @@ def data_json(prepared: Prepared) -> bytes:
     return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")
 
 
-def _used(prepared: Prepared, everything: bool) -> Iterator[str]:
+def _used(prepared: Dataset, everything: bool) -> Iterator[str]:
     """A line for each image used; unless everything is wanted, for those that something unusual was done to."""
-    ledger = prepared.ledger
+    ledger = prepared.report
     converted = [
         f'"converted": {_encode(ledger.phrases(which))}, "reason": null' for which in range(len(ledger.treatments))
     ]
@@ -93,19 +94,19 @@ def _used(prepared: Prepared, everything: bool) -> Iterator[str]:
         elif everything:
             listed = ((name, converted[which]) for name, which in zip(names, treatment.tolist(), strict=True))
         else:
-            unusual = [i for i, done in enumerate(ledger.treatments) if not PLAIN.issuperset(done)]
+            unusual = [i for i, done in enumerate(ledger.treatments) if not COMMON_ACTIONS.issuperset(done)]
             rows = np.flatnonzero(np.isin(treatment, unusual)).tolist()  # few; not every name need be looked up
             listed = ((names[row], converted[treatment[row]]) for row in rows)
         for name, done in listed:
-            yield f'    {{"name": {_encode(as_text(name))}, "status": "{status}", {done}}}'
+            yield f'    {{"name": {_encode(valid_text(name))}, "status": "{status}", {done}}}'
 
 
 def _quarantined(one: Iterable[str]) -> str:
-    name, reason = map(as_text, one)
+    name, reason = map(valid_text, one)
     return f'    {{"name": {_encode(name)}, "status": "quarantined", "converted": [], "reason": {_encode(reason)}}}'
 
 
-def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
+def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
     """Images to train on as the network sees them, out of the stream and augmented: uint8 [H, W, 3].
 
     A row for each unusual conversion, then some of each class (of very many classes, some), or of all; enlarged
@@ -116,7 +117,7 @@ def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
     count = min(SHOWN, max(_FEWEST_SHOWN, _SHEET_PIXELS // (height * width)))
     stream = ImageStream(images, seed)
     index = stream.index(0, min(len(images), _LOOKED_AT))  # index[p]: the image at position p
-    chosen = _unusual(prepared.ledger, index, count // 2)
+    chosen = _unusual(prepared.report, index, count // 2)
     chosen |= _spread(prepared, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
     batches = [stream.batch(position, 1) for position in chosen]
     for position, batch in zip(list(chosen), batches):
@@ -130,7 +131,7 @@ def contact_sheet(prepared: Prepared, augment: Augment, seed: int) -> Pixels:
     return grid(pixels, labels=captions if any(captions) else None)
 
 
-def _unusual(ledger: Ledger, index: NDArray[np.int64], count: int) -> dict[int, str]:
+def _unusual(ledger: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:
     """Positions of images that were converted in a way worth a look, about as many of each, and how."""
     if not ledger.read:
         return {}
@@ -140,7 +141,7 @@ def _unusual(ledger: Ledger, index: NDArray[np.int64], count: int) -> dict[int, 
     kinds = [
         (action, which)
         for action in ACTIONS
-        if action not in PLAIN
+        if action not in COMMON_ACTIONS
         and (which := [i for i, done in enumerate(ledger.treatments) if action in done and i in present])
     ]
     for action, which in kinds:
@@ -151,13 +152,13 @@ def _unusual(ledger: Ledger, index: NDArray[np.int64], count: int) -> dict[int, 
     return chosen
 
 
-def _spread(prepared: Prepared, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
+def _spread(prepared: Dataset, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
     """Those of the `free` positions, in their order, that show evenly spaced classes, and the class of each."""
     images = prepared.train
     if images.labels is None:
         return dict.fromkeys(free[:count], "")
     labels = images.labels[index[free]]
-    classes = spread(len(images.classes), count)
+    classes = evenly_spaced(len(images.classes), count)
     few = max(1, count // max(1, len(classes)))
     names = {label: _class_name(images.classes, label) for label in classes}
     return {free[i]: names[label] for label in classes for i in np.flatnonzero(labels == label)[:few]}

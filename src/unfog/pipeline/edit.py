@@ -14,8 +14,8 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import shown
 from unfog.data.augmentation.augment import to_model_range
-from unfog.data.decode import Facts, colour, decode
-from unfog.data.prepare import calm_pillow
+from unfog.data.decode import ImageInfo, colour, decode
+from unfog.data.prepare import silence_pillow
 from unfog.data.sources.image_files import ImageError, open_image
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
@@ -62,7 +62,7 @@ def edit_of(
     )
 
 
-def read_picture(given: Picture, what: str, size: int, channels: int, background: str) -> tuple[Pixels, Facts]:
+def read_picture(given: Picture, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
     """uint8 [channels, size, size] as the data layer makes it: upright, on the background, resized, its centre square.
 
     Raises:
@@ -82,7 +82,7 @@ def read_picture(given: Picture, what: str, size: int, channels: int, background
                 f"{what} is {values.dtype} {list(values.shape)}; give a file, or uint8 [H, W], [H, W, 3] or [H, W, 4]"
             )
     try:
-        with calm_pillow():
+        with silence_pillow():
             return decode(opener, size, channels, colour(background))
     except ImageError as error:
         named = shown(str(path)) if path else "the array"

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, Prepared
-from unfog.data.latents import FORMAT, Stored, Wanted, as_images, encoded, in_memory, statistics
+from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, encoded, in_memory, latent_image_sets, statistics
 from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import check_multiple
@@ -47,8 +47,8 @@ def fitted(config: Config) -> Config:
 
 
 def with_latents(
-    prepared: Prepared, config: Config, stop: Callable[[], None], few: bool = False
-) -> tuple[Prepared, Config]:
+    prepared: Dataset, config: Config, stop: Callable[[], None], few: bool = False
+) -> tuple[Dataset, Config]:
     """The images with their latents beside them, and the configuration with their statistics.
 
     A run that goes on keeps the statistics that it began with, to the bit.
@@ -64,7 +64,7 @@ def with_latents(
     check_multiple(config.data.size, config.latents.factor)
     sets = [some_of(prepared.train), some_of(prepared.held_out)] if few else [prepared.train, prepared.held_out]
     key, stored = _encoded(config, sets, stop, few)
-    train, held_out = as_images(stored, sets, key)
+    train, held_out = latent_image_sets(stored, sets, key)
     if not config.latents.mean:
         mean, deviation = statistics(stored.latents[: len(train)])
         config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
@@ -72,7 +72,7 @@ def with_latents(
     return replace(prepared, latents=(train, held_out)), config
 
 
-def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool) -> tuple[str, Stored]:
+def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool) -> tuple[str, LatentArrays]:
     """(key of the latents, the latents): of the cache, or encoded now with progress."""
     try:
         device = choose_device(config.training.device)
@@ -84,7 +84,7 @@ def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few
     matters = (FORMAT, prints, latents.sha256, copies, at_once(size))
     key = hashlib.sha256(repr(matters).encode()).hexdigest()[:32]
     encode = partial(encode_pixels, codec_of(config, device), device)
-    wanted = Wanted(sets, (latents.channels, side, side), copies, encode, at_once(size))
+    wanted = EncodeJob(sets, (latents.channels, side, side), copies, encode, at_once(size))
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
 

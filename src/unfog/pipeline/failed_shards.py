@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import remote_shards_of
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.settings import bytes_of
 from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.pipeline.data_report import DATA_FILE, data_json
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import write_atomic
+from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 
 SHARD = "shard"
@@ -35,17 +36,17 @@ def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
 def told_elsewhere(images: ImageSet) -> set[tuple[str, ...]]:
     """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
     shards = remote_shards_of(images)
-    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "quarantined", [])}
+    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
     return found | ({(*item, SHARD) for item in shards.failed.items()} if shards is not None else set())
 
 
 class Missing:
     """Says, once for each, which images cannot be decoded and which shards are given up while a run goes on."""
 
-    def __init__(self, folder: RunFolder, prepared: Prepared) -> None:
+    def __init__(self, folder: RunFolder, prepared: Dataset) -> None:
         self._folder, self._prepared = folder, prepared
         self._shards = remote_shards_of(prepared.train)
-        self._told: set[Quarantined] = set()
+        self._told: set[SkippedFile] = set()
 
     @property
     def shards(self) -> dict[str, str]:
@@ -59,29 +60,29 @@ class Missing:
             RunError: all processes together have given up more shards than may be.
         """
         sets = (self._prepared.train, self._prepared.held_out)
-        here = [getattr(part.pixels, "quarantined", []) for part in sets]  # of those that are decoded as they come
-        for found in (*here, [Quarantined(*one) for one in elsewhere if SHARD not in one[2:]]):
+        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of those that are decoded as they come
+        for found in (*here, [SkippedFile(*one) for one in elsewhere if SHARD not in one[2:]]):
             for one in self._new(found):
-                said = f"{shown(one.name)} cannot be used: {one.reason}; the next image stands in for it"
+                said = f"{sanitize(one.name)} cannot be used: {one.reason}; the next image stands in for it"
                 recorder.warn(step, said)
                 recorder.event("quarantined", step, image=one.name, reason=one.reason)
         if self._shards is None:
             return
         if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
-            for one in self._new([Quarantined("", trouble)]):
+            for one in self._new([SkippedFile("", trouble)]):
                 recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
         self._shards.mark_failed({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
-        lost = self._new([Quarantined(*item) for item in self._shards.failed.items()])
+        lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
         for one in lost:
             images = self._shards.image_count(one.name)
             others = f"others stand in for its {images:,} image{'s' * (images != 1)}"
-            recorder.warn(step, f"{shown(one.name)} {one.reason}; {others}")
+            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; {others}")
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
         if lost:
             with suppress(OSError):  # a run goes on without
                 write_atomic(self._folder.path / DATA_FILE, data_json(self._prepared))
 
-    def _new(self, some: list[Quarantined]) -> list[Quarantined]:
+    def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Those that were not told of yet, which now they are."""
         new = [one for one in some if one not in self._told]
         self._told.update(new)

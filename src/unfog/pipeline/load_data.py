@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data
@@ -25,10 +25,10 @@ LOOKED_AT = 10_000
 """How many names, evenly spread, are looked at for folders called train, test or such."""
 
 
-def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
+def warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
     """Say which settings did nothing to these images."""
     if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
-        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.ledger.found
+        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.report.found
         if n >= MIN_TO_HOLD_OUT:
             why = f"none of the {n:,} pictures fell below that share; give a larger one"
         warn(f"data.held_out = {asked.held_out} holds nothing out: {why}")
@@ -39,7 +39,7 @@ def warn_of_no_effect(asked: Data, prepared: Prepared) -> None:
 
 def load_images(
     config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
-) -> tuple[Prepared, Config]:
+) -> tuple[Dataset, Config]:
     """Scan and decode the source, with progress, and say in one line what became of every file.
 
     With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
@@ -64,9 +64,9 @@ def load_images(
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
         prepared = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
-    say(prepared.ledger.line())
-    if prepared.place and not few:
-        say(f"  cache: {prepared.place}")
+    say(prepared.report.line())
+    if prepared.placement and not few:
+        say(f"  cache: {prepared.placement}")
     for left_out in prepared.warnings:
         warn(left_out)
     warn_of_no_effect(config.data, prepared)

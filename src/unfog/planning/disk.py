@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
@@ -76,17 +76,17 @@ def check_disk_room(
     return line if free > room.maximum else f"{line}, so training may have to wait for room"
 
 
-def decoded_bytes(prepared: Prepared, config: Config) -> int:
+def decoded_bytes(prepared: Dataset, config: Config) -> int:
     """Bytes of the decoded set."""
     return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
 
 
-def bytes_to_decode(prepared: Prepared, config: Config) -> int:
+def bytes_to_decode(prepared: Dataset, config: Config) -> int:
     """Bytes that the run will decode into memory, and that are not there yet."""
     return decoded_bytes(prepared, config) if config.data.cache == "memory" and is_memory_mapped(prepared) else 0
 
 
-def is_memory_mapped(prepared: Prepared) -> bool:
+def is_memory_mapped(prepared: Dataset) -> bool:
     """Whether the pixels are in a file, which takes no memory that is not given back."""
     pixels: Any = prepared.train.pixels
     while isinstance(pixels, np.ndarray):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, spread
+from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import Interrupted
@@ -78,7 +78,7 @@ def decoded_images(images: ImageSet) -> ImageSet:
     """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
-    pixels, labels, rows = images.take(spread(len(images), TIMED))
+    pixels, labels, rows = images.take(evenly_spaced(len(images), TIMED))
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 

@@ -23,7 +23,7 @@ from unfog.reporting.progress import amount, duration
 from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
 from unfog.reporting.report_charts import charts, column, smooth
 from unfog.reporting.stored_evaluations import HEAD, StoredEvaluation, read_evaluations
-from unfog.urls import without_secrets
+from unfog.text import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with

@@ -20,7 +20,7 @@ import torch
 
 from unfog.commands.verify import compare, replay, two_newest
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError
 from unfog.inference.run import Run
 from unfog.process.memory import resident_bytes
@@ -55,7 +55,7 @@ CLOSE = 1e-4
 
 
 def rehearse(
-    config: Config, prepared: Prepared, device: torch.device, stop: StopSignals, folder: Path | None = None
+    config: Config, prepared: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
 ) -> list[Finding]:
     """A finding for each part of a run, named rehearsal.*: fine with what it took, or fatal with what went wrong.
 
@@ -88,7 +88,7 @@ class Rehearsal:
     def __init__(
         self,
         config: Config,
-        prepared: Prepared,
+        prepared: Dataset,
         device: torch.device,
         stop: StopSignals,
         folder: RunFolder,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.process.heartbeat import Pulse
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
@@ -20,7 +20,7 @@ from unfog.runs.previews import Looks
 class Evaluator:
     """Evaluates a run as it trains, and tells the record what that cost."""
 
-    def __init__(self, folder: RunFolder, config: Config, prepared: Prepared, looks: Looks, device: torch.device):
+    def __init__(self, folder: RunFolder, config: Config, prepared: Dataset, looks: Looks, device: torch.device):
         self.config, self.looks = config, looks
         self.overfit = OverfitWatch(folder, config, prepared, looks)
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0

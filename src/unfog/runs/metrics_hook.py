@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, spread
+from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import features_of
 from unfog.evaluation.features import Features, open_features
@@ -132,7 +132,7 @@ def time_costs(config: Config, images: ImageSet, features: Features, device: tor
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
         drawing = seconds_per_sample(network, config, usual(config, few, few))
-        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), few)]))
+        pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
         return Costs(drawing, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
 
@@ -205,7 +205,11 @@ class DrawnMetrics:
 
         pixels = np.ascontiguousarray(self.looks.pictures(count, look).transpose(0, 3, 1, 2))
         fake = features_of(pixels, self.features)
-        real = np.ascontiguousarray(self.images.pixels[spread(len(self.images), count)]) if PIXEL in metrics else pixels
+        real = (
+            np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
+            if PIXEL in metrics
+            else pixels
+        )
         found = measured(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
         record: dict[str, float] = {"drawn": count}
         for name, one in found.items():
@@ -216,7 +220,7 @@ class DrawnMetrics:
     def _reference(self) -> Tensor:
         """Features of the training images, computed when they are first asked for."""
         if self._real is None:
-            rows = spread(len(self.images), self.config.evaluate.reference)
+            rows = evenly_spaced(len(self.images), self.config.evaluate.reference)
             with Progress(f"{self.features.name} of {counted(len(rows), 'training image')}", len(rows)) as progress:
                 self._real = features_of(
                     ImageRows(self.images, rows),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.doctor.run.loss_checks import ROSE, held_out_history, looked_at, overfitting
 from unfog.doctor.run.run_record import RunRecord
 from unfog.pipeline.build import as_it_is
@@ -25,7 +25,7 @@ class OverfitWatch:
     Nothing that training does depends on it, so what it knows is the record alone, also after a resume.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, prepared: Prepared, looks: Looks):
+    def __init__(self, folder: RunFolder, config: Config, prepared: Dataset, looks: Looks):
         self.folder, self.config, self.prepared, self.looks = folder, config, prepared, looks
         self._told: bool | None = None
 
@@ -54,7 +54,7 @@ class OverfitWatch:
         if held_out_history(record)[2] <= ROSE:
             return None
         device = self.looks.state.precision.device
-        see, seen_by = as_it_is(self.config), self.prepared.seen
+        see, seen_by = as_it_is(self.config), self.prepared.as_network_input
         seen, unseen = (looked_at(part, device, see) for part in (seen_by.train, seen_by.held_out))
         if seen is None or unseen is None:
             return None

@@ -13,7 +13,7 @@ import torch
 
 from unfog.config.resume_rules import keys_of
 from unfog.config.schema import Config, shareable
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
 from unfog.pipeline.build import build_objective, build_state, held_out_set
@@ -48,7 +48,7 @@ class Session:
         self,
         folder: RunFolder,
         config: Config,
-        prepared: Prepared,
+        prepared: Dataset,
         device: torch.device,
         stop: StopSignals,
         pulse: Pulse,
@@ -59,7 +59,7 @@ class Session:
         self.world = world
         config.sampler.visits(config.diffusion.schedule)  # may be refused
         require(config.log.sinks)
-        self.stream = ImageStream(prepared.seen.train, config.training.seed)
+        self.stream = ImageStream(prepared.as_network_input.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
         self.divided = config.training.divided(world.size)
@@ -192,7 +192,7 @@ class Session:
         for finding in findings:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
-        self.recorder.event("data", self.step, summary=self.prepared.ledger.line())
+        self.recorder.event("data", self.step, summary=self.prepared.report.line())
         if self.config.averages.every > 0 and not self.state.pure:
             say("  no snapshots of averages are taken: the two have not been kept alike since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())

@@ -13,7 +13,7 @@ from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source
 from unfog.data.augmentation.augment import Augment
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.doctor.images.data_checks import glance
 from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import RequestError, RunError
@@ -67,7 +67,9 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     ):
         prepared, config = load_images(seen_alike(config), stop)
         initial = read_weights(config) if config.init.folder else None
-        auto = AutoSettings(initial.config if initial else config, prepared.seen.train, device, stop, world.size)
+        auto = AutoSettings(
+            initial.config if initial else config, prepared.as_network_input.train, device, stop, world.size
+        )
         auto.resolve()
         settle_metrics(auto, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
@@ -177,14 +179,14 @@ def check_still_there(source: str) -> None:
 
 def settled_again(
     config: Config,
-    prepared: Prepared,
+    prepared: Dataset,
     device: torch.device,
     saved: checkpoint.Saved | None,
     stop: StopSignals,
     processes: int,
 ) -> AutoSettings:
     """What a change may have left open, such as the length, settled for a run that goes on from `saved`."""
-    auto = AutoSettings(config, prepared.seen.train, device, stop, processes)
+    auto = AutoSettings(config, prepared.as_network_input.train, device, stop, processes)
     auto.resolve_learning_rate()
     auto.resolve_microbatch(resuming=True)
     auto.resolve_precision()

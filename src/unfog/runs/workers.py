@@ -13,8 +13,7 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
-from unfog.data.dataset import Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import augmentation, build_state, every_of, loss_function
@@ -22,6 +21,7 @@ from unfog.pipeline.failed_shards import told_elsewhere
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
+from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.sharded import Post
 from unfog.training.checkpoints.writer import Writer
@@ -36,7 +36,7 @@ from unfog.training.state import TrainState
 class Follower(Silent):
     """A run that another process records. A signal that comes here counts there."""
 
-    def __init__(self, stop: StopSignals, prepared: Prepared, world: World, config: Config):
+    def __init__(self, stop: StopSignals, prepared: Dataset, world: World, config: Config):
         self.stop, self.prepared, self.world, self.config = stop, prepared, world, config
         self.told: set[tuple[str, ...]] = set()
         self.writer: Writer | None = None
@@ -90,7 +90,7 @@ def follow() -> None:
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
-                    f"rank {world.rank} finds other images in {shown(config.source)} than rank 0 does; each machine "
+                    f"rank {world.rank} finds other images in {sanitize(config.source)} than rank 0 does; each machine "
                     "needs the same ones there"
                 )
             train_along(config, prepared, stop, world)
@@ -105,12 +105,12 @@ def check_seen(folder: Path, what: str, world: World) -> None:
         )
 
 
-def train_along(config: Config, prepared: Prepared, stop: StopSignals, world: World) -> None:
+def train_along(config: Config, prepared: Dataset, stop: StopSignals, world: World) -> None:
     """Train what the first process trains, whose state comes from there."""
     device = choose_device(device_of(config.training.device))
     settled = replace(config, training=replace(config.training, device=str(device)))
     state = build_state(settled, device, home=world.home(config.training.shard, device))
-    stream = ImageStream(prepared.seen.train, config.training.seed)
+    stream = ImageStream(prepared.as_network_input.train, config.training.seed)
     follower = Follower(stop, prepared, world, config)
     try:
         train_state(config, state, stream, follower, world)

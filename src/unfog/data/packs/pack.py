@@ -4,7 +4,7 @@
     pixels.u8        uint8 [N, C, H, W], first the images to train on, then those held out
     labels.npy       int64 [N], an index into the classes; left out without classes
     names.bin        the images' names, UTF-8, one behind the other; names.npy int64 [N + 1] says where each begins
-    treatment.npy    int32 [N], sides.npy int32 [N, 2], grey.npy bool [N]: see `Ledger` and `ImageSet`
+    treatment.npy    int32 [N], sides.npy int32 [N, 2], grey.npy bool [N]: see `DataReport` and `ImageSet`
     chunks.json      for each piece of pixels.u8: the row behind it, and its sha256
 
 `packing` writes one; `unfog pack` and the cache share the format. Nothing in it is ever unpickled.
@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unfog.data.dataset import ImageSet, Prepared, split
+from unfog.data.dataset import Dataset, ImageSet, split
 from unfog.data.packs.pack_files import check, check_settings, open_files, read_manifest
-from unfog.data.report import Ledger, Quarantined, shown
+from unfog.data.report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
-KEPT = ("size", "channels", "background", "labels", "held_out")
+PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
 """Settings that a pack was made with; the others act on what comes out of it."""
 
 
@@ -48,9 +49,9 @@ class Pack:
     """How many to train on."""
 
     settings: Mapping[str, Any]
-    """Those of KEPT, settled."""
+    """Those of PACK_SETTINGS, settled."""
 
-    ledger: Ledger
+    report: DataReport
 
     @classmethod
     def open(cls, path: Path) -> Pack:
@@ -65,15 +66,15 @@ class Pack:
             manifest = read_manifest(path)
             shape, train, classes = manifest["shape"], manifest["train"], manifest["classes"]
             check(shape, train, classes, manifest["labelled"], manifest["fingerprints"])
-            settings = {name: manifest["settings"][name] for name in KEPT}
+            settings = {name: manifest["settings"][name] for name in PACK_SETTINGS}
             check_settings(settings, shape)
-            ledger, images = open_files(path, manifest)
-            ledger.line()  # which looks at each of its parts
+            report, images = open_files(path, manifest)
+            report.line()  # which looks at each of its parts
         except RequestError:
             raise
         except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise _damaged(path, error) from None
-        return cls(path, manifest, images, train, settings, ledger)
+        return cls(path, manifest, images, train, settings, report)
 
     @property
     def fingerprints(self) -> tuple[str, str]:
@@ -86,18 +87,20 @@ class Pack:
         """Size of all its files but the manifest."""
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
-    def settled(self, asked: Data) -> Data:
+    def resolve_settings(self, asked: Data) -> Data:
         """The settings as asked, with those of the pack."""
         return replace(asked, **self.settings)
 
-    def prepared(self, asked: Data, source: str) -> Prepared:
+    def prepared(self, asked: Data, source: str) -> Dataset:
         """Its images without decoding anything.
 
         `asked` must fit; what it says of labels is kept, if settled. `source` is what the user calls the images.
         """
         labels = self.settings["labels"] if asked.labels == "auto" else asked.labels
-        ledger = replace(self.ledger, source=source)
-        return split(self.images, self.train, replace(self.settled(asked), labels=labels), ledger, self.fingerprints)
+        report = replace(self.report, source=source)
+        return split(
+            self.images, self.train, replace(self.resolve_settings(asked), labels=labels), report, self.fingerprints
+        )
 
 
 def verify_pack(path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -135,7 +138,7 @@ class PackSource:
     """
 
     ignored: Mapping[str, int] = {}
-    unreadable: Sequence[Quarantined] = ()
+    unreadable: Sequence[SkippedFile] = ()
     remote = False
     held_out: frozenset[str] | None = None
 
@@ -155,7 +158,7 @@ class PackSource:
         """The manifest's digest, which covers a checksum of every file."""
         return str(self.pack.manifest["digest"]), self.pack.nbytes
 
-    def fitting(self, settings: Data) -> Prepared | None:
+    def dataset_if_fitting(self, settings: Data) -> Dataset | None:
         """The images as they are, if they are what is asked for; None if they have to be made anew from these.
 
         What is left open fits, and held_out too is left open where it is the usual one.
@@ -167,7 +170,7 @@ class PackSource:
         size = kept["size"]
         if settings.size > size:
             raise RequestError(
-                f"size = {settings.size}, but {shown(self.name)} holds images of {size}x{size}; pack the originals "
+                f"size = {settings.size}, but {sanitize(self.name)} holds images of {size}x{size}; pack the originals "
                 f"again with --size {settings.size}, or train on these as they are"
             )
         labelled, wants_none = kept["labels"] != "none", settings.labels == "none"
@@ -179,27 +182,27 @@ class PackSource:
         prepared = pack.prepared(settings, self.name)
         if not (labelled and wants_none) and (settings.held_out in usual or not len(prepared.held_out)):
             return prepared
-        images, train, ledger, settled = pack.images, pack.train, prepared.ledger, prepared.settings
+        images, train, report, settled = pack.images, pack.train, prepared.report, prepared.settings
         if wants_none:
-            images, ledger = replace(images, labels=None, classes=()), replace(ledger, class_counts={})
+            images, report = replace(images, labels=None, classes=()), replace(report, class_counts={})
             settled = replace(settled, labels="none")
         if settings.held_out == 0:
-            train, ledger, settled = len(images), replace(ledger, held_out=0), replace(settled, held_out=0.0)
-        return split(images, train, settled, ledger)
+            train, report, settled = len(images), replace(report, held_out=0), replace(settled, held_out=0.0)
+        return split(images, train, settled, report)
 
     def split(self, fraction: float) -> int | None:
         """How many of its images are to be trained on, the first ones; None where another split is asked for."""
         return self.pack.train if fraction in (Data().held_out, self.pack.settings["held_out"]) else None
 
-    def half_settled(self, settings: Data) -> Data:
+    def with_pack_defaults(self, settings: Data) -> Data:
         """What is left open but for size and channels, as the pack has it."""
         labels = self.pack.settings["labels"] if settings.labels == "auto" else settings.labels
         return replace(settings, size=settings.size or self.pack.settings["size"], labels=labels)
 
 
 def _damaged(path: Path, error: Exception) -> RequestError:
-    why = " ".join(shown(str(error)).split())[:200] or type(error).__name__
-    return RequestError(f"{shown(str(path))} is a damaged pack ({why}); pack the originals again")
+    why = " ".join(sanitize(str(error)).split())[:200] or type(error).__name__
+    return RequestError(f"{sanitize(str(path))} is a damaged pack ({why}); pack the originals again")
 
 
 def _digest(path: Path) -> str:

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.dataset import ImageSet
-from unfog.data.report import Ledger, shown
+from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 MANIFEST = "pack.json"
 JOURNAL = "journal.jsonl"
@@ -30,7 +31,7 @@ _LARGE_SHARE = 4
 what lies around it, which is soon all of it."""
 
 
-class PackedNames(Sequence[str]):
+class _PackedNames(Sequence[str]):
     """Names of the images, read from the mapped file as they are asked for."""
 
     def __init__(self, text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
@@ -42,13 +43,13 @@ class PackedNames(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> PackedNames: ...
-    def __getitem__(self, index: int | slice) -> str | PackedNames:
+    def __getitem__(self, index: slice) -> _PackedNames: ...
+    def __getitem__(self, index: int | slice) -> str | _PackedNames:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
                 raise ValueError("names of a pack are sliced without a step")
-            return PackedNames(self._text, self._offsets[start : max(start, stop) + 1])
+            return _PackedNames(self._text, self._offsets[start : max(start, stop) + 1])
         place = range(len(self))[index]
         begin, end = self._offsets[place : place + 2].tolist()
         return self._text[max(0, begin) : max(0, end)].tobytes().decode("utf-8", "surrogateescape")
@@ -89,14 +90,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What pack.json holds, if it is as it was written; RequestError, ValueError and others if it is not."""
     file = path / MANIFEST
     if not file.is_file():
-        raise RequestError(f"{shown(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT")
+        raise RequestError(
+            f"{sanitize(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
+        )
     if file.stat().st_size > _LARGEST_MANIFEST:
         raise ValueError(f"{MANIFEST} is too large to be one")
     manifest = json.loads(file.read_text("utf-8"))
     if manifest.get("format") != FORMAT:
         raise RequestError(
-            f"{shown(str(path))} is a pack of format {str(manifest.get('format'))[:20]}, and this Unfog reads format "
-            f"{FORMAT}; pack the originals again"
+            f"{sanitize(str(path))} is a pack of format {str(manifest.get('format'))[:20]}, and this Unfog reads "
+            f"format {FORMAT}; pack the originals again"
         )
     content = {name: value for name, value in manifest.items() if name != "digest"}
     if manifest.get("digest") != _digest_of(json.dumps(content, indent=1, sort_keys=True)):
@@ -126,8 +129,8 @@ def check_settings(settings: dict[str, Any], shape: list[int]) -> None:
         raise ValueError("its labels are not settled")
 
 
-def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[Ledger, ImageSet]:
-    """Account and images, mapped; ValueError and others unless all files are what the manifest says of them."""
+def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, ImageSet]:
+    """DecodeResult and images, mapped; ValueError and others unless all files are what the manifest says of them."""
     n, files = manifest["shape"][0], manifest["files"]
     for name, file in files.items():
         if type(file["sha256"]) is not str or (path / name).name != name or name in ("", ".", ".."):
@@ -144,15 +147,15 @@ def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[Ledger, ImageSe
     images = ImageSet(
         _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"])),
         _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
-        PackedNames(np.asarray(text), offsets),
+        _PackedNames(np.asarray(text), offsets),
         tuple(manifest["classes"]),
         sides=_mapped(path / "sides.npy", (n, 2), np.int32),
         grey=_mapped(path / "grey.npy", (n,), np.bool_),
     )
-    ledger = Ledger.from_dict({**manifest["ledger"], "treatment": _mapped(path / "treatment.npy", (n,), np.int32)})
-    if ledger.used != n or ledger.held_out != n - manifest["train"] or sum(ledger.counts) != n:
+    report = DataReport.from_dict({**manifest["ledger"], "treatment": _mapped(path / "treatment.npy", (n,), np.int32)})
+    if report.used != n or report.held_out != n - manifest["train"] or sum(report.counts) != n:
         raise ValueError("its account is not of these images")
-    return ledger, images
+    return report, images
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

@@ -15,12 +15,12 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack import KEPT
+from unfog.data.packs.pack import PACK_SETTINGS
 from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, is_begun, is_pack
-from unfog.data.report import shown
-from unfog.data.scan import Survey
+from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
+from unfog.text import sanitize
 
 FACTS_FILE = "facts.bin"
 _BEGINS = frozenset(["pixels.u8", FACTS_FILE])  # may be there, and empty, before the journal is
@@ -35,7 +35,7 @@ class BusyError(RequestError):
 
 
 @dataclass
-class Progressed:
+class Journal:
     """How far a pack is, as its journal says."""
 
     header: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Progressed:
     """One for each whole chunk."""
 
     @classmethod
-    def read(cls, folder: Path) -> Progressed:
+    def read(cls, folder: Path) -> Journal:
         """What the journal in a folder says; a line that was cut off counts for nothing; {} if one is damaged."""
         try:
             text = (folder / JOURNAL).read_text("utf-8")
@@ -88,19 +88,19 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
     return False
 
 
-def header_of(survey: Survey, key: str) -> dict[str, Any]:
+def header_of(scan: Scan, key: str) -> dict[str, Any]:
     """What says that a pack in the making is that of this source, under these settings."""
-    matters = [getattr(survey.settings, name) for name in KEPT]
+    matters = [getattr(scan.settings, name) for name in PACK_SETTINGS]
     return {
         "format": FORMAT,
         "key": key,
-        "stamp": survey.stamp,
+        "stamp": scan.stamp,
         "settings": [*matters, key],
         "pillow": PIL.__version__,
-        "found": len(survey.source.names),
-        "channels": survey.channels,
-        "size": survey.size,
-        "proved": survey.proved,
+        "found": len(scan.source.names),
+        "channels": scan.channels,
+        "size": scan.size,
+        "proved": scan.channels_certain,
     }
 
 
@@ -113,7 +113,7 @@ def clear(folder: Path) -> None:
 @contextmanager
 def made(folder: Path, remedy: str) -> Iterator[None]:
     """Make the folder; the disk's refusals become errors for a person."""
-    said = shown(str(folder))
+    said = sanitize(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         foreign = _holds_others(folder)
@@ -143,7 +143,7 @@ def _holds_others(folder: Path) -> bool:
 def _remove_empty_files(folder: Path) -> None:
     """Remove what was begun where no image came into it."""
     with suppress(OSError):
-        if not is_pack(folder) and not any(line["rows"] for line in Progressed.read(folder).lines):
+        if not is_pack(folder) and not any(line["rows"] for line in Journal.read(folder).lines):
             for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it says that the others are ours
                 (folder / name).unlink(missing_ok=True)
 
@@ -164,7 +164,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(lock_of(folder))
         except (BlockingIOError, FileNotFoundError):  # gone is what another has just moved away or removed
-            raise BusyError(f"another process is packing into {shown(str(folder))}; wait for it") from None
+            raise BusyError(f"another process is packing into {sanitize(str(folder))}; wait for it") from None
         try:
             yield
         finally:

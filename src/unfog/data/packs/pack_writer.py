@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.decode_pool import FACTS, ColourFoundError, Progress, Tally, decode_all
-from unfog.data.packs.pack import KEPT, Pack
+from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
+from unfog.data.packs.pack import PACK_SETTINGS, Pack
 from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, is_pack, seal
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
-    Progressed,
+    Journal,
     append,
     clear,
     file_digest,
@@ -35,20 +35,20 @@ from unfog.data.packs.pack_journal import (
     sync,
     write,
 )
-from unfog.data.report import shown
-from unfog.data.scan import Account, Survey, held_out_split
+from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 _ROOM_PER_IMAGE = 256  # bytes, for its name and all else but its pixels
 _BLOCK = 1 << 16  # rows of names that are written at once
 
 
-def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Progress | None = None) -> Pack:
+def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None = None) -> Pack:
     """Decode a source into a pack in this folder, going on where an earlier attempt was cut off.
 
     Args:
-        survey: of the source.
+        scan: of the source.
         folder: what it will be; nothing else may be in it.
         key: names source and settings together; kept in the pack.
         remedy: what to do where there is no room, for messages.
@@ -63,10 +63,10 @@ def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Pr
         if is_pack(folder):  # another process has finished it since that was looked at
             return _finished(folder, key)
         try:
-            packing = _Packing(survey, folder, key)
+            packing = _Packing(scan, folder, key)
             packing.fill(remedy, progress)
         except ColourFoundError:
-            packing = _Packing(survey.in_colour(), folder, key)
+            packing = _Packing(scan.as_rgb(), folder, key)
             packing.fill(remedy, progress)
         packing.finish(progress)
         return Pack.open(folder)
@@ -75,31 +75,31 @@ def write_pack(survey: Survey, folder: Path, key: str, remedy: str, progress: Pr
 def _finished(folder: Path, key: str) -> Pack:
     pack = Pack.open(folder)
     if pack.manifest["key"] != key:
-        raise RequestError(f"{shown(str(folder))} is another pack by now; give another folder, or remove it")
+        raise RequestError(f"{sanitize(str(folder))} is another pack by now; give another folder, or remove it")
     return pack
 
 
 class _Packing:
     """A pack in the making."""
 
-    def __init__(self, survey: Survey, folder: Path, key: str) -> None:
+    def __init__(self, scan: Scan, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-        header, found = header_of(survey, key), Progressed.read(folder)
+        header, found = header_of(scan, key), Journal.read(folder)
         if found.header and found.header == header | {"channels": 3, "proved": True}:
-            survey = survey.in_colour()  # an image in colour had turned up before
-            header = header_of(survey, key)
-        self.survey = survey
-        self.order, self.in_train = held_out_split(survey.source, survey.settings.held_out)
-        self.tally = Tally.of(len(self.order))
+            scan = scan.as_rgb()  # an image in colour had turned up before
+            header = header_of(scan, key)
+        self.scan = scan
+        self.order, self.in_train = split_held_out(scan.source, scan.settings.held_out)
+        self.tally = DecodeStatistics.of(len(self.order))
         self.lines: list[dict[str, Any]] = []
         self.told = 0  # treatments that the journal knows
-        self.sums = [[0] * survey.channels, [0] * survey.channels]  # of values and of their squares
+        self.sums = [[0] * scan.channels, [0] * scan.channels]  # of values and of their squares
         if found.header != header or not self._take_over(found.lines):
             self._begin(header)
 
     @property
     def _image_bytes(self) -> int:
-        return self.survey.channels * self.survey.size**2
+        return self.scan.channels * self.scan.size**2
 
     @property
     def done(self) -> int:
@@ -118,7 +118,7 @@ class _Packing:
 
     def _take_over(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks; False if the files do not hold what the journal says."""
-        channels = self.survey.channels
+        channels = self.scan.channels
         # What was gone then may be there again; if not, it is found to be gone once more.
         lines = list(takewhile(lambda line: not {GONE, CHANGED, ARCHIVE_GONE} & set(line["reasons"].values()), lines))
         if not lines or lines[-1]["done"] > len(self.order) or any(len(sums) != channels for sums in lines[-1]["sums"]):
@@ -126,9 +126,9 @@ class _Packing:
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
         try:
             with open(self.folder / FACTS_FILE, "r+b") as facts, open(self.folder / "pixels.u8", "r+b") as pixels:
-                facts.truncate(min(done * FACTS.itemsize, os.fstat(facts.fileno()).st_size))
+                facts.truncate(min(done * INFO_DTYPE.itemsize, os.fstat(facts.fileno()).st_size))
                 pixels.truncate(min(rows * self._image_bytes, os.fstat(pixels.fileno()).st_size))
-                known = np.fromfile(facts, FACTS)
+                known = np.fromfile(facts, INFO_DTYPE)
                 if len(known) != done or os.fstat(pixels.fileno()).st_size != rows * self._image_bytes:
                     return False
         except OSError:
@@ -152,22 +152,22 @@ class _Packing:
         free = shutil.disk_usage(self.folder).free
         if free < room:
             raise RequestError(
-                f"{shown(str(self.folder))} has no room for {room / 1e9:.1f} GB of decoded images "
+                f"{sanitize(str(self.folder))} has no room for {room / 1e9:.1f} GB of decoded images "
                 f"({free / 1e9:.1f} GB free); {remedy}"
             )
 
     def fill(self, remedy: str, progress: Progress | None) -> None:
         """Decode what is not decoded yet. Every chunk is on disk before the journal says so."""
         self._check_room(remedy)
-        survey = self.survey
+        scan = self.scan
         chunks = decode_all(
-            survey.source,
+            scan.source,
             self.order,
-            survey.channels,
-            survey.size,
-            survey.background,
+            scan.channels,
+            scan.size,
+            scan.background,
             self.tally,
-            only_grey=not survey.proved,
+            only_grey=not scan.channels_certain,
             progress=progress,
             start=self.done,
         )
@@ -178,7 +178,7 @@ class _Packing:
             closing(chunks),
         ):
             for stop, images in chunks:
-                survey.check_still_there(self.tally, self.done, stop)
+                scan.check_source_unchanged(self.tally, self.done, stop)
                 append(pixels, images)
                 append(facts, self.tally.facts[self.done : stop])
                 line = self._line(stop, images)
@@ -205,11 +205,11 @@ class _Packing:
 
     def finish(self, progress: Progress | None) -> None:
         """Write all else, and last the manifest."""
-        account = Account.of(self.survey, self.order, self.in_train, self.tally)
+        account = DecodeResult.of(self.scan, self.order, self.in_train, self.tally)
         folder = self.folder
         if account.labels is not None:
             save(folder / "labels.npy", account.labels.astype(np.int64))
-        save(folder / "treatment.npy", account.ledger.treatment)
+        save(folder / "treatment.npy", account.report.treatment)
         save(folder / "sides.npy", np.ascontiguousarray(account.facts["sides"]))
         save(folder / "grey.npy", np.ascontiguousarray(account.facts["grey"]))
         save(folder / "names.npy", self._write_names(account.rows))
@@ -222,13 +222,13 @@ class _Packing:
         manifest = {
             "format": FORMAT,
             "key": self.key,
-            "stamp": self.survey.stamp,
-            "shape": [self.rows, self.survey.channels, self.survey.size, self.survey.size],
+            "stamp": self.scan.stamp,
+            "shape": [self.rows, self.scan.channels, self.scan.size, self.scan.size],
             "train": account.train,
-            "settings": {name: getattr(account.settings, name) for name in KEPT} | {"labels": labels},
+            "settings": {name: getattr(account.settings, name) for name in PACK_SETTINGS} | {"labels": labels},
             "classes": list(account.classes),
             "labelled": account.labels is not None,
-            "ledger": {key: value for key, value in account.ledger.to_dict().items() if key != "treatment"},
+            "ledger": {key: value for key, value in account.report.to_dict().items() if key != "treatment"},
             "fingerprints": prints,
             "statistics": self._statistics(),
             "files": {
@@ -244,7 +244,7 @@ class _Packing:
 
     def _write_names(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Write names.bin. Returns where each name begins in it, int64 [N + 1]."""
-        offsets, names = np.zeros(len(rows) + 1, np.int64), self.survey.source.names
+        offsets, names = np.zeros(len(rows) + 1, np.int64), self.scan.source.names
         with open(self.folder / "names.bin", "wb") as file:
             for start in range(0, len(rows), _BLOCK):
                 encoded = [names[i].encode("utf-8", "surrogateescape") for i in rows[start : start + _BLOCK].tolist()]
@@ -253,13 +253,13 @@ class _Packing:
             sync(file)
         return np.cumsum(offsets)
 
-    def _fingerprints(self, account: Account, progress: Progress | None) -> tuple[list[str], str]:
+    def _fingerprints(self, account: DecodeResult, progress: Progress | None) -> tuple[list[str], str]:
         """(of the images to train on and of those held out, as `ImageSet.fingerprint`; sha256 of pixels.u8)."""
         whole, n = hashlib.sha256(), len(self.order)
         prints = []
         with open(self.folder / "pixels.u8", "rb") as file:
             for begin, end in ((0, account.train), (account.train, self.rows)):
-                shape = (end - begin, self.survey.channels, self.survey.size, self.survey.size)
+                shape = (end - begin, self.scan.channels, self.scan.size, self.scan.size)
                 digest, left = hashlib.sha256(repr((shape, account.classes)).encode()), (end - begin)
                 while left:
                     block = file.read(min(left, 4096) * self._image_bytes)
@@ -275,7 +275,7 @@ class _Packing:
 
     def _statistics(self) -> dict[str, list[float]]:
         """Mean and standard deviation of each channel over all images, in 0 to 255."""
-        count = self.rows * self.survey.size**2
+        count = self.rows * self.scan.size**2
         means = [total / count for total in self.sums[0]]
         squares = [total / count for total in self.sums[1]]
         deviations = [max(0.0, square - mean**2) ** 0.5 for mean, square in zip(means, squares)]

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.cache import cache_folder, remove_abandoned
-from unfog.data.report import Quarantined, shown
+from unfog.data.cache import cache_folder, remove_stale_entries
+from unfog.data.report import SkippedFile
 from unfog.data.sources.fingerprint import sample_digest
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 _IMAGES = ("x", "images", "arr_0")
 _LABELS = ("y", "labels")
@@ -73,7 +74,7 @@ class ArraySource:
     remote = False
     held_out: frozenset[str] | None = None
     ignored: Mapping[str, int] = {}
-    unreadable: Sequence[Quarantined] = ()
+    unreadable: Sequence[SkippedFile] = ()
     classes: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None
 
@@ -85,10 +86,10 @@ class ArraySource:
         except RequestError:
             raise
         except _DAMAGED as error:
-            why = " ".join(shown(str(error)).split())[:160] or type(error).__name__
-            raise RequestError(f"{shown(name)} cannot be read: {why}; give uint8 images, {_SHAPES}") from None
+            why = " ".join(sanitize(str(error)).split())[:160] or type(error).__name__
+            raise RequestError(f"{sanitize(name)} cannot be read: {why}; give uint8 images, {_SHAPES}") from None
         except zipfile.BadZipFile:
-            raise RequestError(f"{shown(name)} is no .npz file, or a damaged one") from None
+            raise RequestError(f"{sanitize(name)} is no .npz file, or a damaged one") from None
         self._mapped = isinstance(images, np.memmap)
         self._take(name, images, labels)
 
@@ -136,7 +137,7 @@ def store_array(array: Any, labels: Any = None) -> Path:
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(path.parent)
+        remove_stale_entries(path.parent)
         with partial.open("wb") as file:
             np.savez(file, **named)
             file.flush()
@@ -177,7 +178,7 @@ def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
         images = next((one for one in _IMAGES if one in names), None)
         labels = next((one for one in _LABELS if one in names), None)
         if images is None:
-            held = ", ".join(shown(one) for one in names[:5]) or "nothing"
+            held = ", ".join(sanitize(one) for one in names[:5]) or "nothing"
             raise ValueError(f"it holds {held}, and no array called {', '.join(_IMAGES)}")
         return _member(archive, images, name), None if labels is None else _member(archive, labels, name)
 
@@ -194,8 +195,8 @@ def _member(archive: zipfile.ZipFile, name: str, said: str) -> NDArray[Any]:
         raise ValueError(f"{name} is cut off")
     if free is not None and size > _SHARE * free:
         raise RequestError(
-            f"{shown(said)} unpacks to {size / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that are "
-            "free; save its images as .npy with numpy.save, which is read in place"
+            f"{sanitize(said)} unpacks to {size / 1e9:,.1f} GB, over half of the {free / 1e9:,.1f} GB of memory that "
+            "are free; save its images as .npy with numpy.save, which is read in place"
         )
     with archive.open(entry) as file:
         return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
@@ -212,7 +213,7 @@ def _free_memory() -> int | None:
 
 def _images(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:
     """[N, H, W, C], a view."""
-    said, found = shown(name), "x".join(map(str, images.shape))
+    said, found = sanitize(name), "x".join(map(str, images.shape))
     if images.dtype != np.uint8:
         scale = "(255 * x).round().clip(0, 255)" if images.dtype.kind == "f" else "x.clip(0, 255)"
         raise RequestError(
@@ -233,7 +234,7 @@ def _classes(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], 
     if labels.shape != (n,) or labels.dtype.kind not in "iuUb":
         found = f"{labels.dtype} {'x'.join(map(str, labels.shape))}"
         raise RequestError(
-            f"the labels of {shown(name)} are {found}; give a whole number or a text for each of the {n:,} images"
+            f"the labels of {sanitize(name)} are {found}; give a whole number or a text for each of the {n:,} images"
         )
     present, index = np.unique(labels, return_inverse=True)
     return tuple(str(value) for value in present.tolist()), index.astype(np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined
+from unfog.data.report import SkippedFile
 
 FASHION_CLASSES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
@@ -31,7 +31,7 @@ class FashionSource:
     remote = False
     held_out: frozenset[str] | None = frozenset(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(900, 1000))
     ignored: Mapping[str, int] = {}
-    unreadable: Sequence[Quarantined] = ()
+    unreadable: Sequence[SkippedFile] = ()
 
     def __init__(self) -> None:
         with (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file, Image.open(file) as sheet:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from io import RawIOBase
 from typing import NamedTuple, Protocol
 
-from unfog.data.report import shown
 from unfog.data.sources.image_files import CHANGED, ImageError, os_error_reason
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 _MAX_OPEN_FILES = 128
 """How many files are kept open at once."""
@@ -78,7 +78,9 @@ class LocalStorage:
         try:
             stat = os.stat(path)
         except OSError as error:
-            raise RequestError(f"{shown(path)} is a file {os_error_reason(error)}; bring it, or leave it out") from None
+            raise RequestError(
+                f"{sanitize(path)} is a file {os_error_reason(error)}; bring it, or leave it out"
+            ) from None
         return FileState(stat.st_size, str(stat.st_mtime_ns))
 
     def _open(self, path: str) -> _Descriptor:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined
+from unfog.data.report import SkippedFile
 from unfog.data.sources.fingerprint import files_digest
 from unfog.data.sources.image_files import list_images, no_images_error, open_image
 
@@ -32,7 +32,7 @@ class FolderSource:
         found = list_images(folder)
         self.names: Sequence[str] = sorted(found.names)
         self.ignored: Mapping[str, int] = found.ignored
-        self.unreadable: Sequence[Quarantined] = sorted(found.unreadable)
+        self.unreadable: Sequence[SkippedFile] = sorted(found.unreadable)
         if not self.names:
             raise no_images_error(name, found.ignored, self.unreadable)
 

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.cache import cache_folder
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.sources.arrays import NumberedNames
 from unfog.data.sources.fingerprint import files_digest, sample_digest
 from unfog.data.sources.image_files import ImageError, open_bytes, open_image
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 _LABELS = ("label", "labels", "class", "fine_label")
 """What a column of labels may be called where its type does not say it."""
@@ -44,7 +45,7 @@ class HuggingFaceSource:
     remote = False
     held_out: frozenset[str] | None = None
     ignored: Mapping[str, int] = {}
-    unreadable: Sequence[Quarantined] = ()
+    unreadable: Sequence[SkippedFile] = ()
     classes: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None
 
@@ -58,20 +59,22 @@ class HuggingFaceSource:
         except RequestError:
             raise
         except Exception as error:  # the library raises of everything: no network, no such name, damaged files
-            why = " ".join(shown(f"{type(error).__name__}: {error}").split())[:200]
-            raise RequestError(f"{shown(name)} cannot be loaded ({why}); check its name and the network") from None
+            why = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:200]
+            raise RequestError(f"{sanitize(name)} cannot be loaded ({why}); check its name and the network") from None
         self.name, dataset = name, loaded
         if isinstance(loaded, dict):
             split = _pick(name, loaded, split)
             self.name, dataset = f"{name} (split {split} of {', '.join(map(str, loaded))})", loaded[split]
         elif there and split:
-            raise RequestError(f"{shown(name)} has no splits, and so no {shown(split)!r}; leave :{shown(split)} out")
+            raise RequestError(
+                f"{sanitize(name)} has no splits, and so no {sanitize(split)!r}; leave :{sanitize(split)} out"
+            )
         where = str(local.resolve()) if there else place
         self.resolved = where if there and not split else f"hf:{where}{f':{split}' * bool(split)}"
         self._column = _image_column(name, dataset, datasets)
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
-            raise RequestError(f"{shown(self.name)} is empty; give another split")
+            raise RequestError(f"{sanitize(self.name)} is empty; give another split")
         self.names: Sequence[str] = NumberedNames(range(len(dataset)))
         self.classes, self.labels, self.left_out = _labels(dataset, datasets)
         self._roots = [_root(local)] if there else _roots(datasets)
@@ -177,14 +180,14 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
         return datasets.load_from_disk(str(local))
     files = _parquet_files(local)
     if not files:
-        raise RequestError(f"{shown(place)} holds neither a saved dataset nor parquet files")
+        raise RequestError(f"{sanitize(place)} holds neither a saved dataset nor parquet files")
     return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache_folder() / "hf"))
 
 
 def _pick(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
     known = [str(split) for split in splits]
     if wanted and wanted not in known:
-        raise RequestError(f"{shown(name)} has no split {shown(wanted)!r}; it has {', '.join(known)}")
+        raise RequestError(f"{sanitize(name)} has no split {sanitize(wanted)!r}; it has {', '.join(known)}")
     return wanted or ("train" if "train" in known else known[0])
 
 
@@ -197,7 +200,9 @@ def _image_column(name: str, dataset: Any, datasets: Any) -> str:
         if of_bytes or (isinstance(feature, dict) and "bytes" in feature):
             return str(column)
     found = ", ".join(f"{column} ({getattr(kind, 'dtype', kind)})" for column, kind in dataset.features.items())
-    raise RequestError(f"{shown(name)} has no column of images: {shown(found)[:200]}; cast one to datasets.Image()")
+    raise RequestError(
+        f"{sanitize(name)} has no column of images: {sanitize(found)[:200]}; cast one to datasets.Image()"
+    )
 
 
 def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
@@ -222,7 +227,7 @@ def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.in
             names = [str(value).lower() if isinstance(value, bool) else str(value) for value in present.tolist()]
             return tuple(names), index.astype(np.int64), "; ".join(left_out)
         left_out.append(
-            f"column {column} is left out: its values are {shown(str(stored.type))[:60]}, not whole numbers or text"
+            f"column {column} is left out: its values are {sanitize(str(stored.type))[:60]}, not whole numbers or text"
         )
     return (), None, "; ".join(left_out)
 
@@ -230,8 +235,8 @@ def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.in
 def _without_values(column: str, count: int, of: int) -> str:
     """What to say of a column of labels that lacks some: to train on the others would be to drop images unasked."""
     return (
-        f"column {shown(column)} is left out: {count:,} of {of:,} images have no value in it; fill it, or leave those "
-        "images out of the dataset"
+        f"column {sanitize(column)} is left out: {count:,} of {of:,} images have no value in it; fill it, or leave "
+        "those images out of the dataset"
     )
 
 

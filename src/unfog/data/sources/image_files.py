@@ -19,8 +19,9 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError, _imaging
 
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 SUFFIXES = frozenset(
     f".{kind}"
@@ -30,7 +31,7 @@ SUFFIXES = frozenset(
     )
 )
 """What counts as an image in a folder. The content decides how it is read, so a misnamed one works; HEIC needs a
-plugin of the user's, and is listed so that it is named as quarantined rather than passed over."""
+plugin of the user's, and is listed so that it is named as skipped rather than passed over."""
 
 # Pillow's names for those, the commonest first. It would open others, too, whatever their suffix: PostScript by
 # running Ghostscript on it. TGA comes last, as it has no signature and fits much that is damaged.
@@ -77,7 +78,7 @@ class FolderListing:
     ignored: Counter[str] = field(default_factory=Counter)
     """How many others there are of each suffix; hidden ones (a hidden folder is one) are "hidden"."""
 
-    unreadable: list[Quarantined] = field(default_factory=list)
+    unreadable: list[SkippedFile] = field(default_factory=list)
     """Folders that could not be listed."""
 
 
@@ -93,13 +94,13 @@ def ignored_kind(name: str) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
-def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[Quarantined]) -> RequestError:
+def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[SkippedFile]) -> RequestError:
     """What to say of a source called `name` that has no images, but has these."""
     others = sum(ignored.values())
-    listed = ", ".join(f"{count:,} {shown(kind)}" for kind, count in Counter(ignored).most_common(3))
-    closed = "".join(f"; {reason}: {shown(below)}" for below, reason in unreadable[:3])
+    listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ignored).most_common(3))
+    closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in unreadable[:3])
     return RequestError(
-        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {shown(name)} ({others:,} other "
+        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(name)} ({others:,} other "
         f"file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder with images"
     )
 
@@ -122,7 +123,7 @@ def list_images(folder: Path) -> FolderListing:
         except OSError as error:
             if not below:
                 raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
-            found.unreadable.append(Quarantined(below, f"a folder {os_error_reason(error)}"))
+            found.unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
             continue
         here = (status.st_dev, status.st_ino)
         if here in entered and status.st_ino:  # which not every file system has
@@ -137,7 +138,7 @@ def list_images(folder: Path) -> FolderListing:
             elif _is_folder(entry):
                 heappush(links if entry.is_symlink() else pending, f"{below}{entry.name}/")
             elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
-                # Also a broken link or a pipe, which will be named as quarantined.
+                # Also a broken link or a pipe, which will be named as skipped.
                 found.names.append(below + entry.name)
             else:
                 found.ignored[suffix or "without suffix"] += 1

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unfog.data.report import shown
 from unfog.data.sources.image_files import ImageError, os_error_reason
 from unfog.data.webdataset.index_builder import normalize_label, normalize_path
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
@@ -57,7 +57,7 @@ def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
     Raises:
         RequestError: it cannot be read, has no such columns, or contradicts itself.
     """
-    said = shown(table.name)
+    said = sanitize(table.name)
     try:
         content = table.read()
         text = content.decode("utf-8-sig")
@@ -81,7 +81,7 @@ def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
     separator = "\t" if table.base.lower().endswith(".tsv") else max(",;\t", key=head.count)
     # Not splitlines, which ends a line at characters that a text may hold, such as U+2028.
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=True)
-    header, said = next((line for line in lines if line), []), shown(table.name)
+    header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
     _column(header, FILE_COLUMNS, "file names", said)  # here, as a dictionary would keep one of two of a name
@@ -120,12 +120,14 @@ def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
         name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
         label = normalize_label(value)
         if not name or (not label and value not in (None, "")):
-            row_says = f"file {shown(str(file)[:60])} and label {shown(str(value)[:60])}"
+            row_says = f"file {sanitize(str(file)[:60])} and label {sanitize(str(value)[:60])}"
             raise RequestError(
                 f"{said} has a row of {row_says}; each needs a name and one label, a text or a whole number"
             )
         if found.setdefault(name, label) != label:
-            raise RequestError(f"{said} calls {shown(name)} both {shown(found[name])} and {shown(label)}; keep one row")
+            raise RequestError(
+                f"{said} calls {sanitize(name)} both {sanitize(found[name])} and {sanitize(label)}; keep one row"
+            )
     return found
 
 
@@ -140,8 +142,8 @@ def _column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> 
         there.setdefault(name.strip().lower(), []).append(name)
     columns = next((there[name] for name in known if name in there), [])
     if not columns:
-        has = ", ".join(shown(name[:30]) for name in list(there)[:8])
+        has = ", ".join(sanitize(name[:30]) for name in list(there)[:8])
         raise RequestError(f"{said} has no column of {of}, but {has}; call one {known[0]} (or {', '.join(known[1:4])})")
     if len(columns) > 1:
-        raise RequestError(f"{said} has {len(columns)} columns called {shown(columns[0].strip())}; keep one")
+        raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
     return columns[0]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.folder import FolderSource
 from unfog.data.sources.label_match import match_rows
@@ -20,6 +20,7 @@ from unfog.data.sources.source import Source, read_labels
 from unfog.data.webdataset.index_builder import sort_labels
 from unfog.data.webdataset.remote_shards import RemoteShards
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 OWN_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
 """Tables at the top of a folder or archive that labels = auto looks for; metadata.csv is Hugging Face's convention."""
@@ -55,13 +56,13 @@ class LabelTableSource:
         self.remote_shards: RemoteShards | None = getattr(source, "remote_shards", None)
         unlabelled = set(self._rows.tolist())
         self.unlabelled = [name for i, name in enumerate(source.names) if i not in unlabelled]
-        self.unreadable: Sequence[Quarantined] = [
+        self.unreadable: Sequence[SkippedFile] = [
             *source.unreadable,
-            *(Quarantined(name, f"without a label in {table.base}") for name in self.unlabelled),
+            *(SkippedFile(name, f"without a label in {table.base}") for name in self.unlabelled),
             *_not_there(left, table.base),
         ]
         if not self.classes:
-            raise RequestError(f"{shown(table.name)} leaves every label empty; fill its label column")
+            raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
 
     def open(self, i: int) -> Image.Image:
         """Image i, as the source opens it."""
@@ -110,7 +111,7 @@ def find_table(mode: str, top: Path | None) -> Path | None:
     paths = [Path(os.path.expanduser(mode)), *([top / os.path.basename(mode)] if top else [])]
     table = next((path for path in paths if os.path.isfile(path)), None)
     if table is None:
-        raise RequestError(f"labels = {shown(mode)} is not there; give a .csv or .jsonl file, or auto")
+        raise RequestError(f"labels = {sanitize(mode)} is not there; give a .csv or .jsonl file, or auto")
     return table
 
 
@@ -147,10 +148,10 @@ def _found(source: Source, tell: Callable[[str], None]) -> Source:
     if tables and read_labels(source, "auto")[1] is not None:
         taken = "the folders are the classes"
     for table in tables:
-        insist = f"give --data.labels {shown(table.base)} to insist"
+        insist = f"give --data.labels {sanitize(table.base)} to insist"
         found = f"{taken}; {insist}" if taken else _tried(source, table, insist)
         if isinstance(found, str):
-            tell(f"{shown(table.base)} is left out: {found}")
+            tell(f"{sanitize(table.base)} is left out: {found}")
         else:
             chosen, taken = found, f"{table.base} has the labels"
     return chosen
@@ -161,13 +162,13 @@ def _tried(source: Source, table: LabelTable, insist: str) -> LabelTableSource |
     try:
         found = LabelTableSource(source, table)
     except RequestError as error:
-        return str(error).replace(shown(table.name), "it")
+        return str(error).replace(sanitize(table.name), "it")
     classes, without = len(found.classes), len(found.unlabelled)
     if without:
         many = f"{without:,} of {len(source.names):,} images"
-        return f"it has no label for {many}, such as {shown(found.unlabelled[0])}; {insist}"
+        return f"it has no label for {many}, such as {sanitize(found.unlabelled[0])}; {insist}"
     if classes < 2:
-        return f"it has no class but {shown(found.classes[0])}; {insist}"
+        return f"it has no class but {sanitize(found.classes[0])}; {insist}"
     if classes > len(found.names) / 4:
         return f"it has {classes:,} classes for {len(found.names):,} images, fewer than four for each; {insist}"
     return found
@@ -179,17 +180,17 @@ def _refuse_few(source: Source, table: LabelTable, rows: Mapping[str, str], foun
     if 2 * len(found) >= len(names):
         return
     matched = set(found.values())
-    row = next((shown(row) for row in rows if row not in matched), None)
-    image = shown(next(name for i, name in enumerate(names) if i not in found))
-    few = f"{shown(table.name)} names only {len(found):,} of the {len(names):,} images of {shown(source.name)}"
-    none = f"no row of {shown(table.name)} names an image of {shown(source.name)}"
+    row = next((sanitize(row) for row in rows if row not in matched), None)
+    image = sanitize(next(name for i, name in enumerate(names) if i not in found))
+    few = f"{sanitize(table.name)} names only {len(found):,} of the {len(names):,} images of {sanitize(source.name)}"
+    none = f"no row of {sanitize(table.name)} names an image of {sanitize(source.name)}"
     examples = f"rows are such as {row!r}, images such as {image!r}" if row is not None else f"none is {image!r}"
     also = ", and a row with an empty label for each image to leave out" if found else ""
     raise RequestError(f"{few if found else none}: {examples}; write paths as below the source{also}")
 
 
-def _not_there(rows: set[str], table: str) -> Iterator[Quarantined]:
+def _not_there(rows: set[str], table: str) -> Iterator[SkippedFile]:
     reason = f"named in {table} and not there"
-    yield from (Quarantined(name, reason) for name in sorted(rows)[:_NAMED])
+    yield from (SkippedFile(name, reason) for name in sorted(rows)[:_NAMED])
     if len(rows) > _NAMED:
-        yield Quarantined(f"{len(rows) - _NAMED:,} more", reason)
+        yield SkippedFile(f"{len(rows) - _NAMED:,} more", reason)

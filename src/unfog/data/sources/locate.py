@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from unfog.data.packs.pack_files import is_begun, is_pack
-from unfog.data.report import shown
 from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
-from unfog.urls import without_secrets
+from unfog.text import sanitize, without_secrets
 
 Kind = Literal["fashion", "folder", "zip", "tar", "pack", "arrays", "hub"]
 
@@ -81,7 +80,7 @@ def locate(text: str) -> SourceLocation:
         if os.path.exists(path):
             return _file(text, path)
     except OSError as error:
-        raise RequestError(f"{shown(text)} is a source {os_error_reason(error)}; check its permissions") from None
+        raise RequestError(f"{sanitize(text)} is a source {os_error_reason(error)}; check its permissions") from None
     with suppress(OSError, ValueError):  # a pattern with a character that no path may have
         if shards := _matching(path):
             return _shards(text, os.path.abspath(path), shards)
@@ -94,10 +93,11 @@ def _folder(text: str, path: str) -> SourceLocation:
         resolved.encode()
     except UnicodeEncodeError:
         raise RequestError(
-            f"the path of {shown(text)} has a byte that is no text (UTF-8), which no run could store; rename the folder"
+            f"the path of {sanitize(text)} has a byte that is no text (UTF-8), which no run could store; rename "
+            "the folder"
         ) from None
     if is_begun(Path(path)) and not is_pack(Path(path)):
-        raise RequestError(f"{shown(text)} is an unfinished pack; finish it with the same `unfog pack` as before")
+        raise RequestError(f"{sanitize(text)} is an unfinished pack; finish it with the same `unfog pack` as before")
     for marker, kind in _MARKERS.items():
         if os.path.isfile(os.path.join(path, marker)):
             return SourceLocation(kind, text, resolved)
@@ -130,10 +130,12 @@ def _file(text: str, path: str) -> SourceLocation:
     kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
     resolved = str(Path(path).resolve())
     if path.lower().endswith(_COMPRESSED):
-        raise RequestError(f"{shown(text)} is compressed as a whole, so no image in it can be reached; {_unpack(path)}")
+        raise RequestError(
+            f"{sanitize(text)} is compressed as a whole, so no image in it can be reached; {_unpack(path)}"
+        )
     if kind is None or not os.path.isfile(path):
         raise RequestError(
-            f"{shown(text)} is a file; give the folder that holds the images, or a .zip, .tar, .npy or .parquet file"
+            f"{sanitize(text)} is a file; give the folder that holds the images, or a .zip, .tar, .npy or .parquet file"
         )
     return SourceLocation(kind, text, resolved, (resolved,), f"{os.path.dirname(resolved).rstrip('/')}/")
 
@@ -149,9 +151,13 @@ def _shards(text: str, pattern: str, paths: list[str]) -> SourceLocation:
     path = re.split(r"[?#]", paths[0])[0] if "://" in pattern else paths[0]
     kind = _SUFFIXES.get(os.path.splitext(path)[1].lower())
     if path.lower().endswith(_COMPRESSED):
-        raise RequestError(f"{shown(path)} is compressed as a whole, so no image in it can be reached; {_unpack(path)}")
+        raise RequestError(
+            f"{sanitize(path)} is compressed as a whole, so no image in it can be reached; {_unpack(path)}"
+        )
     if kind not in ("tar", "zip") or (kind == "zip" and len(paths) > 1):
-        raise RequestError(f"{shown(text)} stands for {shown(path)}, and not for .tar shards or one .zip; {_GIVE}")
+        raise RequestError(
+            f"{sanitize(text)} stands for {sanitize(path)}, and not for .tar shards or one .zip; {_GIVE}"
+        )
     base = re.split(r"[*?{\[]", pattern)[0].rpartition("/")[0] + "/"
     return SourceLocation(kind, without_secrets(text), pattern, tuple(sorted(set(paths))), base)
 
@@ -172,9 +178,9 @@ def _matching(pattern: str) -> list[str]:
         else:
             (found if os.path.isfile(path) else missing).append(path)
     if missing and found:
-        named = ", ".join(shown(os.path.basename(path)) for path in missing[:3])
+        named = ", ".join(sanitize(os.path.basename(path)) for path in missing[:3])
         raise RequestError(
-            f"{len(missing):,} of the {len(missing) + len(found):,} files that {shown(pattern)} spells out are not "
+            f"{len(missing):,} of the {len(missing) + len(found):,} files that {sanitize(pattern)} spells out are not "
             f"there: {named}{', ...' * (len(missing) > 3)}; bring them, or use * in place of the braces"
         )
     return found
@@ -188,7 +194,7 @@ def expand_braces(pattern: str) -> list[str]:
     """
     braces = re.compile(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}")
     if math.prod(sum(1 for _ in _alternatives(match)) for match in braces.finditer(pattern)) > _MOST_SHARDS:
-        raise RequestError(f"{shown(pattern[:80])} stands for over {_MOST_SHARDS:,} files; give a narrower pattern")
+        raise RequestError(f"{sanitize(pattern[:80])} stands for over {_MOST_SHARDS:,} files; give a narrower pattern")
     done: list[str] = []
     pending = [pattern]
     while pending:
@@ -219,7 +225,7 @@ def _remote(text: str) -> SourceLocation:
     package = PROTOCOLS.get(protocol)
     if package is None:
         known = ", ".join(f"{name}://" for name in PROTOCOLS)
-        raise RequestError(f"{shown(text)} begins with none of {known}; give one of those, or a folder")
+        raise RequestError(f"{sanitize(text)} begins with none of {known}; give one of those, or a folder")
     if find_spec(package) is None:
         extra = {"s3fs": "unfog[s3]", "aiohttp": "unfog[http]"}.get(package, package)
         raise RequestError(f"{protocol}:// needs {package}, which is not installed: pip install '{extra}'")
@@ -237,4 +243,4 @@ def _nothing(text: str, path: Path) -> RequestError:
         }
     close = difflib.get_close_matches(path.name, ["fashion", *siblings], n=1)
     hint = f"did you mean {siblings.get(close[0], close[0])}?" if close else _GIVE
-    return RequestError(f"{shown(text)} is neither a folder nor a built-in set; {shown(hint)}")
+    return RequestError(f"{sanitize(text)} is neither a folder nor a built-in set; {sanitize(hint)}")

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from unfog.data.report import shown
 from unfog.data.sources.byte_storage import FileState
 from unfog.data.sources.image_files import ImageError, TransientImageError
 from unfog.errors import RequestError
-from unfog.urls import without_secrets
+from unfog.text import sanitize, without_secrets
 
 _TRIES = 3
 _FIRST_PAUSE = 0.5
@@ -118,9 +117,9 @@ class RemoteStorage:
             if absent is not None:
                 absent[path] = _what(error).partition(";")[0]
                 return {}
-            raise RequestError(f"{shown(path)} {_what(error)}") from error
+            raise RequestError(f"{sanitize(path)} {_what(error)}") from error
         if not matches:
-            raise RequestError(f"nothing is there under {shown(path)}; give a URL or pattern of .tar shards")
+            raise RequestError(f"nothing is there under {sanitize(path)}; give a URL or pattern of .tar shards")
         return {self._prefix + name: info for name, info in matches.items()}
 
     def _listings(self, paths: Iterable[str]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -145,17 +144,19 @@ class RemoteStorage:
         try:
             in_parts = _again(served)
         except Exception as error:  # each protocol has errors of its own
-            raise RequestError(f"{shown(url)} {_what(error)}") from error
+            raise RequestError(f"{sanitize(url)} {_what(error)}") from error
         if not in_parts:
             raise RequestError(
-                f"the server of {shown(url)} serves no parts of a file (no Range requests), as Python's http.server "
+                f"the server of {sanitize(url)} serves no parts of a file (no Range requests), as Python's http.server "
                 "does not; download the file, or use another server"
             )
 
     def _state(self, path: str, info: dict[str, Any]) -> FileState:
         size = info.get("size")
         if type(size) is not int or info.get("partial") is False:
-            raise RequestError(f"the server of {shown(path)} serves no parts of it; download it, or use another server")
+            raise RequestError(
+                f"the server of {sanitize(path)} serves no parts of it; download it, or use another server"
+            )
         versions = (
             info.get(key) for key in ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime")
         )

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.sources.builtin_fashion import FASHION_CLASSES as FASHION_CLASSES
 from unfog.data.sources.builtin_fashion import FashionSource as FashionSource
 from unfog.data.sources.folder import FolderSource as FolderSource
 from unfog.data.sources.locate import locate
 from unfog.data.webdataset.remote_shards import DEFAULT_POLICY, RemotePolicy
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
 _SHARD = re.compile(r"\.tar/", re.IGNORECASE)
@@ -56,10 +57,10 @@ class Source(Protocol):
 
     @property
     def ignored(self) -> Mapping[str, int]:
-        """How many files of each kind it passed over as not images; see `Ledger.ignored`."""
+        """How many files of each kind it passed over as not images; see `DataReport.ignored`."""
 
     @property
-    def unreadable(self) -> Sequence[Quarantined]:
+    def unreadable(self) -> Sequence[SkippedFile]:
         """What was found and is not in `names`: folders that could not be listed, images without a label."""
 
     def open(self, i: int) -> Image.Image:
@@ -147,7 +148,7 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
     if mode == "none":
         return (), None
     if source.labels is not None:
-        return tuple(shown(name) for name in source.classes), source.labels
+        return tuple(sanitize(name) for name in source.classes), source.labels
     parts, codes = _folders(source)
     first, last = min(parts), max(parts)
     shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
@@ -158,7 +159,7 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
         shared, tops = shared - 1, [folder[shared - 1] for folder in parts]
         found = sorted(set(tops))
     if mode == "folders" and found[0] == "":
-        loose = shown(source.names[int(np.argmax(np.array([top == "" for top in tops])[codes]))])
+        loose = sanitize(source.names[int(np.argmax(np.array([top == "" for top in tops])[codes]))])
         raise RequestError(
             f"labels = folders needs every image in a sub-folder, and {loose} is in none; move it or use labels = none"
         )
@@ -172,4 +173,4 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
     classes = source.classes or tuple(found)
     index = {name: i for i, name in enumerate(classes)}
     labels = np.array([index[top] for top in tops], np.int64)[codes]
-    return tuple(shown(name) for name in classes), labels  # which are written into files, figures and terminals
+    return tuple(sanitize(name) for name in classes), labels  # which are written into files, figures and terminals

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.settings import TABLES
 from unfog.data.sources.byte_storage import BlockReader, FileState, open_storage
 from unfog.data.sources.fingerprint import sample_digest
@@ -33,6 +33,7 @@ from unfog.data.sources.label_rows import LabelTable
 from unfog.data.sources.locate import SourceLocation
 from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, normalize_path
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 _PIECE = 2**16
 _START = 64
@@ -70,16 +71,16 @@ class ZipSource:
         self.remote = self._storage.remote
         ((self._path, self._state),) = self._storage.states([self._path]).items()
         ignored = Counter[str]()
-        quarantined: list[Quarantined] = []
+        skipped: list[SkippedFile] = []
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
         for info in self._directory():
-            self._add(info, ignored, quarantined)
+            self._add(info, ignored, skipped)
         self.ignored: Mapping[str, int] = ignored
         self.names: Sequence[str] = sorted(self._members)
         # Its table of contents has the checksum of every member.
         self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
-        self.unreadable: Sequence[Quarantined] = sorted(quarantined)
+        self.unreadable: Sequence[SkippedFile] = sorted(skipped)
         if not self.names:
             raise no_images_error(self.name, ignored, self.unreadable)
 
@@ -127,16 +128,16 @@ class ZipSource:
             with zipfile.ZipFile(BlockReader(self._storage, self._path, self._state.size, _PIECE)) as archive:
                 infos = archive.infolist()
         except ImageError as error:
-            raise RequestError(f"{shown(self.name)} cannot be read: {error}; check it and try again") from error
+            raise RequestError(f"{sanitize(self.name)} cannot be read: {error}; check it and try again") from error
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError, struct.error) as error:
             raise RequestError(
-                f"{shown(self.name)} is no whole zip archive ({error}); copy or download it again"
+                f"{sanitize(self.name)} is no whole zip archive ({error}); copy or download it again"
             ) from error
         if len(infos) > _MOST_MEMBERS:
-            raise RequestError(f"{shown(self.name)} holds over {_MOST_MEMBERS:,} files; make tar shards of it")
+            raise RequestError(f"{sanitize(self.name)} holds over {_MOST_MEMBERS:,} files; make tar shards of it")
         return infos
 
-    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], quarantined: list[Quarantined]) -> None:
+    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], skipped: list[SkippedFile]) -> None:
         if info.is_dir():
             return
         name = normalize_path(info.filename.replace("\\", "/"))  # as Windows programs write it
@@ -146,10 +147,10 @@ class ZipSource:
                 self._tables[name] = info
             return
         if name in self._members:
-            quarantined.append(Quarantined(name, "replaced by a later member of its name"))
+            skipped.append(SkippedFile(name, "replaced by a later member of its name"))
         self._members.pop(name, None)
         if trouble := _trouble(info):
-            quarantined.append(Quarantined(name, trouble))
+            skipped.append(SkippedFile(name, trouble))
         else:
             self._members[name] = _member(info)
 

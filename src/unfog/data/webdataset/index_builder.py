@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.sources.byte_storage import BlockReader, FileState, Storage
 from unfog.data.sources.image_files import ignored_kind
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, iter_members, read_member
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 MAX_FILE_BYTES = 512 * 2**20
 """Bytes of an image's file, over which it is not read."""
@@ -49,7 +50,7 @@ class IndexEntry:
     """The labels there are: ("class", "cat") of a .cls or .json, ("text", "cat") of a .txt, which may be a caption."""
 
     ignored: Counter[str] = field(default_factory=Counter)
-    quarantined: list[Quarantined] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
 
 
 def index_shard(storage: Storage, path: str, state: FileState, report: Callable[[int], None]) -> IndexEntry:
@@ -62,7 +63,7 @@ def index_shard(storage: Storage, path: str, state: FileState, report: Callable[
     file = BlockReader(storage, path, state.size, REMOTE_BLOCK if storage.remote else LOCAL_BLOCK)
     if packed := detect_compression(file.at(0, 16)):
         raise RequestError(
-            f"{shown(path)} is compressed as a whole ({packed}), so no image in it can be reached; unpack it to a "
+            f"{sanitize(path)} is compressed as a whole ({packed}), so no image in it can be reached; unpack it to a "
             "plain .tar first"
         )
     collected = _Collected(file, state.size)
@@ -72,7 +73,7 @@ def index_shard(storage: Storage, path: str, state: FileState, report: Callable[
             if count % _REPORT_EVERY == 0:
                 report(member.start)
     except DamagedTarError as error:
-        collected.quarantined.append(Quarantined("", str(error)))
+        collected.skipped.append(SkippedFile("", str(error)))
     return collected.piece()
 
 
@@ -85,13 +86,13 @@ class _Collected:
     images: dict[str, TarMember] = field(default_factory=dict)  # by name: as in unpacking, the last of a name counts
     labels: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # by (name less its end, rank)
     ignored: Counter[str] = field(default_factory=Counter)
-    quarantined: list[Quarantined] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
 
     def add(self, member: TarMember) -> None:
         name = normalize_path(member.name.decode("utf-8", "surrogateescape"))
         why_not = ignored_kind(name)
         if why_not is None and not member.regular:
-            self.quarantined.append(Quarantined(name, "a link or sparse file in a shard"))
+            self.skipped.append(SkippedFile(name, "a link or sparse file in a shard"))
         elif why_not is None:
             self._add_image(name, member)
         elif why_not == "hidden" or not member.regular or not self._add_label(name, member):
@@ -99,12 +100,12 @@ class _Collected:
 
     def _add_image(self, name: str, member: TarMember) -> None:
         if member.start + member.size > self.size:
-            self.quarantined.append(Quarantined(name, "in a shard that ends before it does"))
+            self.skipped.append(SkippedFile(name, "in a shard that ends before it does"))
         elif member.size > MAX_FILE_BYTES:
-            self.quarantined.append(Quarantined(name, f"over {MAX_FILE_BYTES // 2**20} MB"))
+            self.skipped.append(SkippedFile(name, f"over {MAX_FILE_BYTES // 2**20} MB"))
         else:
             if name in self.images:
-                self.quarantined.append(Quarantined(name, "replaced by a later member of its name"))
+                self.skipped.append(SkippedFile(name, "replaced by a later member of its name"))
             self.images[name] = member
 
     def _add_label(self, name: str, member: TarMember) -> bool:
@@ -145,7 +146,7 @@ class _Collected:
             rows[i] = member.start, member.size, at, code, 0
             encoded.append(name.encode("utf-8", "surrogateescape"))
             at += len(encoded[-1])
-        return IndexEntry(rows, b"".join(encoded), list(codes), self.ignored, self.quarantined)
+        return IndexEntry(rows, b"".join(encoded), list(codes), self.ignored, self.skipped)
 
     def _leave_companions_out(self) -> None:
         """Where there is a 001.jpg, 001.seg.png is not another picture but something about it.

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import Quarantined
+from unfog.data.report import SkippedFile
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 
 _ABANDONED_SECONDS = 24 * 3600
@@ -34,7 +34,7 @@ DAMAGE_ERRORS = (
 
 def save_entry(file: Path, piece: IndexEntry) -> None:
     """Store what is in a shard."""
-    info = {"values": piece.values, "ignored": piece.ignored, "quarantined": piece.quarantined}
+    info = {"values": piece.values, "ignored": piece.ignored, "skipped": piece.skipped}
     buffer = BytesIO()
     np.savez(
         buffer,
@@ -58,10 +58,10 @@ def load_entry(file: Path, size: int) -> IndexEntry | None:
         whole = whole and bool((rows["label"] >= -1).all())
         whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
         ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
-        quarantined = [Quarantined(str(name), str(reason)) for name, reason in info["quarantined"]]
+        skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["skipped"]]
     except DAMAGE_ERRORS:
         return None
-    return IndexEntry(rows, names, values, ignored, quarantined) if whole else None
+    return IndexEntry(rows, names, values, ignored, skipped) if whole else None
 
 
 def map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
-from unfog.data.report import shown
 from unfog.data.sources.byte_storage import FileState, Storage
 from unfog.data.sources.image_files import FailedShardError, ImageError, ShardReadError
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
+from unfog.text import sanitize
 
 _OTHERS = 3  # shards of which one has to answer before another is given up
 _HEADERS = 8  # that are looked at in a shard with an image that cannot be decoded
@@ -131,7 +131,7 @@ class RemoteShards:
         """
         path, start, size = self._index.place(i)
         if path in self._lost:
-            raise FailedShardError(f"in {shown(self._names[path])}, a shard that {self._lost[path]}")
+            raise FailedShardError(f"in {sanitize(self._names[path])}, a shard that {self._lost[path]}")
         if self.cache is not None and (kept := self.cache.read(self._key(path), start, size)) is not None:
             return kept
         try:
@@ -243,8 +243,9 @@ class RemoteShards:
 
 def too_many(source: str, lost: Mapping[str, str], count: int) -> str:
     """What to say where more shards of `count` are lost, name -> reason, than may be."""
-    named = "; ".join(f"{shown(name)} {reason}" for name, reason in list(lost.items())[:_NAMED])
+    named = "; ".join(f"{sanitize(name)} {reason}" for name, reason in list(lost.items())[:_NAMED])
     return (
-        f"{len(lost)} of {count} shards of {shown(source)} cannot be used, more than data.lost_shards allows: {named}"
-        f"{'; ...' * (len(lost) > _NAMED)}. Bring them back and `unfog resume`, or allow more: --data.lost-shards 0.1"
+        f"{len(lost)} of {count} shards of {sanitize(source)} cannot be used, more than data.lost_shards allows: "
+        f"{named}{'; ...' * (len(lost) > _NAMED)}. Bring them back and `unfog resume`, or allow more: "
+        "--data.lost-shards 0.1"
     )

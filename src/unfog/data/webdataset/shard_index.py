@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.cache import cache_folder
-from unfog.data.report import Quarantined, shown
+from unfog.data.report import SkippedFile
 from unfog.data.sources.byte_storage import FileState, Storage
 from unfog.data.sources.image_files import ImageError, os_error_reason
 from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, ROW_DTYPE, IndexEntry, index_shard, sort_labels
@@ -39,6 +39,7 @@ from unfog.data.webdataset.index_files import (
     write_atomically,
 )
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 Progress = Callable[[int, int], None]
 """Called with (megabytes passed, megabytes in all); may raise, to stop."""
@@ -74,7 +75,7 @@ class ShardIndex:
     [n])."""
 
     ignored: Mapping[str, int]
-    unreadable: Sequence[Quarantined]
+    unreadable: Sequence[SkippedFile]
 
     def __len__(self) -> int:
         return len(self.rows) - 1
@@ -103,7 +104,7 @@ def open_shard_index(
         keys = {path: _key(path, state) for path, state in states.items()}
     except OSError as error:
         raise RequestError(
-            f"{shown(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
+            f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
         ) from None
     key = hashlib.sha256(repr((base.partition("?")[0], list(keys.values()))).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
@@ -158,7 +159,7 @@ def _build_pieces(
         try:
             piece = index_shard(storage, path, states[path], report)
         except ImageError as error:
-            raise RequestError(f"{shown(path)} cannot be read: {error}; bring it back, or leave it out") from error
+            raise RequestError(f"{sanitize(path)} cannot be read: {error}; bring it back, or leave it out") from error
         save_entry(files[path], piece)
         passed[path] = states[path].size
 
@@ -191,7 +192,7 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
     """One index of all pieces, in their order, a piece in memory at a time."""
     kind, classes = _choose_labels(files)
     number = {name: i for i, name in enumerate(classes)}
-    ignored, unreadable = Counter[str](), list[Quarantined]()
+    ignored, unreadable = Counter[str](), list[SkippedFile]()
     folders: dict[bytes, int] = {}
     count = at = 0
     partial = f"{os.getpid()}-{time.time_ns()}"
@@ -214,7 +215,7 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
             count, at = count + len(mine), at + len(piece.names)
             ignored.update(piece.ignored)
             called = shard_name(path, base)
-            unreadable += [one._replace(name=f"{called}/{one.name}".rstrip("/")) for one in piece.quarantined]
+            unreadable += [one._replace(name=f"{called}/{one.name}".rstrip("/")) for one in piece.skipped]
         rows.write(np.array([(0, 0, at, 0, 0)], ROW_DTYPE).tobytes())
         for name, out in zip(parts, (rows, codes, names)):
             out.close()
@@ -243,14 +244,14 @@ def _folders(piece: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
 
 
 def _without_unlabelled(piece: IndexEntry, label: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Take the images of label -1 out of a piece, into what is quarantined. Returns the labels of the others."""
+    """Take the images of label -1 out of a piece, into what is skipped. Returns the labels of the others."""
     if (label >= 0).all():
         return label
     ends = np.append(piece.rows["name"][1:], len(piece.names))
     names = [piece.names[start:end] for start, end in zip(piece.rows["name"].tolist(), ends.tolist())]
     for i in np.flatnonzero(label < 0):
         name = names[i].decode(*_TEXT)
-        piece.quarantined.append(Quarantined(name, "without a label, as others have"))
+        piece.skipped.append(SkippedFile(name, "without a label, as others have"))
     kept = np.flatnonzero(label >= 0)
     names = [names[i] for i in kept]
     piece.rows, piece.names = piece.rows[kept], b"".join(names)
@@ -292,7 +293,7 @@ def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex
         codes = None if known is None else map_codes(folder / f"{key}.codes", count, len(known))
         folders = None if classes is not None or codes is None else ([str(name) for name in known], codes)
         ignored = {str(kind): int(number) for kind, number in info["ignored"].items()}
-        unreadable = [Quarantined(str(name), str(reason)) for name, reason in info["unreadable"]]
+        unreadable = [SkippedFile(str(name), str(reason)) for name, reason in info["unreadable"]]
         named = tuple(str(name) for name in classes or ())
     except DAMAGE_ERRORS:
         return None

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import Quarantined
+from unfog.data.report import SkippedFile
 from unfog.data.sources.byte_storage import FileState, open_storage
 from unfog.data.sources.fingerprint import sample_digest
 from unfog.data.sources.image_files import ImageError, no_images_error, open_bytes
@@ -59,7 +59,7 @@ class ShardSource:
         self.names: Sequence[str] = _ShardNames(self.index, list(called.values()))
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored: Mapping[str, int] = self.index.ignored
-        self.unreadable: Sequence[Quarantined] = self.index.unreadable
+        self.unreadable: Sequence[SkippedFile] = self.index.unreadable
         if not len(self.index):
             raise no_images_error(self.name, self.ignored, self.unreadable)
         self.remote_shards: RemoteShards | None = None

@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from unfog.cache_folder import cache_folder
-from unfog.data.report import shown
 from unfog.data.sources.byte_storage import FileState, Storage
 from unfog.data.sources.locate import SourceLocation
 from unfog.data.webdataset.index_files import write_atomically
 from unfog.data.webdataset.remote_shards import RemotePolicy, too_many
 from unfog.data.webdataset.shard_index import shard_name
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 
 def remote_states(
@@ -48,7 +48,7 @@ def remote_states(
                 states[path], lost[path] = state, reason
     for path, reason in absent.items():
         if path not in states:
-            raise RequestError(f"{shown(path)} {reason}; bring it back, or check the URL")
+            raise RequestError(f"{sanitize(path)} {reason}; bring it back, or check the URL")
     if len(lost) > care.max_failed * len(states):
         named = {shard_name(path, located.base): reason for path, reason in lost.items()}
         raise RequestError(too_many(located.name, named, len(states)))

@@ -7,14 +7,14 @@ from collections import Counter
 import numpy as np
 
 from unfog.config.schema import Config
-from unfog.data.dataset import ImageSet, Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.sources.source import SPLITS
 from unfog.doctor.images.example_images import named
 from unfog.doctor.images.near_duplicates import Indices
 from unfog.reporting.charts import bar_chart
 from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import counted
+from unfog.text import sanitize
 
 SMALL_CLASS, MODEST_CLASS = 20, 50
 """Images of a class below which it cannot be learned, and below which it hardly can."""
@@ -26,7 +26,7 @@ _NAMES = 1000  # looked at for the layout
 _BARS = 40
 
 
-def class_findings(prepared: Prepared, config: Config) -> list[Finding]:
+def class_findings(prepared: Dataset, config: Config) -> list[Finding]:
     """Labels, balance, or the layout of folders where there are no classes."""
     if prepared.train.labels is None:
         return _layout(prepared, config)
@@ -48,7 +48,7 @@ def _counts(images: ImageSet) -> Indices:
     return np.bincount(labels, minlength=len(images.classes))
 
 
-def _bounds(prepared: Prepared) -> Finding:
+def _bounds(prepared: Dataset) -> Finding:
     classes = prepared.train.classes
     train, held_out = _counts(prepared.train), _counts(prepared.held_out)
     absent = [classes[i] for i in np.flatnonzero(train == 0)]
@@ -66,7 +66,7 @@ def _bounds(prepared: Prepared) -> Finding:
     )
 
 
-def _balance(prepared: Prepared) -> Finding:
+def _balance(prepared: Dataset) -> Finding:
     classes, counts = prepared.train.classes, _counts(prepared.train)
     order = np.argsort(-counts, kind="stable")
     most, least = int(counts[order[0]]), int(counts[order[-1]])
@@ -82,7 +82,7 @@ def _balance(prepared: Prepared) -> Finding:
         severity = "warning"
     elif least < MODEST_CLASS or ratio >= UNEVEN:
         severity = "hint"
-    ends = f"{shown(classes[order[0]])} has {most:,}, {shown(classes[order[-1]])} {least:,}"
+    ends = f"{sanitize(classes[order[0]])} has {most:,}, {sanitize(classes[order[-1]])} {least:,}"
     evidence = f"{len(classes):,} classes with {least:,} to {most:,} images"
     if severity != "fine":
         evidence = f"{len(classes):,} uneven classes: {ends} ({ratio:.0f} : 1)" if ratio >= UNEVEN else evidence
@@ -90,13 +90,15 @@ def _balance(prepared: Prepared) -> Finding:
             evidence += f"; {len(small):,} with fewer than {SMALL_CLASS}: {named([classes[i] for i in small])}"
     remedy = "add images of the small ones or merge them; or leave classes out with --data.labels none"
     bars = order[:_BARS]
-    chart = bar_chart([int(counts[i]) for i in bars], [shown(classes[i]) for i in bars], "class", "images to train on")
+    chart = bar_chart(
+        [int(counts[i]) for i in bars], [sanitize(classes[i]) for i in bars], "class", "images to train on"
+    )
     rest = f"The {_BARS} largest of {len(classes):,} classes." if len(classes) > _BARS else ""
     exhibit = Exhibit("Images of each class", svg=chart, caption=rest)
     return Finding("data.balance", severity, evidence, "" if severity == "fine" else remedy, facts, (exhibit,))
 
 
-def _layout(prepared: Prepared, config: Config) -> list[Finding]:
+def _layout(prepared: Dataset, config: Config) -> list[Finding]:
     """Whether the folders look like classes, or like a split, and are taken for neither."""
     if config.data.labels == "none":
         return []
@@ -122,7 +124,7 @@ def _layout(prepared: Prepared, config: Config) -> list[Finding]:
     if loose and loose < tops.total() and tops.total() >= 4 * len(tops):
         which = next(names[i * step] for i, parts in enumerate(folders) if len(parts) <= shared)
         evidence = f"{len(tops):,} folders ({named([name for name, _ in tops.most_common()])}) look like classes"
-        evidence += f", but are not used, as images lie beside them: {shown(which)}"
+        evidence += f", but are not used, as images lie beside them: {sanitize(which)}"
         remedy = (
             "move those into a folder of their own to train with classes, or give --data.labels none if none are meant"
         )

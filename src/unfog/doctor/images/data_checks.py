@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
 from unfog.doctor.images.class_checks import class_findings
 from unfog.doctor.images.decode_checks import account_findings
@@ -23,7 +23,7 @@ _GLANCED_DECODED = 64
 _GLANCED_SIDES = 50_000
 
 
-def examine_data(prepared: Prepared, config: Config, progress: Progress | None = None) -> list[Finding]:
+def examine_data(prepared: Dataset, config: Config, progress: Progress | None = None) -> list[Finding]:
     """Look at every image once; some seconds for 50,000 of 32x32, and memory of 130 bytes an image.
 
     `progress` is called with (done, in all), from the calling thread: first of the images, then of the pairs that may
@@ -32,7 +32,7 @@ def examine_data(prepared: Prepared, config: Config, progress: Progress | None =
     return _examined(survey(prepared, progress=progress), config, progress)
 
 
-def glance(prepared: Prepared, config: Config) -> list[Finding]:
+def glance(prepared: Dataset, config: Config) -> list[Finding]:
     """The part that takes a fraction of a second whatever the size: of the pixels, a sample of at most 1,000 images.
 
     Copies are searched only where that is all there are.

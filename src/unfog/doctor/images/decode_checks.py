@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from unfog.data.dataset import Prepared
-from unfog.data.report import ACTIONS, PLAIN, shown
+from unfog.data.dataset import Dataset
+from unfog.data.report import ACTIONS, COMMON_ACTIONS
 from unfog.doctor.images.example_images import MOST_NAMES, named, names_of, share
 from unfog.doctor.images.pixel_statistics import unusable
 from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import counted
+from unfog.text import sanitize
 
 TOO_FEW, FEW, MANY = 5, 100, 1000
 """Images below which a set is no set; below which a model learns it by heart; from which it has something to learn."""
@@ -25,12 +26,12 @@ _SMALL_SET = (
 )
 
 
-def account_findings(prepared: Prepared) -> list[Finding]:
+def account_findings(prepared: Dataset) -> list[Finding]:
     """Number of images, files that could not be used, and conversions."""
     return [_count(prepared), _ledger(prepared), _converted(prepared)]
 
 
-def _count(prepared: Prepared) -> Finding:
+def _count(prepared: Dataset) -> Finding:
     train, held_out = len(prepared.train), len(prepared.held_out)
     size, channels = prepared.settings.size, prepared.settings.channels
     evidence = (
@@ -48,17 +49,17 @@ def _count(prepared: Prepared) -> Finding:
     return Finding("data.count", severity, evidence, remedy, {"train": train, "held_out": held_out})
 
 
-def _ledger(prepared: Prepared) -> Finding:
-    ledger = prepared.ledger
+def _ledger(prepared: Dataset) -> Finding:
+    ledger = prepared.report
     lost, ignored = unusable(prepared), sum(ledger.ignored.values())
     facts = {
         "found": ledger.found,
-        "used": ledger.used - (len(lost) - len(ledger.quarantined)),
+        "used": ledger.used - (len(lost) - len(ledger.skipped)),
         "quarantined": [list(one) for one in lost[:MOST_NAMES]],
         "quarantined_in_all": len(lost),
         "ignored": dict(ledger.ignored),
     }
-    kinds = ", ".join(f"{count:,} {shown(kind)}" for kind, count in Counter(ledger.ignored).most_common(3))
+    kinds = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ledger.ignored).most_common(3))
     aside = f"; {counted(ignored, 'other file')} ignored ({kinds})" if ignored else ""
     if not lost:
         used = "is used" if ledger.read else "is taken for usable, and decoded when its turn comes"
@@ -68,7 +69,7 @@ def _ledger(prepared: Prepared) -> Finding:
     reasons = []
     for reason, count in Counter(one.reason for one in lost).most_common(5):
         reasons.append(f"{count:,} {reason}: {named([one.name for one in lost if one.reason == reason])}")
-    table = [("file", "reason"), *((shown(one.name), one.reason) for one in lost[:_ROWS])]
+    table = [("file", "reason"), *((sanitize(one.name), one.reason) for one in lost[:_ROWS])]
     rest = f"{len(lost) - _ROWS:,} more are in findings.json." if len(lost) > _ROWS else ""
     return Finding(
         "data.ledger",
@@ -80,10 +81,10 @@ def _ledger(prepared: Prepared) -> Finding:
     )
 
 
-def _converted(prepared: Prepared) -> Finding:
-    ledger = prepared.ledger
+def _converted(prepared: Dataset) -> Finding:
+    ledger = prepared.report
     actions = ledger.actions
-    odd = {key: count for key, count in actions.items() if key not in PLAIN}
+    odd = {key: count for key, count in actions.items() if key not in COMMON_ACTIONS}
     facts: dict[str, Any] = {"actions": actions, "modes": dict(ledger.modes)}
     if not ledger.read:
         return Finding("data.converted", "fine", "conversions are not known before all images are decoded", facts=facts)

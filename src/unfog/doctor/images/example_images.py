@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unfog.data.dataset import Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset
 from unfog.doctor.images.near_duplicates import Indices, thumbnails
 from unfog.doctor.images.pixel_statistics import Survey
 from unfog.reporting.findings import Exhibit
 from unfog.reporting.image_grids import grid
+from unfog.text import sanitize
 
 MOST_NAMES = 2000
 """Names that a finding's facts list, at most."""
@@ -23,10 +23,10 @@ _LETTERS = 24
 
 def named(names: Sequence[str], most: int = 3) -> str:
     """The first names, fit for a line: "a.png, b.png, c.png, ..."."""
-    return ", ".join([*map(shown, names[:most]), *["..."] * (len(names) > most)])
+    return ", ".join([*map(sanitize, names[:most]), *["..."] * (len(names) > most)])
 
 
-def names_of(prepared: Prepared, rows: Indices) -> list[str]:
+def names_of(prepared: Dataset, rows: Indices) -> list[str]:
     """Of rows, MOST_NAMES at most, that count the training images first and then those held out."""
     train, sets = len(prepared.train), (prepared.train.names, prepared.held_out.names)
     return [sets[row >= train][row - train * (row >= train)] for row in rows[:MOST_NAMES].tolist()]
@@ -50,7 +50,7 @@ def pictures(survey: Survey, rows: Indices, title: str, caption: str = "") -> Ex
 def groups_of_pictures(survey: Survey, groups: Sequence[Indices], title: str, caption: str = "") -> Exhibit:
     """The first eight groups, one a row, six pictures of each at most, with the name of the first."""
     first = [group[:_MEMBERS] for group in groups[:_GROUPS]]
-    labels = [_end(shown(survey.name(group[0]))) for group in first for _ in group]
+    labels = [_end(sanitize(survey.name(group[0]))) for group in first for _ in group]
     images = _shrunk(survey, np.concatenate(first))
     return Exhibit(title, picture=grid(images, columns=_MEMBERS, labels=labels), caption=caption)
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.dataset import ImageSet, Prepared
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import LazyPixels
-from unfog.data.report import Quarantined
+from unfog.data.report import SkippedFile
 from unfog.doctor.images.near_duplicates import Floats, Hashes, Indices, luma, perceptual_hash, thumbnails
 
 Progress = Callable[[int, int], None]
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 class Survey:
     """What was seen of a training set and what is held out of it."""
 
-    prepared: Prepared
+    prepared: Dataset
     rows: Indices
     """[N] which were looked at: positions in the training set, then, counted on, in what is held out."""
 
@@ -83,7 +83,7 @@ class Survey:
         return _read(self.prepared, np.asarray(rows, np.int64))
 
 
-def survey(prepared: Prepared, most: int | None = None, progress: Progress | None = None) -> Survey:
+def survey(prepared: Dataset, most: int | None = None, progress: Progress | None = None) -> Survey:
     """Look at every image, or at `most` evenly spread ones, of which about a tenth are held out.
 
     Pixels are read a few MB at a time by several threads; what is kept is 130 bytes an image.
@@ -108,24 +108,24 @@ def survey(prepared: Prepared, most: int | None = None, progress: Progress | Non
     return Survey(prepared, rows[usable], seen, tones, len(rows) == len(prepared.train) + len(prepared.held_out))
 
 
-def unusable(prepared: Prepared) -> list[Quarantined]:
+def unusable(prepared: Dataset) -> list[SkippedFile]:
     """Files that cannot be used, those among them that turned out when images were read."""
-    lists = [pixels.quarantined for pixels in _lazy(prepared).values()]
-    return sorted({*prepared.ledger.quarantined, *(one for some in lists for one in some)})
+    lists = [pixels.skipped for pixels in _lazy(prepared).values()]
+    return sorted({*prepared.report.skipped, *(one for some in lists for one in some)})
 
 
-def _lazy(prepared: Prepared) -> dict[int, LazyPixels]:
+def _lazy(prepared: Dataset) -> dict[int, LazyPixels]:
     """Pixels that are decoded when they are read, by the first of their rows."""
     sets = {0: prepared.train.pixels, len(prepared.train): prepared.held_out.pixels}
     return {start: pixels for start, pixels in sets.items() if isinstance(pixels, LazyPixels)}
 
 
-def _usable(prepared: Prepared, rows: Indices) -> NDArray[np.bool_]:
+def _usable(prepared: Dataset, rows: Indices) -> NDArray[np.bool_]:
     """Which rows are images of their own: for one that cannot be decoded another one is read, now known."""
     usable = np.ones(len(rows), np.bool_)
     for start, pixels in _lazy(prepared).items():
         inside = (rows >= start) & (rows < start + len(pixels))
-        usable[inside] = pixels.sound(rows[inside] - start)
+        usable[inside] = pixels.is_decodable(rows[inside] - start)
     return usable
 
 
@@ -154,7 +154,7 @@ def _in_threads(task: Callable[[int], tuple[Seen, NDArray[np.int64]]], starts: r
         pool.shutdown(cancel_futures=True)
 
 
-def _read(prepared: Prepared, rows: Indices) -> NDArray[np.uint8]:
+def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
     train = len(prepared.train)
     inside = rows < train
     if inside.all():

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.dataset import Prepared
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset
 from unfog.doctor.images.example_images import named, names_of, percent, share
 from unfog.doctor.images.near_duplicates import Indices
 from unfog.doctor.images.pixel_statistics import spread_rows
 from unfog.reporting.charts import histogram
 from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import counted
+from unfog.text import sanitize
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 """What is recommended: they can be halved often, and pixels beyond the last are better drawn by other means."""
@@ -31,7 +31,7 @@ _ROWS = 12
 class Originals(NamedTuple):
     """Sides of the original images that are looked at."""
 
-    prepared: Prepared
+    prepared: Dataset
     rows: Indices
     """[N], which they are, counting the training images first."""
 
@@ -43,7 +43,7 @@ class Originals(NamedTuple):
         return names_of(self.prepared, self.rows[which])
 
 
-def size_findings(prepared: Prepared, most: int | None = None) -> list[Finding]:
+def size_findings(prepared: Dataset, most: int | None = None) -> list[Finding]:
     """Sides, enlarged images and the crop of all images, or of `most` evenly spread ones.
 
     Nothing where the sides of the originals are not known.
@@ -126,7 +126,7 @@ def _crop(originals: Originals) -> Finding:
         severity = "hint"
     order = np.argsort(-lost, kind="stable")[:_ROWS]
     rows = [
-        (shown(name), f"{width:,} x {height:,}", percent(part))
+        (sanitize(name), f"{width:,} x {height:,}", percent(part))
         for name, (width, height), part in zip(originals.names(order), sides[order].tolist(), lost[order].tolist())
     ]
     evidence = f"the centre crop takes away {percent(mean)} of an image on average, {percent(worst)} of the worst"

@@ -15,9 +15,9 @@ from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import counted, duration
 from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
+from unfog.text import without_secrets
 from unfog.training.noise_scale import batch_advice
 from unfog.training.noise_scale import noise_scale as ratio_of_means
-from unfog.urls import without_secrets
 
 WAITS, STARVES = 0.05, 0.10
 """Shares of the time spent waiting for data from which on it is worth a word, and a warning."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.data.dataset import ImageSet, spread
+from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.diffusion.diffusion import Diffusion
 from unfog.doctor.run.run_record import RunRecord
 from unfog.evaluation.held_out import LossAt
@@ -44,7 +44,7 @@ def looked_at(images: ImageSet, device: torch.device, see: Callable[[Tensor], Te
     """Images to measure, evenly spread over the set, as the network sees them; None of none."""
     if not len(images):
         return None
-    pixels, labels, _ = images.take(spread(len(images), MEASURED))
+    pixels, labels, _ = images.take(evenly_spaced(len(images), MEASURED))
     x0 = see(torch.from_numpy(pixels)).to(device)
     return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
 

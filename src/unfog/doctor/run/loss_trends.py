@@ -15,7 +15,7 @@ from unfog.reporting.findings import Exhibit, Finding, Severity
 from unfog.reporting.progress import amount, counted
 from unfog.reporting.records import number
 from unfog.reporting.report_charts import smooth
-from unfog.urls import without_secrets
+from unfog.text import without_secrets
 
 FEW = 6
 """Lines of metrics without which a trend is none."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
-from unfog.data.dataset import ImageSet, Prepared, spread
-from unfog.data.report import shown
+from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.doctor.run.color_statistics import blank, comparison, contrast, measure, saturated, tint
 from unfog.doctor.run.cost_checks import run_costs
 from unfog.doctor.run.loss_checks import answers, average_against_raw, looked_at, losses, overfitting
@@ -37,6 +36,7 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress
+from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.optimizer_settings import Custom
 
@@ -123,7 +123,7 @@ def newest_weights(folder: RunFolder, codec: str, skipped: list[str]) -> tuple[W
         return None, broken
 
 
-def images_of(config: Config, skipped: list[str]) -> Prepared | None:
+def images_of(config: Config, skipped: list[str]) -> Dataset | None:
     """The images of the run, from the cache where they are in it; None if they are not there, or not the same."""
     try:
         prepared, found = load_images(config, StopSignals())
@@ -132,7 +132,7 @@ def images_of(config: Config, skipped: list[str]) -> Prepared | None:
         return None
     if config.fingerprint and found.fingerprint != config.fingerprint:
         skipped.append(
-            f"what needs the images, as those in {shown(config.source)} are not those that it was trained on"
+            f"what needs the images, as those in {sanitize(config.source)} are not those that it was trained on"
         )
         return None
     return prepared
@@ -149,7 +149,7 @@ def usual_rate(config: Config) -> float | None:
 
 
 def by_losses(
-    record: RunRecord, weights: Weights, prepared: Prepared, device: torch.device, skipped: list[str]
+    record: RunRecord, weights: Weights, prepared: Dataset, device: torch.device, skipped: list[str]
 ) -> tuple[list[Finding], float, float]:
     """Findings from losses on fixed noise.
 
@@ -158,7 +158,9 @@ def by_losses(
     """
     config = weights.config
     see = as_it_is(config)
-    seen, unseen = (looked_at(part, device, see) for part in (prepared.seen.train, prepared.seen.held_out))
+    seen, unseen = (
+        looked_at(part, device, see) for part in (prepared.as_network_input.train, prepared.as_network_input.held_out)
+    )
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
     own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
@@ -187,7 +189,7 @@ def by_losses(
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 would, of 100 or more)")
     else:
         findings.append(overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
-    zero, pixelwise = answers(config.diffusion, everything(prepared.seen.train, COMPARED, see), levels)
+    zero, pixelwise = answers(config.diffusion, everything(prepared.as_network_input.train, COMPARED, see), levels)
     # Of the two weights the better one: the average may be behind without that nothing was learned.
     lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
@@ -204,7 +206,7 @@ def loss_of(network: nn.Module, config: Config) -> LossAt:
 
 
 def by_pictures(
-    weights: Weights, prepared: Prepared, device: torch.device, samples: int, unready: str, skipped: list[str]
+    weights: Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
     """Findings from pictures drawn with the average of the weights, without guidance, which would shift them.
 
@@ -212,7 +214,7 @@ def by_pictures(
     """
     config, network = weights.config, weights.networks["ema"].to(device)
     # Of more classes than pictures, as many evenly spread.
-    labels = tuple(spread(len(config.classes), samples).tolist())
+    labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch
     with Progress("drawing pictures", samples) as progress:
         drawing = Drawing(samples, config.sampler, labels, batch=min(batch, 64))
@@ -237,15 +239,15 @@ def by_pictures(
 
 def everything(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
     """Up to `count` images as the network sees them."""
-    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[spread(len(images), count)])))
+    return see(torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), count)])))
 
 
 def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
     """Up to COMPARED images [N, H, W, C] of these classes, all for (), and their labels."""
     if images.labels is None or not labels:
-        rows = spread(len(images), COMPARED)
+        rows = evenly_spaced(len(images), COMPARED)
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
-    rows = wanted[spread(len(wanted), COMPARED)]
+    rows = wanted[evenly_spaced(len(wanted), COMPARED)]
     pixels, own, _ = images.take(rows)
     return pixels.transpose(0, 2, 3, 1), own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount, duration
@@ -52,7 +52,7 @@ def _interval(costs: dict[str, float], name: str, config: Config, steps: int) ->
     return math.ceil(steps / often)
 
 
-def check_held_out(config: Config, prepared: Prepared) -> Finding:
+def check_held_out(config: Config, prepared: Dataset) -> Finding:
     """Whether there are enough held-out images for their loss to be read."""
     held, trained = len(prepared.held_out), len(prepared.train)
     used, levels = min(held, config.evaluate.images), config.evaluate.levels
@@ -110,7 +110,7 @@ def check_guidance(config: Config) -> Finding:
     return Finding("settings.guidance", "fine", used if config.classes else "no classes", facts=facts)
 
 
-def check_labels(config: Config, prepared: Prepared) -> Finding:
+def check_labels(config: Config, prepared: Dataset) -> Finding:
     """Whether every label is a class of the network, and every class has images."""
     rows, sets = len(config.classes), [images for images in (prepared.train, prepared.held_out) if len(images)]
     found = [images.labels for images in sets if images.labels is not None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from unfog.config.schema import Config
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.reporting.findings import Exhibit, Finding
 from unfog.reporting.progress import amount, duration
 
@@ -70,7 +70,7 @@ def milestones(side: int) -> dict[str, Range]:
     return {name: bands[band] for name, bands in MILESTONES.items()}
 
 
-def check_length(config: Config, prepared: Prepared) -> Finding:
+def check_length(config: Config, prepared: Dataset) -> Finding:
     """The length of the run against what pictures need, which trained weights know, and what the set can give."""
     training, pictures = config.training, len(prepared.train)
     wanted = milestones(config.data.size)["recognisable"]
@@ -100,7 +100,7 @@ def check_length(config: Config, prepared: Prepared) -> Finding:
     return Finding("settings.length", "fine", said, facts=facts)
 
 
-def length_guide(config: Config, prepared: Prepared, seconds_per_step: float | None = None) -> Finding:
+def length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
     """How long to train these images with this network: in images, steps, hours and epochs, and whence that is known.
 
     Args:

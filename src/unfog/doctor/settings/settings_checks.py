@@ -10,7 +10,7 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.augmentation.nonleaking import CONDITIONS
-from unfog.data.dataset import Prepared
+from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.doctor.settings.interval_checks import (
     check_asides,
@@ -44,7 +44,7 @@ from unfog.reporting.findings import Finding
 
 def examine_settings(
     config: Config,
-    prepared: Prepared,
+    prepared: Dataset,
     device: torch.device,
     seconds_per_step: float | None = None,
     folder: Path = Path(),
@@ -87,17 +87,17 @@ def examine_settings(
     ]
 
 
-def first_seen(config: Config, prepared: Prepared) -> Tensor:
+def first_seen(config: Config, prepared: Dataset) -> Tensor:
     """Some images as the network sees them, [B, C, H, W]."""
-    stored = some(prepared.seen.train)[:8]
+    stored = some(prepared.as_network_input.train)[:8]
     if not config.codec:
         return to_model_range(stored)
     return Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data).forward(stored[:, 0])
 
 
-def check_network(config: Config, prepared: Prepared) -> Finding:
+def check_network(config: Config, prepared: Dataset) -> Finding:
     """Whether the network takes images of this size and these channels, by building it."""
-    channels, height, width = prepared.seen.train.pixels.shape[-3:]
+    channels, height, width = prepared.as_network_input.train.pixels.shape[-3:]
     if config.network is None:
         raise RequestError("network = auto has to be settled before settings can be examined")
     try:

@@ -1,0 +1,24 @@
+"""Make text from outside safe to print: credentials in URLs, control characters, file names that are not UTF-8."""
+
+from __future__ import annotations
+
+import re
+
+_URL = re.compile(r"""([a-z][a-z0-9+]*://)(?:[^/\s?#'"]*@)?([^\s?'"]*)(?:\?[^\s'"]*)?""", re.IGNORECASE)
+# Characters that act on a terminal, or reverse the direction of the text behind them.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def without_secrets(text: str) -> str:
+    """Remove from each URL in a text its query, which may be a signature, and its user name and password."""
+    return _URL.sub(r"\1\2", text)
+
+
+def valid_text(name: str) -> str:
+    """Return a file's name as valid Unicode: bytes that are not UTF-8 are spelt \\xff."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def sanitize(name: str) -> str:
+    """Return a file's name or URL as one printable line: control characters escaped, credentials removed."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], valid_text(without_secrets(name)))
