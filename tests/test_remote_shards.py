@@ -462,7 +462,9 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
         return pixels[:, :2, :1, :1].astype(np.float32)
 
     def rows_of(stream: ImageStream) -> list[int]:
-        return encoded("k", EncodeJob([stream.images], (2, 1, 1), 1, encode, 10), lambda done, total: None).rows.tolist()
+        return encoded(
+            "k", EncodeJob([stream.images], (2, 1, 1), 1, encode, 10), lambda done, total: None
+        ).rows.tolist()
 
     first, second = opened(web), opened(web)
     web.faults["s-003.tar"] = "gone"
