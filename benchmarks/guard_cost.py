@@ -27,7 +27,7 @@ from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse, words_of
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
-from unfog.process.heartbeat import Pulse
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events
@@ -115,13 +115,13 @@ def main() -> None:
     clocked(Guard, "judge", "divergence guard")
     clocked(Session, "stop_requested", "looking for a stop")
     clocked(Session, "save_requested", "looking for RUN/SAVE")
-    clocked(Pulse, "_beat", "heartbeat")
+    clocked(Heartbeat, "_beat", "heartbeat")
     clocked(loop, "train", "all")
     from unfog.runs import session as sessions
     from unfog.runs.saver import Saver
 
     sessions.train = loop.train  # it has the name already
-    clocked(Saver, "pass_on_news", "news of the writer")
+    clocked(Saver, "report_writer_events", "news of the writer")
     clocked(Saver, "save", "checkpoints, training waits")
     clocked(Session, "preview", "preview")
     with tempfile.TemporaryDirectory() as name:
@@ -129,7 +129,7 @@ def main() -> None:
         (folder / "checkpoints").mkdir(parents=True)
         stop = StopSignals()
         clock_edges(stop)
-        with stop, Pulse(folder, stop) as pulse:
+        with stop, Heartbeat(folder, stop) as pulse:
             Session(RunFolder(folder), config, prepared, torch.device(given.device), stop, pulse).run([])
         saves = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "checkpoint"]
     report(given, config, saves)

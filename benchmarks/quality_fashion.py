@@ -25,7 +25,7 @@ import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
-from unfog.pipeline.generate import picture_grid
+from unfog.pipeline.generate import sample_grid
 from unfog.reporting.records import read_metrics
 
 COUNT = 1000
@@ -113,7 +113,7 @@ def main(out: Path, variants: list[str]) -> None:
             share = (network(x).argmax(1).numpy() == labels).mean()
             row.append(f"guidance {guidance}: FD {frechet(network.body(x), reference):6.2f} right {share:.3f}")
             unfog.reporting.image_grids.save_png(
-                out / f"{name}-{guidance}.png", picture_grid(pictures[:100], run.classes)
+                out / f"{name}-{guidance}.png", sample_grid(pictures[:100], run.classes)
             )
         logged = read_metrics(folder / "metrics.jsonl")
         speed = np.median([row["images_per_second"] for row in logged if "images_per_second" in row])

@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
-from unfog.pipeline.autoencoder_folder import open_codec, write_codec
+from unfog.pipeline.autoencoder_folder import load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.train import resume
@@ -189,22 +189,22 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
 def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     torch.manual_seed(0)
     network = AutoencoderModel(SMALL, 1)
-    described = write_codec(tmp_path / "codec", network)
+    described = save_autoencoder(tmp_path / "codec", network)
     assert (described.factor, described.channels, described.image_channels) == (4, 3, 1)
     assert describe(str(tmp_path)) == described  # a run folder, where it lies in codec/
     x = torch.rand(2, 1, 8, 8)
-    read = open_codec(described, torch.device("cpu"))
+    read = load_autoencoder(described, torch.device("cpu"))
     assert torch.equal(read.encode(x), network.encode(x))
     assert torch.equal(read.decode(network.encode(x)), network.decode(network.encode(x)))
     before = described.sha256()
     with torch.no_grad():
         network.decoder[0].bias[0] += 1e-3
-    assert write_codec(tmp_path / "codec", network).sha256() != before
+    assert save_autoencoder(tmp_path / "codec", network).sha256() != before
 
 
 def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    first = write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256()
+    first = save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256()
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -212,9 +212,9 @@ def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("unfog.pipeline.autoencoder_folder.sync", killed)
         with pytest.raises(KeyboardInterrupt):
-            write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3))
+            save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3))
     assert describe(str(tmp_path / "codec")).sha256() == first
-    assert write_codec(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256() != first
+    assert save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256() != first
     assert [path.name for path in tmp_path.iterdir()] == ["codec"]
 
 

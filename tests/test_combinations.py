@@ -33,15 +33,15 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.autoencoder_folder import codec_of, encoded_edit, write_codec
-from unfog.pipeline.build import as_it_is, held_out_set, normalisation, shape_of
-from unfog.pipeline.edit import edit_of
+from unfog.pipeline.autoencoder_folder import encode_edit, open_run_autoencoder, save_autoencoder
+from unfog.pipeline.build import build_held_out_set, input_shape, latent_normalisation, without_augmentation
+from unfog.pipeline.edit import build_edit
 from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.dry_run_parts import evaluated_in_small
+from unfog.runs.dry_run_parts import shortened_evaluation
 from unfog.training.ema_schedules import PowerEma
 from unfog.training.micro_batches import seed_at
 from unfog.training.precision import Precision
@@ -92,7 +92,7 @@ def random_codec(folder, seed=0):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return str(write_codec(folder, network).folder)
+    return str(save_autoencoder(folder, network).folder)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def each(cells):
 @pytest.mark.parametrize(("network", "seen", "answer"), each(CELLS))
 def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, codec, tmp_path, network, seen, answer):
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
-    channels, side, _ = shape_of(run.config)
+    channels, side, _ = input_shape(run.config)
     assert (channels, side) == ((3, 4) if seen == "latents" else (3, 16))
     x = torch.randn(2, channels, side, side)
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
     monkeypatch.setattr("unfog.commands.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=2.0))
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
-    one = edit_of(run.config, photos / "a" / "000.png", halves(), None, None)
+    one = build_edit(run.config, photos / "a" / "000.png", halves(), None, None)
     painted = run.sample(2, image=photos / "a" / "000.png", mask=halves(), repeats=2)
     assert (painted[:, :7] == to_pixels(one.image).permute(1, 2, 0).numpy()[:7]).all()
     assert unfog.tune(run.path, steps=2, pictures=2, tries=2, device="cpu").reference > 0
@@ -182,11 +182,11 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
 
 def test_a_rehearsal_measures_few_pictures_and_is_refused_none():
     settled = Evaluate(10, metrics=("kid", "fid"), samples=5000, reference=10_000, metrics_every=50, best="fid")
-    small = evaluated_in_small(settled, 2)
+    small = shortened_evaluation(settled, 2)
     assert (small.every, small.metrics_every, small.samples, small.reference) == (2, 2, 10, 100)
     assert (small.metrics, small.best) == (("kid", "fid"), "held_out_loss")
-    assert evaluated_in_small(Evaluate(10), 2) == Evaluate(2)
-    assert evaluated_in_small(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
+    assert shortened_evaluation(Evaluate(10), 2) == Evaluate(2)
+    assert shortened_evaluation(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -222,7 +222,9 @@ def test_weights_have_a_digest_in_every_network(kind):
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):
     drawn = []
-    monkeypatch.setattr("unfog.pipeline.generate.decoder", lambda config, device: lambda x0: drawn.append(x0) or x0)
+    monkeypatch.setattr(
+        "unfog.pipeline.generate.latent_decoder", lambda config, device: lambda x0: drawn.append(x0) or x0
+    )
     assert on_latents.config.sampler.clip
     on_latents.sample(8)  # the network answers next to nothing, so that noise as loud as it was is what comes out
     assert float(drawn[0].abs().max()) > 1.5
@@ -235,17 +237,17 @@ def test_known_pixels_stay_and_the_rest_is_drawn_from_their_latents(on_latents, 
     assert (painted[:, :7] == pixels[:7]).all()
     assert (painted[:, 7:] != pixels[7:]).any(axis=(1, 2, 3)).all()
     # With nothing drawn what comes back is the image as its codec brings it.
-    codec = codec_of(on_latents.config, CPU)
+    codec = open_run_autoencoder(on_latents.config, CPU)
     x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
         expected = to_pixels(codec.decode(codec.encode(x)))[0].permute(1, 2, 0).numpy()
     back = on_latents.sample(1, image=pixels, strength=0.0)[0]
     assert np.abs(back.astype(int) - expected.astype(int)).max() <= 1
     # A latent is known where all of its pixels are: those of rows 4 to 7 are not, as row 7 is to be painted.
-    edit = encoded_edit(edit_of(on_latents.config, pixels, mask, None, None), on_latents.config, CPU)
+    edit = encode_edit(build_edit(on_latents.config, pixels, mask, None, None), on_latents.config, CPU)
     assert edit.unknown.tolist() == [[[row > 0] * 4 for row in range(4)]]
     with torch.no_grad():
-        latents = normalisation(on_latents.config).forward(codec.encode(x))[0]
+        latents = latent_normalisation(on_latents.config).forward(codec.encode(x))[0]
     torch.testing.assert_close(edit.image, latents)
 
 
@@ -258,10 +260,10 @@ def test_held_out_images_are_measured_as_latents_and_bits_are_refused(on_latents
     with pytest.raises(RequestError, match="bits are of pixels"):
         on_latents.evaluate("bits")
     prepared = images_of(on_latents)
-    x0 = held_out_set(prepared, on_latents.config, CPU).x0
+    x0 = build_held_out_set(prepared, on_latents.config, CPU).x0
     assert x0.shape[1:] == (3, 4, 4)
     stored = torch.from_numpy(np.array(prepared.as_network_input.held_out.pixels))
-    torch.testing.assert_close(x0, as_it_is(on_latents.config)(stored))
+    torch.testing.assert_close(x0, without_augmentation(on_latents.config)(stored))
 
 
 def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
@@ -271,7 +273,7 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
             parameter.add_(
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
-    held_out = held_out_set(images_of(run), run.config, CPU, 4)
+    held_out = build_held_out_set(images_of(run), run.config, CPU, 4)
     found = bits_per_value(run.network, run.config, held_out, 4, 0, lambda done: None)
 
     def by_hand(variance):

@@ -17,8 +17,8 @@ from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
-from unfog.pipeline.build import augmentation, build_state, loss_function
-from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
+from unfog.pipeline.generate import default_generation, generate_images
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
 
@@ -85,8 +85,8 @@ def counted_steps(config, monkeypatch, microbatch=0):
     config = replace(config, training=replace(config.training, microbatch=microbatch))
     pixels = np.random.default_rng(0).integers(0, 256, (40, 3, SIDE, SIDE), dtype=np.uint8).view(Pixels)
     state, stream = build_state(config, CPU), ImageStream(ImageSet(pixels, None, ["image"] * 40, ()), 0)
-    counting, run, augment = Counting(), Stopping(), augmentation(config)
-    loss = loss_function(config, state.levels)
+    counting, run, augment = Counting(), Stopping(), build_augmentation(config)
+    loss = build_loss(config, state.levels)
 
     def augmented(pixels):
         with counting.during("augmentation"):
@@ -150,7 +150,7 @@ def counted_drawing(kind, guidance, steps, monkeypatch):
     counting.wrap(network, "forward", "forward")
     with counting, monkeypatch.context() as patched:
         counting.watch_reads(patched)
-        draw(network, config, replace(usual(config, 4, 4), guidance=guidance))
+        generate_images(network, config, replace(default_generation(config, 4, 4), guidance=guidance))
     return counting
 
 

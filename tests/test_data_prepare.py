@@ -24,7 +24,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.source import FolderSource, open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.build import held_out_set
+from unfog.pipeline.build import build_held_out_set
 from unfog.training.settings import Evaluate
 
 MEMORY = Data(size=16, cache="memory")
@@ -419,7 +419,7 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 def test_held_out_images_that_are_measured_are_spread_over_all(tmp_path):
     prepared = run(fill(tmp_path / "set", 300), Data(size=16, cache="memory", held_out=0.2))
     config = replace(Config(), data=prepared.settings, evaluate=Evaluate(images=4))
-    held_out, n = held_out_set(prepared, config, CPU), len(prepared.held_out)
+    held_out, n = build_held_out_set(prepared, config, CPU), len(prepared.held_out)
     assert n > 40
     wanted = prepared.held_out.pixels[[0, (n - 1) // 3, 2 * (n - 1) // 3, n - 1]]
     assert torch.equal(held_out.x0, torch.from_numpy(wanted) / 127.5 - 1)

@@ -26,7 +26,7 @@ from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.source import open_source
 from unfog.pipeline import data_report as data_record
-from unfog.pipeline.data_report import contact_sheet, data_json, write_data_record
+from unfog.pipeline.data_report import contact_sheet, data_json, write_data_report
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -100,7 +100,7 @@ def test_every_file_has_a_line() -> None:
 
 
 def test_of_very_many_files_only_the_unusual_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_record, "LISTED", 5)
+    monkeypatch.setattr(data_record, "MAX_LISTED", 5)
     assert len(files(prepared(3, 1))) == 5
     many = prepared(5, 1, treatment=(0, 0, 1, 3, 0, 2))
     assert [file["name"] for file in files(many)] == ["0000002.png", "0000005.png", "bad.png"]
@@ -161,12 +161,12 @@ def test_the_sheet_is_augmented_and_repeatable_and_leaves_the_random_numbers_alo
 
 
 def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) -> None:
-    write_data_record(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
+    write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["contact-sheet.png", "data.json"]
     with Image.open(tmp_path / "contact-sheet.png") as image:
         assert np.array_equal(np.asarray(image), contact_sheet(prepared(20), Augment(), seed=0))
     with pytest.raises(OSError, match="No such file"):
-        write_data_record(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
+        write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
 def test_it_is_quick(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_it_is_quick(tmp_path: Path) -> None:
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):
         images = prepared(n, classes=10, size=4)
         started = time.perf_counter()
-        write_data_record(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
+        write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.perf_counter() - started < limit
 
 

@@ -26,8 +26,8 @@ from unfog.data.augmentation.augment import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.process.launch import earlier_attempt, note_launch
-from unfog.process.run_folder import CODEC, RunFolder
+from unfog.process.launch import find_earlier_attempt, write_launch_file
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.sharded_rng import part_of
 from unfog.training.distributed.rendezvous import device_of
 from unfog.training.distributed.watchdog import Sign, blamed
@@ -165,36 +165,38 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
         folder.path.mkdir()
         folder.config_file.write_text("")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        note_launch(folder)
+        write_launch_file(folder)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
-    assert earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
+    assert find_earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
     monkeypatch.setattr("os.getppid", lambda: 1)
-    assert earlier_attempt("photos", other.path) is None
-    assert earlier_attempt("photos", mine.path) is None  # an earlier launch by the same name, forgotten from here on
+    assert find_earlier_attempt("photos", other.path) is None
+    assert (
+        find_earlier_attempt("photos", mine.path) is None
+    )  # an earlier launch by the same name, forgotten from here on
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert earlier_attempt("photos", mine.path) is None
-    note_launch(mine)
-    assert earlier_attempt("photos", mine.path) == mine
-    assert earlier_attempt("photos", other.path) is None
-    assert earlier_attempt("photos", tmp_path / "none") is None
+    assert find_earlier_attempt("photos", mine.path) is None
+    write_launch_file(mine)
+    assert find_earlier_attempt("photos", mine.path) == mine
+    assert find_earlier_attempt("photos", other.path) is None
+    assert find_earlier_attempt("photos", tmp_path / "none") is None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("unfog.process.launch.next_folder", lambda source: tmp_path / "photos-3")
-    assert earlier_attempt("photos", None) == mine
+    assert find_earlier_attempt("photos", None) == mine
 
 
 def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the_way(tmp_path, monkeypatch):
     begun, another = RunFolder(tmp_path / "begun"), RunFolder(tmp_path / "another")
     for folder, job in ((another, "job 2"), (begun, "job 1")):
-        (folder.path / CODEC).mkdir(parents=True)
+        (folder.path / AUTOENCODER_FOLDER).mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        note_launch(folder)
-    with pytest.raises(RequestError, match="not empty"), begun.reserved("photos"):
+        write_launch_file(folder)
+    with pytest.raises(RequestError, match="not empty"), begun.create_locked("photos"):
         pass
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert earlier_attempt("photos", another.path) is None
-    assert (another.path / CODEC).is_dir()
-    assert earlier_attempt("photos", begun.path) is None
-    with begun.reserved("photos"):
+    assert find_earlier_attempt("photos", another.path) is None
+    assert (another.path / AUTOENCODER_FOLDER).is_dir()
+    assert find_earlier_attempt("photos", begun.path) is None
+    with begun.create_locked("photos"):
         assert [one.name for one in begun.path.iterdir()] == [".lock"]
     assert not begun.path.exists() or not list(begun.path.iterdir())
 

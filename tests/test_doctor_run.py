@@ -151,11 +151,11 @@ def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypa
     def others(network, config, drawing, *rest):
         return np.stack([np.asarray(picture(1000 + i)) for i in range(drawing.count)])
 
-    monkeypatch.setattr(examination, "draw", copies)
+    monkeypatch.setattr(examination, "generate_images", copies)
     found = examined(run)["run.memorised"]
     assert found.severity == "warning"
     assert found.facts["copies"] > 16
-    monkeypatch.setattr(examination, "draw", others)
+    monkeypatch.setattr(examination, "generate_images", others)
     assert examined(run)["run.memorised"].severity == "fine"
 
 

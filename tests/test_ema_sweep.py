@@ -155,7 +155,7 @@ def test_pictures_that_are_compared_have_classes_as_often_as_the_data(photos, tm
     run = tmp_path / "classes"
     labels = np.arange(len(images)) % 10 == 0
     unfog.train(images, labels=labels, out=run, steps=8, averages={"every": 4}, **SETTINGS)
-    drawn, draw = [], ema_sweep.draw
+    drawn, draw = [], ema_sweep.generate_images
 
     def seen(network, config, drawing, *others):
         drawn.append(drawing)
@@ -183,7 +183,7 @@ def test_what_is_of_another_type_is_refused_in_a_line(run, asked, said):
 
 
 def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
-    monkeypatch.setattr("unfog.commands.ema_sweep.draw", lambda *given: pytest.fail("pictures were drawn"))
+    monkeypatch.setattr("unfog.commands.ema_sweep.generate_images", lambda *given: pytest.fail("pictures were drawn"))
     with pytest.raises(RequestError, match=r"fd is refused: 40 pictures .* 192 features of pixels.*--metric kid"):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 pictures: sliced needs at least 10"):

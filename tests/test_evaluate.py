@@ -31,8 +31,8 @@ from unfog.inference.memorization import Unseen, by_features, by_pixels
 from unfog.inference.nearest_images import memorised, nearest_features
 from unfog.inference.results import Evaluation, EvaluationRequest
 from unfog.inference.run import Run
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
@@ -184,10 +184,10 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
 
 def test_values_are_those_of_pictures_drawn_by_hand(run):
     found = run.evaluate("kid,coverage", n=30, features="pixels", batch=16, seed=5, reference="held-out")
-    names = labels_like(_prepared(run).train.labels, 30)
+    names = proportional_labels(_prepared(run).train.labels, 30)
     guided = {"guidance": run.config.usual_guidance, "interval": run.config.guidance_interval}
-    asked = Drawing(30, run.config.sampler, names, seed=5, batch=16, **guided)
-    pictures = draw(run.network, run.config, asked)
+    asked = GenerationSettings(30, run.config.sampler, names, seed=5, batch=16, **guided)
+    pictures = generate_images(run.network, run.config, asked)
     features = open_features("pixels")
     held_out = _prepared(run).held_out
     real = features(torch.from_numpy(np.ascontiguousarray(held_out.pixels[:])))

@@ -24,13 +24,13 @@ from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
 from unfog.inference.run import Run
-from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.generate import default_generation, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import metrics_hook as measuring
-from unfog.runs.metrics_hook import FEWEST, TIMES, Costs, due, fit
+from unfog.runs.metrics_hook import MIN_SAMPLES, TARGET_TIMES, Costs, fit_to_budget, metrics_due
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -148,17 +148,17 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
     def once(samples: int, reference: int) -> float:
         return samples * (draw + features) + compute * (samples + reference) / 10_000
 
-    chosen, each = fit(config, images, Costs(draw, features, 192), allowed, once)
+    chosen, each = fit_to_budget(config, images, Costs(draw, features, 192), allowed, once)
     settled = replace(config, evaluate=chosen)
     evaluations = [s for s in range(1, steps + 1) if s % chosen.every == 0 or s == steps]
-    drawn = [s for s in evaluations if due(settled, s)]
+    drawn = [s for s in evaluations if metrics_due(settled, s)]
     assert len(drawn) * each + bool(drawn) * chosen.reference * features <= allowed * (1 + 1e-9)
     assert each == once(chosen.samples, chosen.reference)
     if drawn:
         assert drawn[-1] == steps
-        assert chosen.samples >= FEWEST
+        assert chosen.samples >= MIN_SAMPLES
     else:
-        assert once(FEWEST, chosen.reference) + chosen.reference * features > allowed * (1 - 1e-9)
+        assert once(MIN_SAMPLES, chosen.reference) + chosen.reference * features > allowed * (1 - 1e-9)
 
 
 def test_the_adaptive_sampler_is_timed_as_it_draws():
@@ -170,9 +170,9 @@ def test_the_adaptive_sampler_is_timed_as_it_draws():
 def test_what_is_affordable_is_used():
     """Pictures for a tenth of a second each in an hour: 5% are 180 s, five times 360 pictures less the reference."""
     config = Config(training=Training(images=64 * 3600), evaluate=Evaluate(metrics=("kid",), every=100))
-    chosen, each = fit(config, 10**6, Costs(0.1, 1e-3, 192), 180.0, lambda n, reference: n * 0.101)
+    chosen, each = fit_to_budget(config, 10**6, Costs(0.1, 1e-3, 192), 180.0, lambda n, reference: n * 0.101)
     assert chosen.reference == 10_000
-    assert 0.9 * 170 < TIMES * each <= 170
+    assert 0.9 * 170 < TARGET_TIMES * each <= 170
     assert chosen.metrics_every in (700, 800)
 
 
@@ -192,8 +192,8 @@ def test_settled_values_are_stored_and_printed(tmp_path, capsys):
     evaluate = {**METRICS, "samples": 0, "reference": 0, "share": 0.5, "metrics": ["kid"]}
     run = unfog.train(images(), out=tmp_path / "run", steps=60, evaluate=evaluate, **SETTINGS)
     settled = run.config.evaluate
-    assert settled.samples >= FEWEST
-    assert settled.reference >= FEWEST
+    assert settled.samples >= MIN_SAMPLES
+    assert settled.reference >= MIN_SAMPLES
     assert settled.metrics_every % settled.every == 0
     assert f"{settled.samples} pictures against {settled.reference} real ones" in capsys.readouterr().err
     rows = [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if "kid" in row]
@@ -292,7 +292,7 @@ def test_pictures_are_drawn_in_the_proportions_of_the_classes(tmp_path, monkeypa
 
     def spy(network, config, drawing, *rest, **more):
         drawn.append(drawing)
-        return draw(network, config, drawing, *rest, **more)
+        return generate_images(network, config, drawing, *rest, **more)
 
     monkeypatch.setattr(measuring, "draw", spy)
     labels = (np.arange(200) % 4 == 0).astype(np.int64)
@@ -306,7 +306,7 @@ def test_pictures_are_drawn_in_the_proportions_of_the_classes(tmp_path, monkeypa
 def test_values_are_those_of_the_average_drawn_by_hand(measured):
     run = Run(measured, step=24)
     rows = read_metrics(measured / "metrics.jsonl")
-    pictures = draw(run.network, run.config, usual(run.config, 20, 8)).transpose(0, 3, 1, 2)
+    pictures = generate_images(run.network, run.config, default_generation(run.config, 20, 8)).transpose(0, 3, 1, 2)
     train = load_images(run.config, StopSignals())[0].train
     texture = open_features("texture")
     real = texture(torch.from_numpy(train.pixels[evenly_spaced(len(train), 60)]))

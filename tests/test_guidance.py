@@ -23,8 +23,8 @@ from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError, RunError
 from unfog.inference.tuned_sampler import omit_tuned_settings
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 
@@ -201,27 +201,27 @@ def test_old_settings_have_no_interval():
 
 def test_labels_like_a_data_set():
     data = [0] * 50 + [1] * 30 + [3] * 20
-    labels = labels_like(data, 1000)
+    labels = proportional_labels(data, 1000)
     shares = np.bincount(labels, minlength=4) / 1000
     np.testing.assert_allclose(shares, [0.5, 0.3, 0, 0.2], atol=0.004)
     # A picture's label does not depend on how many there are.
-    assert labels_like(data, 17) == labels[:17]
+    assert proportional_labels(data, 17) == labels[:17]
     # Every stretch has them, so that a batch has.
     for first in range(0, 1000, 50):
         assert abs(labels[first : first + 50].count(0) - 25) <= 2
-    assert labels_like(np.array([5]), 3) == (5, 5, 5)
-    assert labels_like(None, 3) == ()
-    many = labels_like(np.repeat(np.arange(4), [60, 25, 10, 5]), 5000)
+    assert proportional_labels(np.array([5]), 3) == (5, 5, 5)
+    assert proportional_labels(None, 3) == ()
+    many = proportional_labels(np.repeat(np.arange(4), [60, 25, 10, 5]), 5000)
     for count in (100, 777, 5000):
         assert np.abs(np.bincount(many[:count]) - count * np.array([0.6, 0.25, 0.1, 0.05])).max() < 3
     for nothing in ([], np.zeros((2, 2), dtype=int)):
         with pytest.raises(RequestError, match="need one that has labels"):
-            labels_like(nothing, 3)
+            proportional_labels(nothing, 3)
 
 
 def test_labels_like_a_data_set_can_be_drawn(run):
-    labels = labels_like([0, 0, 0, 1], 8)
-    drawn = draw(run.network, run.config, Drawing(8, Sampler(steps=2), labels, batch=8))
+    labels = proportional_labels([0, 0, 0, 1], 8)
+    drawn = generate_images(run.network, run.config, GenerationSettings(8, Sampler(steps=2), labels, batch=8))
     one_by_one = run.sample(8, steps=2, label=labels, guidance=1.0, batch=8)
     assert np.array_equal(drawn, one_by_one)
 

@@ -32,7 +32,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.image_files import ImageError, open_image
 from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
-from unfog.pipeline.data_report import write_data_record
+from unfog.pipeline.data_report import write_data_report
 from unfog.process.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="most of these files cannot exist there")
@@ -285,7 +285,7 @@ def files_of(record: Path) -> dict[str, dict[str, object]]:
 
 def recorded(folder: Path, prepared: Dataset) -> dict[str, dict[str, object]]:
     folder.mkdir(exist_ok=True)
-    write_data_record(RunFolder(folder), prepared, Augment(), seed=0)
+    write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
     return files_of(folder / "data.json")
 
 

@@ -21,9 +21,9 @@ from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.reporting.records import read_events
-from unfog.runs.diffusers_scheduler import objective_of
-from unfog.runs.dry_run_parts import filled
-from unfog.runs.init_weights import started_from
+from unfog.runs.diffusers_scheduler import objective_from_scheduler
+from unfog.runs.dry_run_parts import randomized
+from unfog.runs.init_weights import recipe_from_weights
 
 QUICK = {
     "device": "cpu",
@@ -64,7 +64,7 @@ def written(folder, scheduler=None, **changes):
     """A UNet2DModel of random weights that matter, written by diffusers."""
     torch.manual_seed(1)
     with torch.no_grad():
-        model = filled(UNet2DModel(**THEIRS | changes)).eval()
+        model = randomized(UNet2DModel(**THEIRS | changes)).eval()
     if scheduler is None:
         model.save_pretrained(folder)
     else:
@@ -77,7 +77,7 @@ def test_a_size_of_any_form_is_taken_or_left(tmp_path, size, seen):
     written(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"sample_size": size}))
-    assert started_from(Config(), {"init": {"folder": str(tmp_path)}}).data.size == seen
+    assert recipe_from_weights(Config(), {"init": {"folder": str(tmp_path)}}).data.size == seen
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def test_what_unfog_exports_and_names_of_old(photos, tmp_path):
     folder.mkdir()
     settings = UNet((8, 16), attention=(False, True), head_channels=8, norm_groups=4)
     with torch.no_grad():
-        network = filled(UNetModel(settings, 3, 3))
+        network = randomized(UNetModel(settings, 3, 3))
     config, state = to_unet2d(Network(network.settings, 3, 3, network.state_dict()), 8)
     (folder / "config.json").write_text(json.dumps(config))
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -250,7 +250,7 @@ def test_schedules_of_diffusers(betas, steps, zero):
     theirs = DDPMScheduler(
         steps, beta_schedule=betas, rescale_betas_zero_snr=zero, prediction_type="v_prediction", beta_end=0.015
     )
-    ours = objective_of(theirs.config, Diffusion())
+    ours = objective_from_scheduler(theirs.config, Diffusion())
     share = ours.path(ours.schedule.table())[0].square()
     # Theirs is in single precision, and its last one is not quite zero.
     assert torch.allclose(share, theirs.alphas_cumprod.double(), atol=2e-6)
@@ -258,11 +258,11 @@ def test_schedules_of_diffusers(betas, steps, zero):
 
 
 def test_schedulers_without_equivalent_unless_the_objective_is_given(photos, tmp_path):
-    flow = objective_of({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Diffusion())
+    flow = objective_from_scheduler({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Diffusion())
     assert (flow.path, flow.target) == (Flow(), FlowVelocity())
     for wrong in ({"beta_schedule": "sigmoid"}, {"prediction_type": "flow"}, {"_class_name": "EDMEulerScheduler"}):
         with pytest.raises(RequestError, match="give --path, --schedule and --target"):
-            objective_of(wrong, Diffusion())
+            objective_from_scheduler(wrong, Diffusion())
     written(tmp_path / "theirs", DDPMScheduler(beta_schedule="scaled_linear"))
     given = {"path": "vp", "schedule": "cosine", "target": "eps", "out": tmp_path / "run"}
     run = unfog.train(photos, init=tmp_path / "theirs", **given, **QUICK)

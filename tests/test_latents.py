@@ -30,9 +30,9 @@ from unfog.data.sources.source import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents
-from unfog.pipeline.autoencoder_folder import encode_pixels, open_codec, write_codec
-from unfog.pipeline.build import build_network, shape_of
-from unfog.pipeline.encode_latents import fitted
+from unfog.pipeline.autoencoder_folder import encode_pixels, load_autoencoder, save_autoencoder
+from unfog.pipeline.build import build_network, input_shape
+from unfog.pipeline.encode_latents import apply_autoencoder_settings
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -72,7 +72,7 @@ def codec(tmp_path_factory):
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return write_codec(tmp_path_factory.mktemp("codec") / "mine", network)
+    return save_autoencoder(tmp_path_factory.mktemp("codec") / "mine", network)
 
 
 def images(count=10, seed=0):
@@ -81,7 +81,7 @@ def images(count=10, seed=0):
 
 
 def wanted(codec, sets, copies=2, batch=4, calls=None):
-    network = open_codec(codec, CPU)
+    network = load_autoencoder(codec, CPU)
 
     def encode(pixels):
         if calls is not None:
@@ -101,7 +101,7 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     assert stored.latents.shape == (13, 2, 3, 4, 4)
     assert stored.latents.dtype == np.float16
     assert isinstance(stored.latents, np.memmap)
-    network = open_codec(codec, CPU)
+    network = load_autoencoder(codec, CPU)
     for number, part in enumerate(sets):
         x = to_model_range(torch.from_numpy(part.pixels))
         mine = torch.tensor(stored.latents[[slice(10), slice(10, None)][number]])
@@ -306,10 +306,10 @@ def configured(photos, codec, **settings):
 
 
 def test_the_network_sees_latents(photos, codec):
-    config = fitted(configured(photos, codec))
-    assert shape_of(config) == (3, 4, 4)
+    config = apply_autoencoder_settings(configured(photos, codec))
+    assert input_shape(config) == (3, 4, 4)
     assert build_network(config).image_channels == 3
-    assert shape_of(replace(config, codec="")) == (3, 16, 16)
+    assert input_shape(replace(config, codec="")) == (3, 16, 16)
     with StopSignals() as stop:
         prepared, config = load_images(config, stop)
         entries = set(cache_folder().iterdir())
@@ -364,7 +364,7 @@ def test_interrupted_is_uninterrupted_whatever_became_of_the_cache(trained, tmp_
 def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
     run = RunFolder(shutil.copytree(trained.path, tmp_path / "run"))
     torch.manual_seed(9)
-    other = write_codec(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
+    other = save_autoencoder(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
     with pytest.raises(RequestError, match="not the one that this run was trained with"):
         unfog.resume(run.path, codec=str(other.folder), steps=14)
     with pytest.raises(RequestError, match=r"codec is .* and cannot become ''"):

@@ -15,7 +15,7 @@ import torch
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.runs import session
-from unfog.runs.train import start
+from unfog.runs.train import train
 
 EARLY, STEPS = 1000, 10_000
 GROWTH = 4e6  # bytes that the memory of the process may differ by, of allocators and of what Python keeps to itself
@@ -67,7 +67,7 @@ def watch(folder):
             seen[step] = held()
 
     session.Session.advance = advanced
-    start(configured(), Path(folder))
+    train(configured(), Path(folder))
     print(json.dumps(seen))
 
 

@@ -46,12 +46,12 @@ def test_what_is_locked_is_a_file_that_is_there_only_meanwhile(tmp_path, monkeyp
 def test_a_process_that_is_killed_holds_nothing(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"
-    with pytest.raises(RequestError, match="another process"), RunFolder(tmp_path).reserved(""):
+    with pytest.raises(RequestError, match="another process"), RunFolder(tmp_path).create_locked(""):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (tmp_path / LOCK).exists()
-    with RunFolder(tmp_path).reserved(""):  # what it left does not make the folder one that is not empty
+    with RunFolder(tmp_path).create_locked(""):  # what it left does not make the folder one that is not empty
         pass
     assert not list(tmp_path.iterdir())
 
@@ -92,6 +92,6 @@ def test_without_locks_the_folder_is_had_all_the_same(tmp_path, monkeypatch):
     with lock_of(tmp_path) as ours:
         assert not ours
     assert not list(tmp_path.iterdir())
-    with RunFolder(tmp_path / "run").reserved(""):
+    with RunFolder(tmp_path / "run").create_locked(""):
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()

@@ -35,7 +35,7 @@ from unfog.diffusion.objective import Objective
 from unfog.doctor.run import run_checks as examination
 from unfog.doctor.settings.overfit_one_batch import Lesson
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.build import held_out_set
+from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.data_report import contact_sheet, data_json
 from unfog.process.signals import StopSignals
 
@@ -279,7 +279,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
         return prepare(source, replace(ASKED, held_out=0.2))
 
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
-    held = held_out_set(fresh(), config, cpu)
+    held = build_held_out_set(fresh(), config, cpu)
     probe = find_lr._test_setup(config, fresh(), cpu, stop).probe
     looked = examination.looked_at(fresh().held_out, cpu, to_model_range)
     shown, own = examination.pictures_of(fresh().train, (0, 1))

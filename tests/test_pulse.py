@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 from unfog.process import heartbeat as module
-from unfog.process.heartbeat import Pulse, last_beat
+from unfog.process.heartbeat import Heartbeat, read_heartbeat
 from unfog.process.signals import StopSignals
 
 
@@ -25,41 +25,43 @@ def wait_until(condition, seconds=10.0):
 
 
 def fast(folder, stop=None):
-    return Pulse(folder, stop or StopSignals(), interval=0.05)
+    return Heartbeat(folder, stop or StopSignals(), interval=0.05)
 
 
 def test_heartbeat_says_who_where_and_what(tmp_path):
-    with Pulse(tmp_path, StopSignals()) as pulse:
-        first = last_beat(tmp_path)
+    with Heartbeat(tmp_path, StopSignals()) as pulse:
+        first = read_heartbeat(tmp_path)
         assert first["pid"] == os.getpid()
         assert (first["step"], first["steps"], first["doing"], first["alive"]) == (0, 0, "starting", True)
         assert abs(datetime.fromisoformat(first["time"]) - datetime.now(UTC)) < timedelta(seconds=5)
         assert first["host"]
-        pulse.step, pulse.doing = 7, "preview"
-        wait_until(lambda: last_beat(tmp_path)["doing"] == "preview", 3)  # sooner than the five seconds between two
-        assert last_beat(tmp_path)["step"] == 7
+        pulse.step, pulse.activity = 7, "preview"
+        wait_until(
+            lambda: read_heartbeat(tmp_path)["doing"] == "preview", 3
+        )  # sooner than the five seconds between two
+        assert read_heartbeat(tmp_path)["step"] == 7
 
 
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
     with fast(tmp_path) as pulse:
         pulse.step = 3
-        before = last_beat(tmp_path)["time"]
+        before = read_heartbeat(tmp_path)["time"]
         time.sleep(1)
-        beat = last_beat(tmp_path)
+        beat = read_heartbeat(tmp_path)
     assert beat["time"] > before
     assert beat["step"] == 3
     assert beat["age"] < 5
 
 
 def test_it_ends_at_once_and_says_how(tmp_path):
-    with Pulse(tmp_path, StopSignals()) as pulse:
+    with Heartbeat(tmp_path, StopSignals()) as pulse:
         time.sleep(0.1)
         started = time.monotonic()
         pulse.step = 1000
         pulse.end("finished")
         assert time.monotonic() - started < 4, "an interval is 5"
         pulse.end("stopped")
-    beat = last_beat(tmp_path)
+    beat = read_heartbeat(tmp_path)
     assert (beat["doing"], beat["step"], beat["alive"]) == ("finished", 1000, False)
     assert not [thread for thread in threading.enumerate() if thread.name == "pulse"]
 
@@ -69,7 +71,7 @@ def test_it_ends_at_once_and_says_how(tmp_path):
 )
 def test_a_session_that_says_nothing_has_ended_all_the_same(tmp_path, error, how):
     def session():
-        with Pulse(tmp_path, StopSignals()):
+        with Heartbeat(tmp_path, StopSignals()):
             if error:
                 raise error
 
@@ -78,7 +80,7 @@ def test_a_session_that_says_nothing_has_ended_all_the_same(tmp_path, error, how
             session()
     else:
         session()
-    assert last_beat(tmp_path)["doing"] == how
+    assert read_heartbeat(tmp_path)["doing"] == how
 
 
 def test_save_is_asked_for_until_it_is_met_and_can_be_asked_again(tmp_path):
@@ -88,14 +90,14 @@ def test_save_is_asked_for_until_it_is_met_and_can_be_asked_again(tmp_path):
             assert not pulse.save_requested
             (tmp_path / "SAVE").touch()
             wait_until(lambda: pulse.save_requested)
-            pulse.saved()  # another checkpoint
+            pulse.save_finished()  # another checkpoint
             assert pulse.save_requested
-            pulse.taken()
+            pulse.save_started()
             assert not pulse.save_requested
             time.sleep(0.15)
             assert not pulse.save_requested
             assert (tmp_path / "SAVE").exists(), "until it is on the disk"
-            pulse.saved()
+            pulse.save_finished()
             assert not (tmp_path / "SAVE").exists()
 
 
@@ -115,9 +117,9 @@ def test_stop_cuts_off_what_does_not_look(tmp_path):
         import time
         from pathlib import Path
         from unfog.errors import Interrupted
-        from unfog.process.heartbeat import Pulse
+        from unfog.process.heartbeat import Heartbeat
         from unfog.process.signals import StopSignals
-        with StopSignals() as stop, Pulse(Path({str(tmp_path)!r}), stop) as pulse:
+        with StopSignals() as stop, Heartbeat(Path({str(tmp_path)!r}), stop) as pulse:
             print("ready", flush=True)
             try:
                 time.sleep(20)
@@ -137,8 +139,8 @@ def test_requests_that_cannot_be_removed_are_met_once(tmp_path, capfd):
         (tmp_path / "STOP").mkdir()
         wait_until(lambda: pulse.save_requested)
         wait_until(stop)
-        pulse.taken()
-        pulse.saved()
+        pulse.save_started()
+        pulse.save_finished()
         time.sleep(0.3)
         assert not pulse.save_requested
         os.utime(tmp_path / "SAVE", (1, 1))  # asked again
@@ -167,12 +169,12 @@ def test_a_folder_that_vanishes_stops_nothing(tmp_path):
         folder.rename(tmp_path / "gone")
         time.sleep(0.3)
         assert not pulse.save_requested
-        pulse.saved()
+        pulse.save_finished()
         (tmp_path / "gone").rename(folder)
-        before = last_beat(folder)["time"]
-        wait_until(lambda: last_beat(folder)["time"] > before)
+        before = read_heartbeat(folder)["time"]
+        wait_until(lambda: read_heartbeat(folder)["time"] > before)
         folder.rename(tmp_path / "gone")
-    assert last_beat(folder) is None
+    assert read_heartbeat(folder) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -180,19 +182,19 @@ def test_a_folder_that_takes_no_files_stops_nothing(tmp_path):
     tmp_path.chmod(0o500)
     with fast(tmp_path) as pulse:
         time.sleep(0.2)
-        pulse.saved()
-    assert last_beat(tmp_path) is None
+        pulse.save_finished()
+    assert read_heartbeat(tmp_path) is None
     tmp_path.chmod(0o700)
 
 
 def test_a_disk_that_takes_no_new_file_still_takes_the_heartbeat(tmp_path):
     with fast(tmp_path) as pulse:
-        pulse.doing = "é" * 240  # longer in the file than what follows
-        wait_until(lambda: last_beat(tmp_path)["doing"] == pulse.doing)
+        pulse.activity = "é" * 240  # longer in the file than what follows
+        wait_until(lambda: read_heartbeat(tmp_path)["doing"] == pulse.activity)
         inode = (tmp_path / "heartbeat.json").stat().st_ino
         (tmp_path / "heartbeat.json.partial").mkdir()
-        pulse.doing = "waiting for disk space"
-        wait_until(lambda: (last_beat(tmp_path) or {}).get("doing") == "waiting for disk space")
+        pulse.activity = "waiting for disk space"
+        wait_until(lambda: (read_heartbeat(tmp_path) or {}).get("doing") == "waiting for disk space")
         assert (tmp_path / "heartbeat.json").stat().st_ino == inode
 
 
@@ -201,33 +203,33 @@ def test_a_killed_session_is_told_from_one_that_lives(tmp_path):
     body = f"""
         import time
         from pathlib import Path
-        from unfog.process.heartbeat import Pulse
+        from unfog.process.heartbeat import Heartbeat
         from unfog.process.signals import StopSignals
-        with Pulse(Path({str(tmp_path)!r}), StopSignals(), interval=0.5) as pulse:
-            pulse.doing = "training"
+        with Heartbeat(Path({str(tmp_path)!r}), StopSignals(), interval=0.5) as pulse:
+            pulse.activity = "training"
             print("ready", flush=True)
             time.sleep(20)
     """
     with python(body) as process:
         assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: last_beat(tmp_path)["doing"] == "training")
-        assert last_beat(tmp_path)["alive"]
+        wait_until(lambda: read_heartbeat(tmp_path)["doing"] == "training")
+        assert read_heartbeat(tmp_path)["alive"]
         process.kill()
-    beat = last_beat(tmp_path)
+    beat = read_heartbeat(tmp_path)
     assert not beat["alive"]
     assert beat["doing"] == "training"
     elsewhere = json.loads((tmp_path / "heartbeat.json").read_text()) | {"host": "elsewhere"}
     (tmp_path / "heartbeat.json").write_text(json.dumps(elsewhere))
-    wait_until(lambda: not last_beat(tmp_path)["alive"])  # of a process that cannot be asked for, after a while
-    assert last_beat(tmp_path)["age"] > 3 * 0.5
+    wait_until(lambda: not read_heartbeat(tmp_path)["alive"])  # of a process that cannot be asked for, after a while
+    assert read_heartbeat(tmp_path)["age"] > 3 * 0.5
 
 
 def test_it_does_not_keep_a_process_alive(tmp_path):
     body = f"""
         from pathlib import Path
-        from unfog.process.heartbeat import Pulse
+        from unfog.process.heartbeat import Heartbeat
         from unfog.process.signals import StopSignals
-        pulse = Pulse(Path({str(tmp_path)!r}), StopSignals()).__enter__()
+        pulse = Heartbeat(Path({str(tmp_path)!r}), StopSignals()).__enter__()
     """
     with python(body) as process:
         assert process.wait(10) == 0
@@ -255,16 +257,16 @@ WHOLE = {"pid": 1, "host": "a", "step": 1, "steps": 2, "doing": "training", "nex
     ],
 )
 def test_what_is_no_heartbeat_is_none(tmp_path, content):
-    assert last_beat(tmp_path) is None
+    assert read_heartbeat(tmp_path) is None
     (tmp_path / "heartbeat.json").write_bytes(content)
-    assert last_beat(tmp_path) is None
+    assert read_heartbeat(tmp_path) is None
 
 
 @pytest.mark.parametrize(("age", "alive"), [(-60, True), (14, True), (16, False)])
 def test_three_missed_heartbeats_are_death(tmp_path, age, alive):
     written = (datetime.now(UTC) - timedelta(seconds=age)).isoformat()
     (tmp_path / "heartbeat.json").write_text(json.dumps({**WHOLE, "time": written}))
-    beat = last_beat(tmp_path)
+    beat = read_heartbeat(tmp_path)
     assert beat["alive"] is alive
     assert beat["age"] == pytest.approx(max(0, age), abs=0.9)
 
@@ -273,10 +275,10 @@ def test_heartbeats_keep_their_size(tmp_path):
     with fast(tmp_path) as pulse:
         sizes = set()
         for doing in ("saving", "preview", "ü" * 10):
-            pulse.doing = doing
-            wait_until(lambda: last_beat(tmp_path)["doing"] == doing)  # noqa: B023
+            pulse.activity = doing
+            wait_until(lambda: read_heartbeat(tmp_path)["doing"] == doing)  # noqa: B023
             sizes.add((tmp_path / "heartbeat.json").stat().st_size)
-    assert sizes == {module.SIZE}
+    assert sizes == {module.FILE_BYTES}
 
 
 def python(body: str) -> subprocess.Popen:

@@ -23,8 +23,8 @@ from unfog.runs import dry_run as rehearsal
 from unfog.runs import dry_run_parts as small
 from unfog.runs import previews as looks
 from unfog.runs import session
-from unfog.runs.dry_run import rehearse
-from unfog.runs.dry_run_parts import in_small
+from unfog.runs.dry_run import dry_run
+from unfog.runs.dry_run_parts import shortened
 
 ATTENTIVE = "unet:channels=8/8,attention=0/1,mid_attention=1,norm_groups=4,head_channels=4"
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def settled(prepared, **settings):
 
 def rehearsed(config, prepared, folder):
     with StopSignals() as stop:
-        findings = rehearse(config, prepared, CPU, stop, folder)
+        findings = dry_run(config, prepared, CPU, stop, folder)
     assert not list(folder.iterdir()), "something was left behind"
     return {f.code.removeprefix("rehearsal."): f for f in findings}
 
@@ -102,7 +102,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         raise RuntimeError("planted\nwith a second line")
 
     place = {
-        "preview": (looks, "draw"),
+        "preview": (looks, "generate_images"),
         "evaluation": (HeldOut, "measure"),
         "report": (session, "write_report"),
         "sample": (rehearsal.Run, "sample"),
@@ -119,7 +119,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
 
 def test_it_is_the_run_in_small_without_trackers(fashion):
     config = settled(fashion, log={"sinks": ["tensorboard"]}, training={"microbatch": 4}, preview={"images": 100})
-    short = in_small(config, 2)
+    short = shortened(config, 2)
     assert short.log.sinks == ()
     assert short.training.images == 2 * config.training.batch
     assert short.preview.images == 4  # one pass as large as those of training
@@ -230,20 +230,20 @@ def test_a_request_to_leave_leaves_nothing(fashion, tmp_path):
     with StopSignals() as stop:
         stop.request("the test")
         with pytest.raises(Interrupted):
-            rehearse(settled(fashion), fashion, CPU, stop, tmp_path)
+            dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_in_the_middle_leaves_nothing(fashion, tmp_path, monkeypatch):
-    real = looks.draw
+    real = looks.generate_images
 
     def interrupted(*args, **kwargs):
         signal.raise_signal(signal.SIGTERM)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(looks, "draw", interrupted)
+    monkeypatch.setattr(looks, "generate_images", interrupted)
     with StopSignals() as stop:
         with pytest.raises(Interrupted):
-            rehearse(settled(fashion), fashion, CPU, stop, tmp_path)
+            dry_run(settled(fashion), fashion, CPU, stop, tmp_path)
         assert stop.received == "SIGTERM"
     assert not list(tmp_path.iterdir())

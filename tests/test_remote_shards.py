@@ -35,7 +35,7 @@ from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.failed_shards import Missing, told_elsewhere
+from unfog.pipeline.failed_shards import FailureReporter, failures_on_this_rank
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
@@ -367,12 +367,12 @@ def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Ser
     here = ImageStream(prepared.train, 0)
     web.faults["s-003.tar"] = "gone"
     found = numbers(there, 0, N)
-    elsewhere = [list(one) for one in told_elsewhere(there.images)]
+    elsewhere = [list(one) for one in failures_on_this_rank(there.images)]
     assert elsewhere == [["s-003.tar", "is not there", "shard"]]
-    missing = Missing(RunFolder(tmp_path), prepared)
+    missing = FailureReporter(RunFolder(tmp_path), prepared)
     with Recorder(tmp_path, Log(), total=10) as recorder:
-        missing.tell(recorder, 3, elsewhere)
-        missing.tell(recorder, 4, elsewhere)
+        missing.report(recorder, 3, elsewhere)
+        missing.report(recorder, 4, elsewhere)
     (event,) = [row for row in read_events(tmp_path / "events.jsonl") if row["kind"] == "quarantined"]
     assert (event["step"], event["shard"], event["images"]) == (3, "s-003.tar", EACH)
     assert missing.shards == {"s-003.tar": "is not there"}

@@ -21,7 +21,7 @@ from unfog.data.lazy import UNREAD
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
-from unfog.pipeline.build import build_state, loss_function
+from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.ema_snapshots import narrow
@@ -274,7 +274,7 @@ def test_the_loss_by_level_is_kept_up_only_where_it_is_read():
     for settings in ({"weighting": "uncertainty"}, {"diffusion": {"adaptive": 0.5}}):
         config = configured(**settings)
         assert config.diffusion.follows_losses
-        assert loss_function(config, build_state(config, cpu).levels).levels is not None
+        assert build_loss(config, build_state(config, cpu).levels).levels is not None
         codec = replace(config, autoencoder=replace(config.autoencoder, factor=2, channels=(8,)))
         assert build_state(codec, cpu).levels is None
 
@@ -352,7 +352,7 @@ def test_a_step_waits_for_the_device_once(settings):
             return type("Batch", (), {"pixels": pixels, "label": torch.from_numpy(LABELS)[index]})
 
     def until(step):
-        parts = (Images(), Augment.of(config.data), loss_function(config, state.levels), Silent())
+        parts = (Images(), Augment.of(config.data), build_loss(config, state.levels), Silent())
         train(replace(config.training, images=8 * step), config.optimizer, Every(0, 0, 0, 0), state, *parts)
 
     until(1)  # which makes the tables that are kept

@@ -18,8 +18,8 @@ from unfog.diffusion.noise import VP, Cosine, LogitNormal
 from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.pipeline.generate import find_labels, picture_grid
-from unfog.pipeline.image_files import IN_GRID, Strip, write_pictures
+from unfog.pipeline.generate import parse_labels, sample_grid
+from unfog.pipeline.image_files import MAX_IN_GRID, DenoisingStrip, write_images
 from unfog.planning.auto_settings import AutoSettings, round_down_to_125, seconds
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
@@ -91,7 +91,7 @@ def test_same_seed_gives_the_same_pictures_whatever_the_count_and_batch(run):
 def test_preview_is_what_sample_draws_without_flags(run):
     pictures = unfog.load(run.path).sample(12)
     preview = np.asarray(Image.open(run.path / "samples/00000060.png"))
-    assert np.array_equal(preview, picture_grid(pictures, run.classes))
+    assert np.array_equal(preview, sample_grid(pictures, run.classes))
 
 
 def test_weights_are_ema_unless_raw(run):
@@ -121,12 +121,12 @@ def test_labels_by_name_and_number_choose_the_class(run):
 
 def test_a_class_whose_name_is_a_number_is_not_another_ones_number():
     classes = ("1", "2", "3")
-    assert find_labels([0, np.int64(1), 2], classes) == (0, 1, 2)
-    assert find_labels(["1", "2", "3"], classes) == (0, 1, 2)
-    assert find_labels(["1", "b"], ("a", "b")) == (1, 1)
+    assert parse_labels([0, np.int64(1), 2], classes) == (0, 1, 2)
+    assert parse_labels(["1", "2", "3"], classes) == (0, 1, 2)
+    assert parse_labels(["1", "b"], ("a", "b")) == (1, 1)
     for wrong in ("0", 3, -1):
         with pytest.raises(RequestError, match="no class of this run; there is 1, 2, 3"):
-            find_labels([wrong], classes)
+            parse_labels([wrong], classes)
 
 
 def test_guidance(run):
@@ -172,16 +172,16 @@ def test_sample_command(run, tmp_path):
 
 
 def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
-    pictures = np.random.default_rng(0).integers(0, 256, (IN_GRID + 1, 1, 1, 1), np.uint8)
-    write_pictures(tmp_path, pictures, [], None)
-    assert len(list(tmp_path.glob("0*.png"))) == IN_GRID + 1
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), picture_grid(pictures[:IN_GRID], []))
+    pictures = np.random.default_rng(0).integers(0, 256, (MAX_IN_GRID + 1, 1, 1, 1), np.uint8)
+    write_images(tmp_path, pictures, [], None)
+    assert len(list(tmp_path.glob("0*.png"))) == MAX_IN_GRID + 1
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:MAX_IN_GRID], []))
     assert "grid.png shows the first 1,000 of 1,001 pictures" in capsys.readouterr().err
 
 
 def test_strip_shows_the_noise_levels_that_it_names():
     sampler = Sampler(kind="ddim", steps=1000)
-    strip = Strip(Cosine(steps=1000))
+    strip = DenoisingStrip(Cosine(steps=1000))
     seen = []
     draw = NoiseSource(0, [0], (1, 4, 4)).draw
     x0 = torch.full((1, 1, 4, 4), 0.5)
@@ -190,7 +190,7 @@ def test_strip_shows_the_noise_levels_that_it_names():
     assert [999 - column.step for column in strip.columns()] == [999, 750, 500, 250, 100, 50, 0]
     assert seen[0][2].std() > 0.8  # the first column is noise: the state before the step, not after it
     for kind, columns in (("ddim", 3), ("adaptive", 4)):
-        few = Strip(LogitNormal())
+        few = DenoisingStrip(LogitNormal())
         Sampler(kind, 3)(lambda x, logsnr: x0, VP(), LogitNormal(), draw, few)
         assert len(few.columns()) == columns
 

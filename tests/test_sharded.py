@@ -36,7 +36,7 @@ from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.fake_process_group import fake_process_group
-from unfog.runs.workers import check_seen
+from unfog.runs.workers import check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints import sharded as joint
@@ -275,9 +275,9 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.tell(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
         joint.awaited(3, tmp_path, post, off)
-    check_seen(tmp_path, "the checkpoints", World(3, 4))
+    check_visible(tmp_path, "the checkpoints", World(3, 4))
     with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
-        check_seen(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
+        check_visible(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
 
 
 def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):

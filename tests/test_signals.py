@@ -78,7 +78,7 @@ def test_first_signal_is_a_flag_for_a_loop_that_looks(name):
             ready()
             while not stop():
                 time.sleep(0.01)
-            stop.settle()
+            stop.silence()
             quick = seconds()
             time.sleep(1.5)  # what is left to do after that is not cut off
         tell(stop.received, quick < 0.9)
@@ -97,7 +97,7 @@ def test_alarm_cuts_off_what_does_not_look():
                 time.sleep(20)
             except Interrupted as interrupted:
                 tell(isinstance(interrupted, KeyboardInterrupt), interrupted, seconds())
-                stop.settle()
+                stop.silence()
                 time.sleep(1.5)
                 tell("saved")
     """)
@@ -141,7 +141,7 @@ def test_who_leaves_by_asking_is_not_cut_off_on_the_way():
                     time.sleep(1.3)
                     tell("in order")
             except Interrupted:
-                stop.settle()
+                stop.silence()
                 stop.leave_if_requested()
                 tell("saved")
     """)
@@ -160,7 +160,7 @@ def test_there_is_a_whole_second_after_an_alarm_that_came_late():
             except Interrupted:
                 pass
             time.sleep(0.6)
-            stop.settle()
+            stop.silence()
             tell("settled")
     """)
     assert child.send(signal.SIGTERM).finish()[0] == "settled"
@@ -286,7 +286,7 @@ def test_alarm_does_not_cut_through_what_puts_things_in_order_after_it():
                     time.sleep(20)
             except Interrupted:
                 time.sleep(1)
-                stop.settle()
+                stop.silence()
                 tell("in order")
     """)
     out, _ = child.send(signal.SIGTERM).finish()
@@ -364,7 +364,7 @@ def test_second_signal_leaves_also_after_settling_and_the_way_out_is_left_alone(
             ready()
             while not stop():
                 time.sleep(0.01)
-            stop.settle()
+            stop.silence()
             time.sleep(1.2)
             try:
                 tell("saving")
@@ -421,7 +421,7 @@ def test_storm_of_signals_is_one_request():
             ready()
             while not stop():
                 time.sleep(0.001)
-            stop.settle()
+            stop.silence()
             time.sleep(0.5)
         tell("whole")
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
@@ -501,7 +501,7 @@ def test_requests_while_the_context_is_left_do_not_kill():
     assert child.finish()[0] == "True (0.0, 0.0)"
 
 
-@pytest.mark.parametrize("ending", ["settle", "__exit__"])
+@pytest.mark.parametrize("ending", ["silence", "__exit__"])
 def test_settling_and_leaving_are_not_cut_through(ending):
     # The alarm rings microseconds before, thousands of times; where it strikes is seen from the traceback.
     child = Child(f"""
@@ -536,7 +536,7 @@ def test_outside_the_main_thread_asking_is_what_is_left():
                 time.sleep(1.2)
             with pytest.raises(Interrupted, match="STOP file"):
                 stop.leave_if_requested()
-            stop.settle()
+            stop.silence()
             stop.leave_if_requested()
 
     before = [signal.getsignal(number) for number in signal.valid_signals()]
@@ -563,7 +563,7 @@ def test_handlers_and_a_running_timer_come_back():
             time.sleep(0.4)  # it rings once while nothing is requested
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
-            stop.settle()
+            stop.silence()
         tell(all(signal.getsignal(number) is mine for number in names))
         tell(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         time.sleep(2)

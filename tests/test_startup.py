@@ -24,7 +24,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs import session
-from unfog.runs.train import resume, start
+from unfog.runs.train import resume, train
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
@@ -121,7 +121,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
         stop_after(2, patched)
-        assert not start(configured(), folder)[1]
+        assert not train(configured(), folder)[1]
     return folder
 
 

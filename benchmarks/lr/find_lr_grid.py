@@ -27,7 +27,7 @@ from unfog.config.spec_strings import parse, words_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
-from unfog.runs.train import start
+from unfog.runs.train import train
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 WORKABLE = 1.10
@@ -75,7 +75,7 @@ def trained(config: Config, lr: float, folder: Path) -> float:
     """Held-out loss at the end of a run at this rate, infinite if it diverged; a run that is there is only read."""
     if not (folder / "report.html").exists():
         try:
-            start(replace(config, optimizer=replace(config.optimizer, lr=lr)), folder)
+            train(replace(config, optimizer=replace(config.optimizer, lr=lr)), folder)
         except RunError as error:
             print(f"  {lr:g}: {error}", flush=True)
             return math.inf

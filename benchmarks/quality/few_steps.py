@@ -37,8 +37,8 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import measure
 from unfog.inference.autoguidance import open_guide
 from unfog.inference.run import Run
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import Drawing, draw, picture_grid
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.training.settings import SamplingPrecision
@@ -97,7 +97,7 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
         if not file.exists():
             seen: list[int] = []
             # Each part has a seed of its own, as the noise of a picture goes by its number in the drawing.
-            drawing = Drawing(
+            drawing = GenerationSettings(
                 AT_ONCE,
                 cell.sampler,
                 labels[first : first + AT_ONCE],
@@ -107,7 +107,7 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
                 batch=AT_ONCE,
                 precision=cell.precision,
             )
-            pixels = draw(run.network, run.config, drawing, guide=guide, calls=seen.append)
+            pixels = generate_images(run.network, run.config, drawing, guide=guide, calls=seen.append)
             np.savez(file, pixels=pixels, calls=max(seen))
         with np.load(file) as stored:
             parts.append(stored["pixels"])
@@ -118,9 +118,9 @@ def pictures_of(run: Run, cell: Cell, labels: tuple[int, ...], n: int, out: Path
 def distance(run: Run, cell: Cell, labels: tuple[int, ...], drawn: Pixels) -> float:
     """How far the first pictures are from what many steps give, in [-1, 1] scale."""
     many = replace(cell.sampler, kind="unipc", steps=128, grid="schedule", order=2)
-    drawing = Drawing(AWAY, many, labels[:AWAY], guidance=cell.guidance, interval=cell.interval, batch=AWAY)
+    drawing = GenerationSettings(AWAY, many, labels[:AWAY], guidance=cell.guidance, interval=cell.interval, batch=AWAY)
     guide = None if cell.guide is None else open_guide(run, cell.guide)
-    exact = draw(run.network, run.config, drawing, guide=guide)
+    exact = generate_images(run.network, run.config, drawing, guide=guide)
     difference = (drawn[:AWAY].astype(float) - exact) / 127.5
     return float(np.sqrt((difference**2).mean((1, 2, 3))).mean())
 
@@ -155,7 +155,7 @@ def main() -> None:
     pixels, data_labels, _ = data.take(np.arange(len(data)))
     with torch.enable_grad():
         embed = clothes(pixels, data_labels) if given.features == "clothes" else open_features(given.features)
-    labels = labels_like(data_labels, given.n) if run.classes else ()
+    labels = proportional_labels(data_labels, given.n) if run.classes else ()
 
     def features(images: Pixels) -> Tensor:
         return torch.cat([embed(part) for part in torch.from_numpy(np.ascontiguousarray(images)).split(AT_ONCE)])
@@ -171,7 +171,7 @@ def main() -> None:
         cell, started = cell_of(text, run.config.sampler), time.perf_counter()
         drawn, calls = pictures_of(run, cell, labels, given.n, given.out)
         away = None if cell.sampler.kind in RANDOM else distance(run, cell, labels, drawn)
-        save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", picture_grid(drawn[:AT_ONCE], ()))
+        save_png(given.out / f"{re.sub(r'[^a-z0-9.=@-]+', '_', text)}.png", sample_grid(drawn[:AT_ONCE], ()))
         row(text, calls, real, features(drawn.transpose(0, 3, 1, 2)), away, time.perf_counter() - started)
 
 

@@ -41,8 +41,8 @@ from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
 from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import from_unet2d
-from unfog.pipeline.build import build_state, loss_function
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.build import build_loss, build_state
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
 from unfog.training.optimizer_settings import AdamW
@@ -188,7 +188,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
     state = build_state(config, torch.device("cpu"), our_weights(weights))
     pixels = np.random.default_rng(0).integers(0, 256, (2000, 3, SIZE, SIZE), dtype=np.uint8)
     images = ImageSet(pixels, None, [str(i) for i in range(len(pixels))], ())
-    stream, augment, loss, run = ImageStream(images, 0), Augment.of(config.data), loss_function(config), Some()
+    stream, augment, loss, run = ImageStream(images, 0), Augment.of(config.data), build_loss(config), Some()
 
     def steps(count: int) -> float:
         run.left, started = count, time.perf_counter()
@@ -210,9 +210,9 @@ def pipeline(weights: dict[str, Tensor], n: int, steps: int) -> Steps:
 def our_pictures(weights: dict[str, Tensor], config: Config, n: int, steps: int, precision: Any) -> Steps:
     """Ours, in the memory format that `unfog sample` takes for the precision."""
     state = build_state(config, torch.device("cpu"), our_weights(weights))
-    drawing = Drawing(n, Sampler(kind="ddim", steps=steps), batch=n, precision=precision)
+    drawing = GenerationSettings(n, Sampler(kind="ddim", steps=steps), batch=n, precision=precision)
     with torch.inference_mode():
-        return timed(lambda: draw(state.model, config, drawing))
+        return timed(lambda: generate_images(state.model, config, drawing))
 
 
 def timed(step: Callable[[], object]) -> Steps:

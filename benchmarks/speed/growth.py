@@ -35,7 +35,7 @@ from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 from unfog.data.webdataset.index_files import save_entry
 from unfog.models.settings import UNet
-from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
 
@@ -76,7 +76,7 @@ def step(config: Config, steps: int) -> tuple[float, int]:
     state, size = build_state(config, CPU), config.data.size
     images = ImageSet(np.zeros((100, 3, size, size), np.uint8), None, ["image"] * 100, ())
     stream, run = ImageStream(images, 0), Clock(steps)
-    augment, loss = augmentation(config), loss_function(config, state.levels)
+    augment, loss = build_augmentation(config), build_loss(config, state.levels)
     train(config.training, config.optimizer, Every(0, 0, 0, 0), state, stream, augment, loss, run)
     return run.seconds(), sum(p.numel() for p in state.model.parameters())
 

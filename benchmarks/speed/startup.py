@@ -24,7 +24,7 @@ PARTS = {
     "images": ("unfog.runs.train", ["load_images"]),
     "choices": ("unfog.planning.auto_settings:AutoSettings", ["resolve"]),
     "session": ("unfog.runs.train:Session", ["__init__"]),
-    "examination": ("unfog.runs.train", ["record_data", "glance", "examined"]),
+    "examination": ("unfog.runs.train", ["write_data_files", "glance", "setting_findings"]),
     "rehearsal": ("unfog.runs.train:Session", ["_rehearse"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]

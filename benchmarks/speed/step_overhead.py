@@ -40,7 +40,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
 from unfog.pipeline.build import build_network
-from unfog.process.heartbeat import Pulse
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
@@ -91,7 +91,7 @@ def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path)
     marks: list[float] = []
     wanted = 0
     stop = StopSignals()
-    session = Session(RunFolder(folder), config, prepared, device, stop, Pulse(folder, stop))
+    session = Session(RunFolder(folder), config, prepared, device, stop, Heartbeat(folder, stop))
     session.stop_requested = lambda: len(marks) > wanted  # type: ignore[method-assign]
     session.attach(Recorder(folder, config.log, total=None))
     advance = session.recorder.advance

@@ -77,9 +77,9 @@ def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str
         KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
     """
     from unfog.inference.run import Run
-    from unfog.runs.train import start
+    from unfog.runs.train import train
 
-    folder, done = start(_asked(source, preset, settings), _path(out))
+    folder, done = train(_asked(source, preset, settings), _path(out))
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
@@ -118,12 +118,12 @@ def train_codec(
     from unfog.config.schema import nested, with_length_of, without_length
     from unfog.config.toml import update
     from unfog.process.run_folder import next_folder
-    from unfog.runs.train import start
+    from unfog.runs.train import train
 
     base, place = codec_recipe(), _place(source, settings)
     config = with_length_of(base, update(without_length(base), nested(settings) | {"source": place}, ""))
     config = with_codec(config, factor, channels, width, kl=kl, pyramid=pyramid)
-    folder, done = start(config, _path(out) or next_folder(f"{place.rstrip('/')}-codec"))
+    folder, done = train(config, _path(out) or next_folder(f"{place.rstrip('/')}-codec"))
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return folder.path
@@ -339,9 +339,9 @@ def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_text(settings[name], name)
     if "init" in settings:
-        from unfog.runs.init_weights import started_from
+        from unfog.runs.init_weights import recipe_from_weights
 
-        base = started_from(base, nested(settings))
+        base = recipe_from_weights(base, nested(settings))
     config = update(without_length(base), nested(settings) | {"source": place}, "")
     return with_length_of(base, config)
 

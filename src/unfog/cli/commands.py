@@ -21,7 +21,7 @@ from unfog.config.schema import Config, without_length
 from unfog.config.toml import update
 from unfog.config.validate import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
 from unfog.errors import RequestError
-from unfog.process.run_folder import RunFolder, free_name, next_folder
+from unfog.process.run_folder import RunFolder, next_folder, unused_path
 
 CODEC_FLAGS = ("factor", "channels", "width", "kl", "pyramid")
 
@@ -31,12 +31,12 @@ def train(words: Sequence[str]) -> int:
     if follows(words):
         return 0
     config, out = training_asked_for(words)
-    from unfog.process.launch import earlier_attempt
+    from unfog.process.launch import find_earlier_attempt
     from unfog.runs.train import resume as go_on
-    from unfog.runs.train import start
+    from unfog.runs.train import train
 
-    made = earlier_attempt(config.source, out)
-    folder, done = start(config, out) if made is None else go_on(made)
+    made = find_earlier_attempt(config.source, out)
+    folder, done = train(config, out) if made is None else go_on(made)
     return ended(folder, done)
 
 
@@ -49,9 +49,9 @@ def train_codec(words: Sequence[str]) -> int:
     check_codec(config)
     out = given.table.get("out") or next_folder(f"{config.source.rstrip('/')}-codec")
     check_out(out, config.source, "the folder of a codec")
-    from unfog.runs.train import start
+    from unfog.runs.train import train
 
-    folder, done = start(config, out)
+    folder, done = train(config, out)
     return ended(folder, done)
 
 
@@ -77,9 +77,9 @@ def follows(words: Sequence[str]) -> bool:
     if os.environ.get("RANK", "0") == "0":
         return False
     if not {"--verify", *HELP_FLAGS} & set(words):  # which train nothing
-        from unfog.runs.workers import follow
+        from unfog.runs.workers import run_worker
 
-        follow()
+        run_worker()
     return True
 
 
@@ -105,19 +105,19 @@ def sample(words: Sequence[str]) -> int:
     sampler = changed_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
     check_device(request.device)
-    check_out(request.out or free_name(request.run / "pictures"), what="the folder of the pictures")
+    check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the pictures")
     from unfog.inference.run import Run
     from unfog.inference.tuned_sampler import report_dropped_levels
-    from unfog.pipeline.edit import edit_of
-    from unfog.pipeline.generate import find_labels
-    from unfog.pipeline.image_files import Strip, write_pictures
+    from unfog.pipeline.edit import build_edit
+    from unfog.pipeline.generate import parse_labels
+    from unfog.pipeline.image_files import DenoisingStrip, write_images
     from unfog.reporting.progress import Progress, result, say
 
-    find_labels(request.label, stored.classes)  # before the weights are read
-    edit = edit_of(stored, request.image, request.mask, request.strength, request.repeats)
+    parse_labels(request.label, stored.classes)  # before the weights are read
+    edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
     run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
     report_dropped_levels(stored.sampler, sampler)
-    strip = Strip(run.config.diffusion.schedule, run.decode) if request.strip else None
+    strip = DenoisingStrip(run.config.diffusion.schedule, run.decode) if request.strip else None
     label = f"drawing from step {run.checkpoint.step:,}" if request.ema is None else "drawing"
     with Progress(label, request.n) as progress:
         pictures = run.sample(
@@ -140,8 +140,8 @@ def sample(words: Sequence[str]) -> int:
         )
     if sampler.kind == "adaptive":
         say(f"  adaptive took up to {run.calls} network calls")
-    out = request.out or free_name(run.path / "pictures")
-    write_pictures(out, pictures, request.label or run.classes, strip, edit)
+    out = request.out or unused_path(run.path / "pictures")
+    write_images(out, pictures, request.label or run.classes, strip, edit)
     result(str(out))
     return 0
 

@@ -129,7 +129,7 @@ def base_config(given: Given, command: str = "train") -> Config:
     file, settings = given.table.get("config"), given.table.get("settings", {})
     named = read_toml(file, without_length(base)).init if file else base.init
     if named.folder or settings.get("init", {}).get("folder"):
-        from unfog.runs.init_weights import started_from
+        from unfog.runs.init_weights import recipe_from_weights
 
-        base = started_from(replace(base, init=named), settings)
+        base = recipe_from_weights(replace(base, init=named), settings)
     return with_length_of(base, read_toml(file, without_length(base))) if file else base

@@ -20,8 +20,8 @@ from unfog.doctor.settings.length_checks import length_guide
 from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
 from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import RequestError
-from unfog.pipeline.autoencoder_folder import decoder
-from unfog.pipeline.build import as_it_is, build_objective, build_state
+from unfog.pipeline.autoencoder_folder import latent_decoder
+from unfog.pipeline.build import build_objective, build_state, without_augmentation
 from unfog.pipeline.data_report import contact_sheet
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
@@ -30,8 +30,8 @@ from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
 from unfog.reporting.progress import Progress, say
-from unfog.runs.dry_run import rehearse
-from unfog.runs.metrics_hook import settle_metrics
+from unfog.runs.dry_run import dry_run
+from unfog.runs.metrics_hook import resolve_metrics
 from unfog.text import sanitize
 
 
@@ -115,7 +115,7 @@ def _prospects(
     auto = AutoSettings(config, prepared.as_network_input.train, device, stop)
     try:
         auto.resolve()
-        settle_metrics(auto, prepared.train, device)
+        resolve_metrics(auto, prepared.train, device)
     except RequestError as error:  # with these images they will not do
         return [Finding("settings.request", "fatal", str(error))]
     for choice in auto.choices:
@@ -127,10 +127,10 @@ def _prospects(
         if not quick:
             objective = build_objective(config)
             state = build_state(config, device)
-            see, show = as_it_is(config), decoder(config, device)
+            see, show = without_augmentation(config), latent_decoder(config, device)
             images = prepared.as_network_input.train
             findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
-            findings += rehearse(config, prepared, device, stop)
+            findings += dry_run(config, prepared, device, stop)
     return findings
 
 

@@ -24,9 +24,9 @@ from unfog.evaluation.metrics import Measured, check_count, measure
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
 from unfog.inference.ema_weights import SWEEP_FILE, load_ema_weights
 from unfog.inference.held_out_metrics import held_out_losses
-from unfog.pipeline.build import build_network, held_out_set
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.build import build_held_out_set, build_network
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import default_generation, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -180,7 +180,7 @@ def ema_sweep(
                 rows.append(WidthResult(width, value, error, mix.error))
     before = getattr(config.ema, "width", 0.0)
     swept = EmaSweepResult(metric, n, step, by, before, tuple(rows))
-    with folder.keeping(swept.lines):
+    with folder.saving_results(swept.lines):
         _write_result(swept, folder)
     return swept
 
@@ -227,11 +227,11 @@ def measure_of(
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
     # Classes as often as in the data: by all in turn, it would be their shares that are compared.
-    drawing = replace(usual(config, n, min(n, 64)), labels=labels_like(images.labels, n))
+    drawing = replace(default_generation(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("drawing", n) as progress:
-            pictures = draw(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
+            pictures = generate_images(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
         found = compare(torch.from_numpy(np.ascontiguousarray(pictures)))
         if found.value is None:
             raise RequestError(f"{metric} is refused: {found.note}")
@@ -258,7 +258,7 @@ def comparison(
 
 def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.device) -> tuple[int, str, Measure]:
     """The held-out loss of `n` images, or as many as there are."""
-    held_out = held_out_set(prepared, config, device, n)
+    held_out = build_held_out_set(prepared, config, device, n)
     if held_out is None:
         raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
 

@@ -16,7 +16,7 @@ from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError
-from unfog.pipeline.build import as_it_is, augmentation, build_objective, build_state
+from unfog.pipeline.build import build_augmentation, build_objective, build_state, without_augmentation
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
@@ -26,7 +26,7 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Exhibit, Finding, finite, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
-from unfog.runs.init_weights import read_weights, seen_alike
+from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 
 PROBED = 256  # images, each with noise at a level of its own
@@ -100,8 +100,8 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
     check_request(config)
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
-        prepared, config = load_images(seen_alike(config), stop)
-        initial = read_weights(config) if config.init.folder else None
+        prepared, config = load_images(adopt_latent_statistics(config), stop)
+        initial = load_initial_weights(config) if config.init.folder else None
         auto = AutoSettings(initial.config if initial else config, prepared.as_network_input.train, device, stop)
         auto.resolve_network()
         auto.resolve_learning_rate()
@@ -135,14 +135,14 @@ def _test_setup(
     images = seen.held_out if len(seen.held_out) else seen.train
     index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
     pixels, labels, _ = images.take(index)
-    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
+    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
     return LrTestSetup(
         config.training,
         config.optimizer,
         lambda: build_state(config, device, weights),
         ImageStream(seen.train, config.training.seed),
-        augmentation(config),
+        build_augmentation(config),
         build_objective(config),
         LossProbe.create(x0, label),
         stop,

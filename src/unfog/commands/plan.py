@@ -13,7 +13,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_request, seconds
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
-from unfog.pipeline.build import blank_batch, build_network
+from unfog.pipeline.build import build_network, zero_batch
 from unfog.pipeline.load_data import load_images
 from unfog.planning.accelerators import Device, find_device
 from unfog.planning.auto_settings import AutoSettings, Choice
@@ -294,7 +294,7 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{size(decoded_bytes(prepared, config))} of decoded images, {when}")
     if config.codec:
-        count = (len(prepared.train) + len(prepared.held_out)) * blank_batch(config, 1).numel()
+        count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
         lines.append(f"{size(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch
     with FakeTensorMode():  # only its sizes are asked for

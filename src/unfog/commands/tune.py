@@ -18,8 +18,8 @@ from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSourc
 from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.inference.tuned_sampler import record_tuned_sampler
-from unfog.pipeline.build import shape_of
-from unfog.pipeline.generate import conditional, usual, within_range
+from unfog.pipeline.build import input_shape
+from unfog.pipeline.generate import _without_pixel_clipping, conditional_denoiser, default_generation
 from unfog.reporting.progress import Progress, counted, say
 
 BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
@@ -108,7 +108,7 @@ def tune(
             run.folder.check_writable()
     tuned = _search(run, base, pictures, tries)
     if store:
-        with run.folder.locked(), run.folder.keeping(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
+        with run.folder.locked(), run.folder.saving_results(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
             config = run.folder.read_config()
             record_tuned_sampler(run.folder, run.checkpoint.step, tuned.sampler)
             run.folder.write_config(replace(config, sampler=tuned.sampler))
@@ -158,7 +158,7 @@ class _GridError:
 
     def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
         self.run, self.sampler, self.calls = run, sampler, calls
-        self.drawing = replace(usual(run.config, pictures, min(pictures, AT_ONCE)), seed=seed)
+        self.drawing = replace(default_generation(run.config, pictures, min(pictures, AT_ONCE)), seed=seed)
         self.reference = self.draw(self.many(MANY_STEPS))
 
     def many(self, steps: int) -> Sampler:
@@ -175,11 +175,11 @@ class _GridError:
     def draw(self, sampler: Sampler) -> Tensor:
         """The pictures, or their latents, as the network draws them, float32 [N, C, H, W]."""
         config, device = self.run.config, self.run.device
-        shape, sampler = shape_of(config), within_range(sampler, config)
+        shape, sampler = input_shape(config), _without_pixel_clipping(sampler, config)
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))
-            denoise = self.calls.of(conditional(denoiser, config, self.drawing, indices, device))
+            denoise = self.calls.of(conditional_denoiser(denoiser, config, self.drawing, indices, device))
             noise = NoiseSource(self.drawing.seed, indices, shape, device)
             with torch.inference_mode():
                 drawn.append(sampler(denoise, config.diffusion.path, config.diffusion.schedule, noise.draw))

@@ -13,7 +13,7 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.pipeline.build import augmentation, build_state, loss_function
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -105,8 +105,8 @@ def replay(
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             ImageStream(prepared.as_network_input.train, config.training.seed),
-            augmentation(config),
-            loss_function(config, state.levels),
+            build_augmentation(config),
+            build_loss(config, state.levels),
             run,
         )
     if stop():

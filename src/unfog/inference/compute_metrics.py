@@ -23,8 +23,8 @@ from unfog.inference import held_out_metrics
 from unfog.inference import memorization as copies
 from unfog.inference.generated import GeneratedSamples
 from unfog.inference.results import LOSSES, Evaluation, EvaluationSetup
-from unfog.pipeline.build import held_out_set
-from unfog.pipeline.generate import picture_grid
+from unfog.pipeline.build import build_held_out_set
+from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
@@ -157,7 +157,7 @@ def of_copies(
 ) -> list[dict[str, Any]]:
     """Searches for copies of training images, by pixels and by features, each with a picture of the nearest pairs."""
     some = pictures[0 : copies.DRAWN].transpose(0, 2, 3, 1)
-    save_png(out / "drawn.png", picture_grid(some[:64], ()))
+    save_png(out / "drawn.png", sample_grid(some[:64], ()))
     if not copies.can_tell(prepared):
         return []
     with Progress("searching copies", len(prepared.train)) as progress:
@@ -212,7 +212,7 @@ def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Dataset) -> list[Me
 
 def some_held_out(prepared: Dataset, run: Run, most: int) -> HeldOut:
     """Held-out images, of which there are some, as was made sure of before."""
-    held_out = held_out_set(prepared, run.config, run.device, most)
+    held_out = build_held_out_set(prepared, run.config, run.device, most)
     assert held_out is not None
     return held_out
 

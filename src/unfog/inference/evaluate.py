@@ -30,8 +30,8 @@ from unfog.inference.results import (
     EvaluationRequest,
     EvaluationSetup,
 )
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
@@ -100,8 +100,8 @@ def choose(run: Run, asked: EvaluationRequest, prepared: Dataset, stop: StopSign
         check_count("fid", min(n, len(reference)), one, features, "--metrics")
     metrics = measurable(run, asked, prepared, features)
     strength = config.usual_guidance if asked.guidance is None else asked.guidance
-    labels = labels_like(prepared.train.labels, n)
-    drawing = Drawing(
+    labels = proportional_labels(prepared.train.labels, n)
+    drawing = GenerationSettings(
         n,
         run.sampler(asked.sampler, asked.steps),
         labels,
@@ -208,7 +208,7 @@ def drawn_pictures(
 
     def some(first: int, count: int) -> Pixels:
         stop.leave_if_requested()
-        return draw(run.network, run.config, replace(drawing, first=first, count=count))
+        return generate_images(run.network, run.config, replace(drawing, first=first, count=count))
 
     with Progress("drawing", missing) as progress:
         pictures.generate_missing(some, world, progress.update)

@@ -17,7 +17,7 @@ from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import Measured
-from unfog.pipeline.generate import Drawing
+from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.records import write_atomic
 from unfog.training.settings import Evaluate, SamplingPrecision, names_in
 
@@ -72,7 +72,7 @@ class EvaluationSetup(NamedTuple):
 
     metrics: tuple[str, ...]
     features: Features | None
-    drawing: Drawing
+    drawing: GenerationSettings
     reference: ImageSet
     rows: NDArray[np.int64]
     """Which images of the reference."""

@@ -19,10 +19,10 @@ from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.inference.autoguidance import open_guide
 from unfog.inference.ema_weights import load_default_ema_weights, load_ema_weights
-from unfog.pipeline.autoencoder_folder import Decode, decoder
+from unfog.pipeline.autoencoder_folder import Decode, latent_decoder
 from unfog.pipeline.build import build_network
-from unfog.pipeline.edit import Picture, edit_of
-from unfog.pipeline.generate import Drawing, draw, find_labels
+from unfog.pipeline.edit import ImageInput, build_edit
+from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.image_grids import Pixels
@@ -112,7 +112,7 @@ class Run:
     @property
     def decode(self) -> Decode:
         """What turns what the network sees, pixels or latents, into images [B, C, H, W] about [-1, 1]."""
-        return decoder(self.config, self.device)
+        return latent_decoder(self.config, self.device)
 
     def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
         """The run's own sampler, with another kind or number of steps where given."""
@@ -131,8 +131,8 @@ class Run:
         observe: Observe | None = None,
         guidance_interval: Sequence[float] | None = None,
         guide: Run | str | PathLike[str] | int | None = None,
-        image: Picture | None = None,
-        mask: Picture | None = None,
+        image: ImageInput | None = None,
+        mask: ImageInput | None = None,
         strength: float | None = None,
         repeats: int | None = None,
         precision: SamplingPrecision = "fp32",
@@ -168,7 +168,7 @@ class Run:
             RequestError: a setting, an image or a mask that will not do; a guide that does not fit, or is not there.
         """
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
-        labels = find_labels(words, self.classes)
+        labels = parse_labels(words, self.classes)
         given = self.config.guidance_interval if guidance_interval is None else guidance_interval
         interval = of_type(tuple[float, float], given, "guidance_interval")
         weaker, scale = self._guided(guide, guidance)
@@ -177,12 +177,14 @@ class Run:
         precision = of_type(SamplingPrecision, precision, "precision")
         weaker = weaker and replace(weaker, dtype=DTYPES.get(precision))
         n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
-        drawing = Drawing(n, self.sampler(sampler, steps), labels, seed, scale, batch, interval, 0, precision)
-        edit = edit_of(self.config, image, mask, strength, repeats)
+        drawing = GenerationSettings(
+            n, self.sampler(sampler, steps), labels, seed, scale, batch, interval, 0, precision
+        )
+        edit = build_edit(self.config, image, mask, strength, repeats)
         if edit and observe:
             raise RequestError("observe watches pictures come out of noise; leave it away, or the image")
         calls: list[int] = []
-        pictures = draw(
+        pictures = generate_images(
             self.network, self.config, drawing, progress, observe, guide=weaker, calls=calls.append, edit=edit
         )
         self.calls = max(calls)

@@ -27,17 +27,17 @@ from unfog.export.diffusers_autoencoder import read_autoencoder
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_folder import CONFIG, OURS, WEIGHTS, Described, describe
 from unfog.models.autoencoder_settings import Autoencoder
-from unfog.pipeline.build import normalisation
-from unfog.process.run_folder import CODEC, RunFolder
+from unfog.pipeline.build import latent_normalisation
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]
 """What the network draws [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
-ENCODED_PIXELS = 2**18
+_PIXELS_AT_ONCE = 2**18
 """Pixels that are encoded or decoded at once: 64 images of 64x64, 4 of 256x256."""
 
 
-class Codec(Protocol):
+class ImageAutoencoder(Protocol):
     """A network between images and latents."""
 
     def encode(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Codec(Protocol):
         """Latents -> images, about [-1, 1]."""
 
 
-def open_codec(described: Described, device: torch.device) -> Codec:
+def load_autoencoder(described: Described, device: torch.device) -> ImageAutoencoder:
     """A codec on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     Raises:
@@ -56,7 +56,7 @@ def open_codec(described: Described, device: torch.device) -> Codec:
     network: nn.Module
     network = _ours(described) if described.kind == OURS else read_autoencoder(described.folder, described.kind)
     network = network.to(device).float().eval().requires_grad_(False)
-    codec = cast(Codec, network)
+    codec = cast(ImageAutoencoder, network)
     side = 8 * described.factor
     with torch.inference_mode():
         latent = codec.encode(torch.zeros(1, described.image_channels, side, side, device=device))
@@ -77,7 +77,7 @@ def _ours(described: Described) -> AutoencoderModel:
     return network
 
 
-def write_codec(folder: Path, network: AutoencoderModel) -> Described:
+def save_autoencoder(folder: Path, network: AutoencoderModel) -> Described:
     """Write a codec of ours into a folder, which is replaced; whole or not at all."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
     partial_folder = folder.with_name(f".{folder.name}-partial")
@@ -103,11 +103,11 @@ def _put(made: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def keep_codec(folder: RunFolder, config: Config) -> str:
+def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> str:
     """Copy the codec into the run folder, so that the run needs no other; returns where it is from now on."""
-    described, own = describe(config.codec), folder.path / CODEC
+    described, own = describe(config.codec), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
-        beside = own.with_name(f".{CODEC}-partial")
+        beside = own.with_name(f".{AUTOENCODER_FOLDER}-partial")
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         for path in (described.folder / CONFIG, described.weights):
@@ -127,17 +127,17 @@ def _check(described: Described, config: Config) -> None:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, sha256: str, device: torch.device) -> Codec:
-    return open_codec(describe(place), device)
+def _opened(place: str, sha256: str, device: torch.device) -> ImageAutoencoder:
+    return load_autoencoder(describe(place), device)
 
 
-def codec_of(config: Config, device: torch.device) -> Codec:
+def open_run_autoencoder(config: Config, device: torch.device) -> ImageAutoencoder:
     """The codec of a run, which is opened once. RequestError if it is not the one that the run began with."""
     _check(describe(config.codec), config)
     return _opened(config.codec, config.latents.sha256, device)
 
 
-def decoder(config: Config, device: torch.device) -> Decode:
+def latent_decoder(config: Config, device: torch.device) -> Decode:
     """What turns what the network draws into images; where the network sees pixels, nothing.
 
     Raises:
@@ -145,16 +145,18 @@ def decoder(config: Config, device: torch.device) -> Decode:
     """
     if not config.codec:
         return lambda x0: x0
-    return partial(_decoded, codec_of(config, device), normalisation(config), config.latents.factor)
+    return partial(_decoded, open_run_autoencoder(config, device), latent_normalisation(config), config.latents.factor)
 
 
-def _decoded(codec: Codec, normalise: Normalise, factor: int, x0: Tensor) -> Tensor:
+def _decoded(codec: ImageAutoencoder, normalise: Normalise, factor: int, x0: Tensor) -> Tensor:
     latents = normalise.inverse(x0)
     with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
-        return torch.cat([codec.decode(part) for part in torch.split(latents, at_once(latents.shape[-1] * factor))])
+        return torch.cat(
+            [codec.decode(part) for part in torch.split(latents, autoencoder_batch(latents.shape[-1] * factor))]
+        )
 
 
-def encoded_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
+def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
     """An edit of an image as one of its latents; as it is where the network sees pixels.
 
     A latent is unknown where any of its pixels is, so that none is kept that speaks of what is to be painted over; what
@@ -163,14 +165,14 @@ def encoded_edit(edit: Edit | None, config: Config, device: torch.device) -> Edi
     if edit is None or not config.codec:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        latents = codec_of(config, device).encode(edit.image[None].to(device)).float()
-    image, unknown = normalisation(config).forward(latents)[0], edit.unknown
+        latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
+    image, unknown = latent_normalisation(config).forward(latents)[0], edit.unknown
     if unknown is not None:
         unknown = torch.nn.functional.max_pool2d(unknown.float(), config.latents.factor) > 0
     return replace(edit, image=image, unknown=unknown)
 
 
-def encode_pixels(codec: Codec, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+def encode_pixels(codec: ImageAutoencoder, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Latents of images uint8 [B, C, H, W], in the codec's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
@@ -178,6 +180,6 @@ def encode_pixels(codec: Codec, device: torch.device, pixels: NDArray[np.uint8])
     return latents
 
 
-def at_once(size: int) -> int:
+def autoencoder_batch(size: int) -> int:
     """Images of this side that are encoded or decoded at once: a function of the size alone."""
-    return max(1, ENCODED_PIXELS // size**2)
+    return max(1, _PIXELS_AT_ONCE // size**2)

@@ -28,7 +28,7 @@ from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
 
-def shape_of(config: Config) -> tuple[int, int, int]:
+def input_shape(config: Config) -> tuple[int, int, int]:
     """(C, H, W) of what the network sees: pixels, or latents. The one place that knows."""
     if not config.codec:
         return config.data.channels, config.data.size, config.data.size
@@ -36,33 +36,33 @@ def shape_of(config: Config) -> tuple[int, int, int]:
     return config.latents.channels, side, side
 
 
-def augmentation(config: Config) -> Augmentation:
+def build_augmentation(config: Config) -> Augmentation:
     """What training does to what the stream gives, pixels or stored latents."""
-    return normalisation(config) if config.codec else Augment.of(config.data)
+    return latent_normalisation(config) if config.codec else Augment.of(config.data)
 
 
-def normalisation(config: Config) -> Normalise:
+def latent_normalisation(config: Config) -> Normalise:
     """Between the codec's latents and what the network sees."""
     latents = config.latents
     return Normalise(latents.mean, latents.deviation, config.diffusion.sigma_data, config.data.flip)
 
 
-def as_it_is(config: Config) -> Callable[[Tensor], Tensor]:
+def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """From what the stream gives to what the network sees of it, with nothing done to it at random."""
     if not config.codec:
         return to_model_range
-    normalise = normalisation(config)
+    normalise = latent_normalisation(config)
     return lambda stored: normalise.forward(stored[:, 0])
 
 
-def blank_batch(config: Config, images: int) -> Tensor:
+def zero_batch(config: Config, images: int) -> Tensor:
     """As many as the stream gives at once, all zero: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
     if config.codec:
-        return torch.zeros((images, 1 + config.data.flip, *shape_of(config)), dtype=torch.float16)
-    return torch.zeros((images, *shape_of(config)), dtype=torch.uint8)
+        return torch.zeros((images, 1 + config.data.flip, *input_shape(config)), dtype=torch.float16)
+    return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
 
 
-def loss_function(config: Config, levels: Levels | None = None) -> LossFunction:
+def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """What training minimises: the objective of the diffusion, which may follow the losses measured so far by noise
     level, or that of a codec."""
     if config.autoencoder.factor:
@@ -88,7 +88,7 @@ def build_network(config: Config) -> Network | AutoencoderModel:
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
         raise RequestError("network = auto has to be settled before a network can be built")
-    channels, side, _ = shape_of(config)
+    channels, side, _ = input_shape(config)
     check_side(config.network, side, config.latents.factor if config.codec else 1)
     with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
         torch.manual_seed(config.training.seed)
@@ -129,13 +129,13 @@ def build_state(
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
-def every_of(config: Config, state: TrainState) -> Every:
+def build_intervals(config: Config, state: TrainState) -> Every:
     """What follows a step when; snapshots of averages only where their profiles are known."""
     every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
     return Every(*every, averages=config.averages.every if state.widths else 0)
 
 
-def held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
     """Held-out images, evenly spread over the set, as the network sees them; None if there are none.
 
     Args:
@@ -147,6 +147,6 @@ def held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted
     # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     pixels, labels, _ = images.take(index.numpy())
-    x0 = as_it_is(config)(torch.from_numpy(pixels)).to(device)
+    x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
     return HeldOut(x0, label, midpoints(config.evaluate.levels).to(device))

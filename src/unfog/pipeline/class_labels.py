@@ -12,7 +12,7 @@ from unfog.errors import RequestError
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-def labels_like(labels: NDArray[np.integer] | Sequence[int] | None, count: int) -> tuple[int, ...]:
+def proportional_labels(labels: NDArray[np.integer] | Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Labels for `count` pictures, in the proportions of a data set's own.
 
     Picture i is the class at the fraction (i + 1/2) / golden ratio of the data set, put in order of class. Its label so

@@ -21,10 +21,10 @@ from unfog.reporting.records import write_atomic
 from unfog.text import valid_text
 
 DATA_FILE = "data.json"
-LISTED = 100_000
+MAX_LISTED = 100_000
 """Up to so many files data.json lists all; of more, only those quarantined, or converted in a way worth a look."""
 
-SHOWN = 64
+_SHEET_IMAGES = 64
 """Images on the contact sheet; fewer where they are large, so that writing it stays quick."""
 
 _SHEET_PIXELS = 2**20
@@ -35,7 +35,7 @@ _LOOKED_AT = 200_000  # positions of the stream among which the images to show a
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def write_data_record(folder: RunFolder, prepared: Dataset, augment: Augment, seed: int) -> None:
+def write_data_report(folder: RunFolder, prepared: Dataset, augment: Augment, seed: int) -> None:
     """Write data.json and contact-sheet.png into a run's folder, each whole or not at all.
 
     Args:
@@ -60,7 +60,7 @@ def data_json(prepared: Dataset) -> bytes:
     """
     ledger = prepared.report
     files = ledger.used + len(ledger.skipped)
-    lines = [*_used(prepared, everything=files <= LISTED), *map(_quarantined, ledger.skipped)]
+    lines = [*_used(prepared, everything=files <= MAX_LISTED), *map(_quarantined, ledger.skipped)]
     whole = ledger.to_dict()
     for name in ("treatment", "treatments"):  # which the lines spell out
         del whole[name]
@@ -114,7 +114,7 @@ def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
     """
     images = prepared.train
     _, _, height, width = images.pixels.shape
-    count = min(SHOWN, max(_FEWEST_SHOWN, _SHEET_PIXELS // (height * width)))
+    count = min(_SHEET_IMAGES, max(_FEWEST_SHOWN, _SHEET_PIXELS // (height * width)))
     stream = ImageStream(images, seed)
     index = stream.index(0, min(len(images), _LOOKED_AT))  # index[p]: the image at position p
     chosen = _unusual(prepared.report, index, count // 2)

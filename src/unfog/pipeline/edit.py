@@ -22,12 +22,12 @@ from unfog.errors import RequestError
 from unfog.pipeline.generate import to_pixels
 from unfog.reporting.image_grids import Pixels, grid
 
-Picture = str | PathLike[str] | np.typing.NDArray[Any]
-USUAL_STRENGTH = 0.6
+ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
+_DEFAULT_STRENGTH = 0.6
 
 
-def edit_of(
-    config: Config, image: Picture | None, mask: Picture | None, strength: float | None, repeats: int | None
+def build_edit(
+    config: Config, image: ImageInput | None, mask: ImageInput | None, strength: float | None, repeats: int | None
 ) -> Edit | None:
     """What is to be made of an image, and a mask, at the size of a run; None without an image.
 
@@ -41,10 +41,10 @@ def edit_of(
         return None
     if mask is None and repeats is not None:
         raise RequestError(f"repeats = {repeats} is for painting where a mask is white; give one, or leave it away")
-    pixels, facts = read_picture(image, "image", config.data.size, config.data.channels, config.data.background)
+    pixels, facts = _read_image(image, "image", config.data.size, config.data.channels, config.data.background)
     unknown = None
     if mask is not None:
-        white, its = read_picture(mask, "mask", config.data.size, 1, "black")
+        white, its = _read_image(mask, "mask", config.data.size, 1, "black")
         if (its.width, its.height) != (facts.width, facts.height):
             raise RequestError(
                 f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x {facts.height}; a mask "
@@ -53,7 +53,7 @@ def edit_of(
         unknown = torch.from_numpy(white >= 128)
         if not unknown.any():
             raise RequestError("the mask is black everywhere, so there is nothing to paint; make white what is to be")
-    usual = USUAL_STRENGTH if mask is None else 1.0
+    usual = _DEFAULT_STRENGTH if mask is None else 1.0
     return Edit(
         to_model_range(torch.from_numpy(pixels.copy())),
         unknown,
@@ -62,7 +62,7 @@ def edit_of(
     )
 
 
-def read_picture(given: Picture, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
+def _read_image(given: ImageInput, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
     """uint8 [channels, size, size] as the data layer makes it: upright, on the background, resized, its centre square.
 
     Raises:
@@ -90,7 +90,7 @@ def read_picture(given: Picture, what: str, size: int, channels: int, background
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 
 
-def edits_grid(edit: Edit, pictures: Pixels) -> Pixels:
+def edit_grid(edit: Edit, pictures: Pixels) -> Pixels:
     """The image, the mask if there is one, and what was made of them, in one picture uint8 [H, W, 3]."""
     first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
     if edit.unknown is not None:

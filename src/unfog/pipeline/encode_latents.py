@@ -17,17 +17,17 @@ from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, encoded, in_memo
 from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import check_multiple
-from unfog.pipeline.autoencoder_folder import at_once, codec_of, encode_pixels
+from unfog.pipeline.autoencoder_folder import autoencoder_batch, encode_pixels, open_run_autoencoder
 from unfog.process.device import choose_device
 from unfog.reporting.progress import Progress, say, warn
 
-FEW = 64
+_FEW = 64
 """Images that are encoded where only their shape and an idea of their size are wanted."""
-SAYS_NOTHING = 0.02
+_DEAD_CHANNEL = 0.02
 """Deviation of a channel over the largest, below which it hardly distinguishes one image from another."""
 
 
-def fitted(config: Config) -> Config:
+def apply_autoencoder_settings(config: Config) -> Config:
     """The configuration with what its codec settles before any image is read: channels, factor, digest.
 
     Raises:
@@ -46,7 +46,7 @@ def fitted(config: Config) -> Config:
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
 
 
-def with_latents(
+def add_latents(
     prepared: Dataset, config: Config, stop: Callable[[], None], few: bool = False
 ) -> tuple[Dataset, Config]:
     """The images with their latents beside them, and the configuration with their statistics.
@@ -62,7 +62,7 @@ def with_latents(
     if not config.codec:
         return prepared, config
     check_multiple(config.data.size, config.latents.factor)
-    sets = [some_of(prepared.train), some_of(prepared.held_out)] if few else [prepared.train, prepared.held_out]
+    sets = [_few_images(prepared.train), _few_images(prepared.held_out)] if few else [prepared.train, prepared.held_out]
     key, stored = _encoded(config, sets, stop, few)
     train, held_out = latent_image_sets(stored, sets, key)
     if not config.latents.mean:
@@ -81,10 +81,10 @@ def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few
     latents, size = config.latents, config.data.size
     side, copies = size // latents.factor, 1 + config.data.flip
     prints = () if few else tuple(images.fingerprint for images in sets)
-    matters = (FORMAT, prints, latents.sha256, copies, at_once(size))
+    matters = (FORMAT, prints, latents.sha256, copies, autoencoder_batch(size))
     key = hashlib.sha256(repr(matters).encode()).hexdigest()[:32]
-    encode = partial(encode_pixels, codec_of(config, device), device)
-    wanted = EncodeJob(sets, (latents.channels, side, side), copies, encode, at_once(size))
+    encode = partial(encode_pixels, open_run_autoencoder(config, device), device)
+    wanted = EncodeJob(sets, (latents.channels, side, side), copies, encode, autoencoder_batch(size))
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
 
@@ -109,14 +109,14 @@ def _tell(config: Config, few: bool) -> None:
     say(
         f"  latents: {latents.channels}x{side}x{side} of {data.size}x{data.size} pixels, {share:.3g} times fewer; "
         f"deviation {low:.3g} to {high:.3g} by channel, made {config.diffusion.sigma_data:g}"
-        + (f", from {FEW} images" if few else "")
+        + (f", from {_FEW} images" if few else "")
     )
-    if low < SAYS_NOTHING * high:
+    if low < _DEAD_CHANNEL * high:
         warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); fewer would do")
 
 
-def some_of(images: ImageSet) -> ImageSet:
+def _few_images(images: ImageSet) -> ImageSet:
     """At most a few images of a set, evenly spread."""
-    wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), FEW)).astype(np.int64))
+    wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), _FEW)).astype(np.int64))
     pixels, labels, rows = images.take(wanted)
     return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)

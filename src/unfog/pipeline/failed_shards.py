@@ -18,29 +18,29 @@ from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 
-SHARD = "shard"
+_SHARD = "shard"
 """What marks a shard among the images that processes tell each other of."""
 
 
-def care_of(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
+def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
     """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
     begun = lost if lost is not None else {} if config.fingerprint else None
     return RemotePolicy(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
 
 
-def lost_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
+def read_failed_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
     """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
     return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
 
 
-def told_elsewhere(images: ImageSet) -> set[tuple[str, ...]]:
+def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
     """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
     shards = remote_shards_of(images)
     found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
-    return found | ({(*item, SHARD) for item in shards.failed.items()} if shards is not None else set())
+    return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
 
 
-class Missing:
+class FailureReporter:
     """Says, once for each, which images cannot be decoded and which shards are given up while a run goes on."""
 
     def __init__(self, folder: RunFolder, prepared: Dataset) -> None:
@@ -53,15 +53,15 @@ class Missing:
         """Name -> reason of the shards that are given up."""
         return {} if self._shards is None else self._shards.failed
 
-    def tell(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
-        """Warn of what was not told of yet, and record it; also of what other processes met: see `told_elsewhere`.
+    def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
+        """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
 
         Raises:
             RunError: all processes together have given up more shards than may be.
         """
         sets = (self._prepared.train, self._prepared.held_out)
         here = [getattr(part.pixels, "skipped", []) for part in sets]  # of those that are decoded as they come
-        for found in (*here, [SkippedFile(*one) for one in elsewhere if SHARD not in one[2:]]):
+        for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
             for one in self._new(found):
                 said = f"{sanitize(one.name)} cannot be used: {one.reason}; the next image stands in for it"
                 recorder.warn(step, said)
@@ -71,7 +71,7 @@ class Missing:
         if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
             for one in self._new([SkippedFile("", trouble)]):
                 recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
-        self._shards.mark_failed({one[0]: one[1] for one in elsewhere if SHARD in one[2:]})
+        self._shards.mark_failed({one[0]: one[1] for one in elsewhere if _SHARD in one[2:]})
         lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
         for one in lost:
             images = self._shards.image_count(one.name)

@@ -17,15 +17,15 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.guidance import Autoguided, Labelled, Within
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.autoencoder_folder import decoder, encoded_edit
-from unfog.pipeline.build import shape_of
+from unfog.pipeline.autoencoder_folder import encode_edit, latent_decoder
+from unfog.pipeline.build import input_shape
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.training.precision import DTYPES, usual_format
 from unfog.training.settings import SamplingPrecision
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GenerationSettings:
     """What to draw. Picture i depends on the seed, i and its label alone, whatever `count` and `batch` are."""
 
     count: int
@@ -52,18 +52,18 @@ class Drawing:
                 raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")
 
 
-def usual(config: Config, count: int, batch: int) -> Drawing:
+def default_generation(config: Config, count: int, batch: int) -> GenerationSettings:
     """What the run draws unless told otherwise: its sampler, seed 0, all classes in turn, guided as it is set."""
     labels = tuple(range(len(config.classes)))
     guidance, interval = config.usual_guidance, config.guidance_interval
-    return Drawing(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
+    return GenerationSettings(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
 
 
 @torch.inference_mode()
-def draw(
+def generate_images(
     network: nn.Module,
     config: Config,
-    drawing: Drawing,
+    drawing: GenerationSettings,
     progress: Callable[[int], None] = lambda done: None,
     observe: Observe | None = None,
     guide: Labelled | None = None,
@@ -77,8 +77,8 @@ def draw(
     from pictures of no class. `calls` is told how often each batch asked the network.
     """
     device = next(network.parameters()).device
-    shape, decode = shape_of(config), decoder(config, device)
-    sampler, seen = within_range(drawing.sampler, config), encoded_edit(edit, config, device)
+    shape, decode = input_shape(config), latent_decoder(config, device)
+    sampler, seen = _without_pixel_clipping(drawing.sampler, config), encode_edit(edit, config, device)
     was_training, pictures, memory_format = network.training, [], getattr(network, "channels_last", False)
     network.eval()
     # However it is trained, so that a preview is what `sample` draws.
@@ -91,7 +91,7 @@ def draw(
             plain = edit is None or edit.unknown is None
             variance = config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and plain
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(drawing.precision))
-            denoise = Counted(conditional(denoiser, config, drawing, indices, device, guide))
+            denoise = _CallCounter(conditional_denoiser(denoiser, config, drawing, indices, device, guide))
             parts = (
                 denoise,
                 config.diffusion.path,
@@ -111,12 +111,12 @@ def draw(
     return np.concatenate(pictures)
 
 
-def within_range(sampler: Sampler, config: Config) -> Sampler:
+def _without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
     """The sampler, which clips guesses to the range of pixels only where it is pixels that are drawn."""
     return replace(sampler, clip=False) if config.codec else sampler
 
 
-class Counted:
+class _CallCounter:
     """A denoiser that counts how often it is asked."""
 
     def __init__(self, denoise: Denoise) -> None:
@@ -128,10 +128,10 @@ class Counted:
         return self.denoise(x_t, logsnr)
 
 
-def conditional(
+def conditional_denoiser(
     denoiser: Denoiser,
     config: Config,
-    drawing: Drawing,
+    drawing: GenerationSettings,
     indices: Sequence[int],
     device: torch.device,
     guide: Labelled | None = None,
@@ -147,11 +147,13 @@ def conditional(
     label = None
     if drawing.labels:
         label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices], device=device)
-    asked = guided(denoiser, config, drawing, guide)
+    asked = guided_denoiser(denoiser, config, drawing, guide)
     return lambda x, logsnr: asked(x, logsnr, label)
 
 
-def guided(denoiser: Denoiser, config: Config, drawing: Drawing, guide: Labelled | None) -> Labelled:
+def guided_denoiser(
+    denoiser: Denoiser, config: Config, drawing: GenerationSettings, guide: Labelled | None
+) -> Labelled:
     """The denoiser, with the guidance that a drawing asks for. RequestError as `conditional`."""
     if drawing.guidance == 1:
         return denoiser
@@ -172,13 +174,13 @@ def to_pixels(x: Tensor) -> Tensor:
     return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def picture_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
+def sample_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
     """One image of them all; whole cycles through the classes make a column for each."""
     columns = len(classes) if 1 < len(classes) <= 20 and len(pictures) % len(classes) == 0 else None
     return grid(pictures, columns)
 
 
-def find_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
+def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
     """Labels by class name or number; all classes if there are no words. RequestError for one that is none.
 
     An integer is the number of a class, and a text its name; where no name is a number, a text may be one, too.

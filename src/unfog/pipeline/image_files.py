@@ -13,16 +13,18 @@ from torch import Tensor
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Schedule
 from unfog.pipeline.autoencoder_folder import Decode
-from unfog.pipeline.edit import edits_grid
-from unfog.pipeline.generate import picture_grid, to_pixels
+from unfog.pipeline.edit import edit_grid
+from unfog.pipeline.generate import sample_grid, to_pixels
 from unfog.reporting.image_grids import Pixels, save_png, strip
 from unfog.reporting.progress import say
 
-IN_GRID = 1000  # pictures, at most: one of ten thousand takes more memory than drawing them, and few programs open it
-LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
+MAX_IN_GRID = (
+    1000  # pictures, at most: one of ten thousand takes more memory than drawing them, and few programs open it
+)
+_STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
-class Column(NamedTuple):
+class _Column(NamedTuple):
     """What a step showed."""
 
     step: int
@@ -31,7 +33,7 @@ class Column(NamedTuple):
     x0: Pixels
 
 
-class Strip:
+class DenoisingStrip:
     """Watches sampling, and keeps x_t and the predicted x0 of the first picture at the steps nearest to LEVELS.
 
     x_t is the state before the step, so that it belongs to the level that its column names.
@@ -39,28 +41,28 @@ class Strip:
 
     def __init__(self, schedule: Schedule, decode: Decode = lambda x: x):
         self.schedule, self.decode = schedule, decode
-        self.nearest: dict[float, tuple[float, Column]] = {}
+        self.nearest: dict[float, tuple[float, _Column]] = {}
         """For each of LEVELS, how far from it the nearest step so far was, and what was seen there."""
 
     def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
         """Look at one sampling step. Which are the nearest shows as it goes: a sampler may choose its own levels."""
         quantile = float(self.schedule.quantile(torch.tensor([logsnr], dtype=torch.float64)))
-        far = {level: abs(quantile - level) for level in LEVELS}
-        nearer = [level for level in LEVELS if level not in self.nearest or far[level] < self.nearest[level][0]]
+        far = {level: abs(quantile - level) for level in _STRIP_LEVELS}
+        nearer = [level for level in _STRIP_LEVELS if level not in self.nearest or far[level] < self.nearest[level][0]]
         if not nearer:
             return
         steps = self.schedule.steps
         caption = f"t = {quantile * steps:.0f}" if steps else f"log SNR {logsnr:.1f}"
         # Shown within [-1, 1]: on the VE path x_t reaches far beyond.
         seen = self.decode(x_t[:1] / x_t[:1].abs().amax().clamp(min=1))
-        column = Column(step, caption, _first(seen), _first(self.decode(x0[:1])))
+        column = _Column(step, caption, _first(seen), _first(self.decode(x0[:1])))
         self.nearest.update({level: (far[level], column) for level in nearer})
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[_Column]:
         """The steps that were kept, each once, in their order."""
         return [column for _, column in sorted({c.step: c for _, c in self.nearest.values()}.items())]
 
-    def picture(self) -> Pixels:
+    def image(self) -> Pixels:
         """The strip, uint8 [H, W, 3]."""
         columns = self.columns()
         rows = {"x_t": np.stack([c.x_t for c in columns]), "predicted x0": np.stack([c.x0 for c in columns])}
@@ -72,8 +74,8 @@ def _first(x: Tensor) -> Pixels:
     return pixels
 
 
-def write_pictures(
-    folder: Path, pictures: Pixels, classes: Sequence[str], watched: Strip | None, edit: Edit | None = None
+def write_images(
+    folder: Path, pictures: Pixels, classes: Sequence[str], watched: DenoisingStrip | None, edit: Edit | None = None
 ) -> None:
     """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched.
 
@@ -82,9 +84,9 @@ def write_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     for number, picture in enumerate(pictures):
         save_png(folder / f"{number:06d}.png", picture)
-    if len(pictures) > IN_GRID:
-        say(f"  grid.png shows the first {IN_GRID:,} of {len(pictures):,} pictures")
-    first = pictures[:IN_GRID]
-    save_png(folder / "grid.png", edits_grid(edit, first) if edit else picture_grid(first, classes))
+    if len(pictures) > MAX_IN_GRID:
+        say(f"  grid.png shows the first {MAX_IN_GRID:,} of {len(pictures):,} pictures")
+    first = pictures[:MAX_IN_GRID]
+    save_png(folder / "grid.png", edit_grid(edit, first) if edit else sample_grid(first, classes))
     if watched is not None:
-        save_png(folder / "strip.png", watched.picture())
+        save_png(folder / "strip.png", watched.image())

@@ -12,8 +12,8 @@ from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data
 from unfog.data.sources.source import SPLITS, open_source
-from unfog.pipeline.encode_latents import fitted, with_latents
-from unfog.pipeline.failed_shards import care_of
+from unfog.pipeline.encode_latents import add_latents, apply_autoencoder_settings
+from unfog.pipeline.failed_shards import retry_policy
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
@@ -21,11 +21,11 @@ from unfog.reporting.progress import Progress, say, warn
 _TOP = re.compile(
     r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
 )  # behind the folder at the top, or the word a shard is named by
-LOOKED_AT = 10_000
+_NAMES_SAMPLED = 10_000
 """How many names, evenly spread, are looked at for folders called train, test or such."""
 
 
-def warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
+def _warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
     """Say which settings did nothing to these images."""
     if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
         why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.report.found
@@ -57,9 +57,9 @@ def load_images(
 
         return update
 
-    config = fitted(config)
+    config = apply_autoencoder_settings(config)
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, counting(progress), care_of(config, lost))
+        source = open_source(config.source, counting(progress), retry_policy(config, lost))
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
@@ -69,9 +69,9 @@ def load_images(
         say(f"  cache: {prepared.placement}")
     for left_out in prepared.warnings:
         warn(left_out)
-    warn_of_no_effect(config.data, prepared)
+    _warn_of_no_effect(config.data, prepared)
     names = source.names
-    looked_at = range(0, len(names), max(1, len(names) // LOOKED_AT))
+    looked_at = range(0, len(names), max(1, len(names) // _NAMES_SAMPLED))
     tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
     if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
         say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
@@ -82,4 +82,4 @@ def load_images(
         classes=tuple(printable(name) for name in prepared.train.classes),
         fingerprint=prepared.train.fingerprint,
     )
-    return with_latents(prepared, config, stop.leave_if_requested, few)
+    return add_latents(prepared, config, stop.leave_if_requested, few)

@@ -16,7 +16,7 @@ from unfog.data.dataset import ImageSet
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
-from unfog.pipeline.build import build_network, shape_of
+from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.disk import snapshot_bytes
 from unfog.planning.microbatch import choose_microbatch, memory_per_process, required_memory
 from unfog.planning.run_costs import forward_passes
@@ -74,7 +74,7 @@ class AutoSettings:
         """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
         if self.config.autoencoder.factor:
             return
-        size = shape_of(self.config)[1]
+        size = input_shape(self.config)[1]
         if self.config.network is not None:
             self.config.network.check(size)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unfog.config.schema import Config
 from unfog.data.augmentation.nonleaking import CONDITIONS
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.build import shape_of
+from unfog.pipeline.build import input_shape
 from unfog.planning.peak_memory import CUDNN_WORKSPACE, ONEDNN_HALF
 
 
@@ -41,7 +41,7 @@ def _of_unet(network: UNet, config: Config) -> tuple[float, float]:
     rows = _rows(config) + 5 * first + 1  # the rest is of the noise level
     weights, activations = 4.0 * first * rows, 0.0
     for level, channels in enumerate(network.channels):
-        pixels = (shape_of(config)[1] / 2**level) ** 2
+        pixels = (input_shape(config)[1] / 2**level) ** 2
         attends = network.attention[level] or (network.mid_attention and level == len(network.channels) - 1)
         blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
         wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
@@ -58,7 +58,7 @@ def _of_mpunet(network: MPUNet, config: Config) -> tuple[float, float]:
     width = max(network.channels)
     weights, activations, last = float(width * (_rows(config) + network.channels[0])), 0.0, network.channels[0]
     for level, channels in enumerate(network.channels):
-        pixels = (shape_of(config)[1] / 2**level) ** 2
+        pixels = (input_shape(config)[1] / 2**level) ** 2
         attends = network.attention[level]
         blocks = 2 * network.blocks + 4  # down, up, and the middle ones and resampling
         wide = last + channels + (network.channels[level + 1] if level + 1 < len(network.channels) else channels)
@@ -72,8 +72,8 @@ def _of_mpunet(network: MPUNet, config: Config) -> tuple[float, float]:
 
 def _of_dit(network: DiT, config: Config) -> tuple[float, float]:
     """The same."""
-    width, tokens = network.width, (shape_of(config)[1] / network.patch) ** 2
-    values = network.patch**2 * 2 * max(1, shape_of(config)[0])  # of a patch, in and out
+    width, tokens = network.width, (input_shape(config)[1] / network.patch) ** 2
+    values = network.patch**2 * 2 * max(1, input_shape(config)[0])  # of a patch, in and out
     weights = width * (network.depth * 19.0 * (width + 8) + 12 * width + _rows(config) + 2 * values)
     heads = width / network.head_channels
     return weights, network.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
-from unfog.pipeline.build import augmentation, blank_batch, build_network, loss_function, shape_of
+from unfog.pipeline.build import build_augmentation, build_loss, build_network, input_shape, zero_batch
 from unfog.planning.fake_process_group import fake_process_group
 from unfog.planning.memory_trace import Recorder, Trace, record_trace
 from unfog.planning.peak_memory import (
@@ -203,7 +203,7 @@ def trace_step(
     training, cpu, apart = config.training, torch.device("cpu"), config.training.divided(processes)
     # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
-    augment, objective = augmentation(config), loss_function(config)
+    augment, objective = build_augmentation(config), build_loss(config)
 
     def work(recorder: Recorder) -> None:
         if here == "bf16":
@@ -225,7 +225,7 @@ def trace_step(
         for _ in range(passes):
             label = blank_labels(config, microbatch)
             with recorder.keeping("activations"):
-                x0, condition = augment(blank_batch(config, microbatch))
+                x0, condition = augment(zero_batch(config, microbatch))
                 with state.precision.autocast():
                     loss = objective(network, x0, label, condition)
                 if apart:  # what is around the blocks stays together until the backward pass is over
@@ -274,7 +274,7 @@ def trace_call(config: Config, device: str, images: int) -> Trace:
 
 def batch_shape(config: Config, images: int) -> tuple[int, int, int, int]:
     """[B, C, H, W] of so many as the network sees them."""
-    return (images, *shape_of(config))
+    return (images, *input_shape(config))
 
 
 def blank_labels(config: Config, images: int) -> Tensor | None:

@@ -16,8 +16,8 @@ from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import Interrupted
-from unfog.pipeline.build import augmentation, build_state, loss_function
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.reporting.progress import Progress
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
@@ -65,8 +65,8 @@ def seconds_per_step(
             Every(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             ImageStream(images, config.training.seed),
-            augmentation(config),
-            loss_function(config, state.levels),
+            build_augmentation(config),
+            build_loss(config, state.levels),
             clock,
         )
     if stop_requested():
@@ -82,11 +82,11 @@ def decoded_images(images: ImageSet) -> ImageSet:
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 
-def seconds_per_sample(network: nn.Module, config: Config, drawing: Drawing) -> float:
+def seconds_per_sample(network: nn.Module, config: Config, drawing: GenerationSettings) -> float:
     """Wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
     sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
     trial = replace(drawing, sampler=replace(sampler, steps=steps))
-    return wall_seconds(lambda: draw(network, config, trial)) / drawing.count * sampler.steps / steps
+    return wall_seconds(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
 
 
 def _trial_steps(sampler: Sampler) -> int:

@@ -21,13 +21,13 @@ from typing import Any
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 
-HEARTBEAT, SAVE, STOP = "heartbeat.json", "SAVE", "STOP"
-LOOK = 1.0  # seconds between two looks for the files
-MISSED = 3  # heartbeats that a living run may miss
-SIZE = 512  # bytes of the file, whatever it says, so that it can be written over where it lies
+HEARTBEAT_FILE, SAVE_FILE, STOP_FILE = "heartbeat.json", "SAVE", "STOP"
+_POLL_INTERVAL = 1.0  # seconds between two looks for the files
+MAX_MISSED = 3  # heartbeats that a living run may miss
+FILE_BYTES = 512  # bytes of the file, whatever it says, so that it can be written over where it lies
 
 
-class Pulse:
+class Heartbeat:
     """Keeps `folder`'s heartbeat going inside the `with`, every `interval` seconds; nothing that it meets stops a run.
 
     `step`, `steps` and `doing` ("training", "saving", …) are for the session to set; a change of `doing` is told within
@@ -37,9 +37,9 @@ class Pulse:
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
-        self.doing, self.save_requested = "starting", False
+        self.activity, self.save_requested = "starting", False
         self.silent, self.moved = silent, False
-        self._identity = identity(folder)
+        self._identity = folder_identity(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
         self._told = ""  # what was being done at the last heartbeat
         self._over = threading.Event()
@@ -50,24 +50,24 @@ class Pulse:
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
         """What the heartbeat says meanwhile."""
-        before, self.doing = self.doing, what
+        before, self.activity = self.activity, what
         try:
             yield
         finally:
-            self.doing = before
+            self.activity = before
 
-    def taken(self) -> None:
+    def save_started(self) -> None:
         """The one that was asked for is on its way: the request counts no more, and stays until it is `saved`."""
         with self._lock:
-            if self.save_requested and (written := self._asked(SAVE)) is not None:
-                self._unmoved[SAVE] = written
+            if self.save_requested and (written := self._asked(SAVE_FILE)) is not None:
+                self._unmoved[SAVE_FILE] = written
             self.save_requested = False
 
-    def saved(self) -> None:
+    def save_finished(self) -> None:
         """A checkpoint is there: take the request away that it meets."""
         with self._lock, suppress(OSError):
-            if self._unmoved.get(SAVE) == os.lstat(self._folder / SAVE).st_mtime_ns:
-                os.unlink(self._folder / SAVE)
+            if self._unmoved.get(SAVE_FILE) == os.lstat(self._folder / SAVE_FILE).st_mtime_ns:
+                os.unlink(self._folder / SAVE_FILE)
 
     def end(self, how: str) -> None:
         """Tell how it ended: "finished", "stopped", "failed: …"; no heartbeat follows this one."""
@@ -76,11 +76,11 @@ class Pulse:
         self._over.set()
         self._thread.join(2.0)
         if not self._thread.is_alive():  # else it hangs in a write, as this would
-            self.doing = how
+            self.activity = how
             self._beat()
 
-    def __enter__(self) -> Pulse:
-        for name in (SAVE, STOP):
+    def __enter__(self) -> Heartbeat:
+        for name in (SAVE_FILE, STOP_FILE):
             if self._take(name):
                 say(f"{self._folder / name} was there before this start, and is not obeyed")
         self._beat()
@@ -97,13 +97,13 @@ class Pulse:
 
     def _run(self) -> None:
         beaten = time.monotonic()
-        while not self._over.wait(min(LOOK, self._interval)):
+        while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
-                self.save_requested |= self._asked(SAVE) is not None
-            self.moved = identity(self._folder) != self._identity
-            if self._take(STOP):
+                self.save_requested |= self._asked(SAVE_FILE) is not None
+            self.moved = folder_identity(self._folder) != self._identity
+            if self._take(STOP_FILE):
                 self._stop.request("STOP file")
-            if self.doing != self._told or time.monotonic() - beaten >= self._interval:
+            if self.activity != self._told or time.monotonic() - beaten >= self._interval:
                 beaten = time.monotonic()
                 self._beat()
 
@@ -131,7 +131,7 @@ class Pulse:
     def _beat(self) -> None:
         if self.silent:
             return
-        self._told = self.doing
+        self._told = self.activity
         heartbeat = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "pid": os.getpid(),
@@ -141,9 +141,9 @@ class Pulse:
             "doing": self._told[:240],
             "next": None if self._over.is_set() else self._interval,
         }
-        data = json.dumps(heartbeat).encode().ljust(SIZE - 1) + b"\n"
-        path = self._folder / HEARTBEAT
-        partial = path.with_name(f"{HEARTBEAT}.partial")
+        data = json.dumps(heartbeat).encode().ljust(FILE_BYTES - 1) + b"\n"
+        path = self._folder / HEARTBEAT_FILE
+        partial = path.with_name(f"{HEARTBEAT_FILE}.partial")
         try:
             partial.write_bytes(data)
             partial.replace(path)
@@ -155,7 +155,7 @@ class Pulse:
                 file.truncate()
 
 
-def last_beat(folder: Path) -> dict[str, Any] | None:
+def read_heartbeat(folder: Path) -> dict[str, Any] | None:
     """A run's heartbeat; None where there is none that can be read.
 
     Returns:
@@ -165,16 +165,16 @@ def last_beat(folder: Path) -> dict[str, Any] | None:
         that was killed just stops.
     """
     try:
-        beat = json.loads((folder / HEARTBEAT).read_bytes())
+        beat = json.loads((folder / HEARTBEAT_FILE).read_bytes())
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
-        alive = beat["next"] is not None and age <= MISSED * beat["next"]
-        alive = alive and not (beat["host"] == socket.gethostname() and gone(int(beat["pid"])))
+        alive = beat["next"] is not None and age <= MAX_MISSED * beat["next"]
+        alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return {**beat, "age": max(0.0, age), "alive": alive}
 
 
-def gone(pid: int) -> bool:
+def _is_gone(pid: int) -> bool:
     """Whether no process of this machine has that number."""
     try:
         os.kill(pid, 0)
@@ -185,7 +185,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def identity(folder: Path) -> tuple[int, int] | None:
+def folder_identity(folder: Path) -> tuple[int, int] | None:
     """What stays the same when a folder is renamed, and differs if another takes its place; None if there is none."""
     try:
         found = folder.stat()

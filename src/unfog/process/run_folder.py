@@ -15,11 +15,11 @@ from unfog.config.schema import Config, shareable
 from unfog.config.toml import read_toml, to_toml
 from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
-from unfog.process.heartbeat import last_beat
+from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 
-CODEC = "codec"
+AUTOENCODER_FOLDER = "codec"
 """Folder in a run of its own copy of the codec, or in a codec's run of what came of it."""
 
 
@@ -60,7 +60,7 @@ class RunFolder:
         return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
 
     @contextmanager
-    def reserved(self, source: str) -> Iterator[None]:
+    def create_locked(self, source: str) -> Iterator[None]:
         """Make the folder at once and lock it, so that nobody else takes it and a bad place is noticed.
 
         What was made is gone again if it is left empty. `source` is where the images are, which it must not be.
@@ -75,7 +75,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             str(self.path.resolve()).encode()
         except (OSError, ValueError) as error:
-            remove_empty(made)
+            remove_empty_folders(made)
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
@@ -86,7 +86,7 @@ class RunFolder:
                 yield
         finally:
             if got:  # whoever did not get it leaves the folder to the one who has
-                remove_empty(made)
+                remove_empty_folders(made)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -100,13 +100,13 @@ class RunFolder:
             except BlockingIOError:
                 raise self._taken() from None
             if not ours:  # a network file system without locks: the heartbeat has to do
-                beat = last_beat(self.path)
+                beat = read_heartbeat(self.path)
                 if beat is not None and beat["alive"]:
                     raise self._taken()
             yield
 
     def _taken(self) -> RequestError:
-        beat = last_beat(self.path)
+        beat = read_heartbeat(self.path)
         who = f" ({beat['pid']} on {beat['host']}, at step {beat['step']:,})" if beat and beat["alive"] else ""
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
@@ -123,8 +123,8 @@ class RunFolder:
                 f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
                 "`unfog train` printed into it"
             )
-        if config.codec and (self.path / CODEC / "config.json").is_file():
-            config = replace(config, codec=str((self.path / CODEC).absolute()))  # wherever the run is now
+        if config.codec and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
+            config = replace(config, codec=str((self.path / AUTOENCODER_FOLDER).absolute()))  # wherever the run is now
         return config
 
     def check_writable(self) -> None:
@@ -133,7 +133,7 @@ class RunFolder:
             raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
 
     @contextmanager
-    def keeping(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
+    def saving_results(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
         """Write what took long to find into the run; if that fails, say it rather than lose it.
 
         Raises:
@@ -152,7 +152,7 @@ class RunFolder:
             raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
 
 
-def remove_empty(folders: list[Path]) -> None:
+def remove_empty_folders(folders: list[Path]) -> None:
     """Remove these, innermost first, as far as they are empty."""
     with suppress(OSError):
         for folder in folders:
@@ -165,7 +165,7 @@ def next_folder(source: str, under: str = "runs") -> Path:
     url = source.partition("?")[0].rstrip("/")  # what follows may be a signature
     last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
     plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
-    return free_name(Path(under) / (plain or "run"))
+    return unused_path(Path(under) / (plain or "run"))
 
 
 def printable(name: str) -> str:
@@ -173,7 +173,7 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def free_name(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
     """`path`, or the first of `path`-2, `path`-3, … that does not exist."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
     return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())

@@ -20,14 +20,14 @@ from typing import Any
 
 from unfog.errors import Interrupted
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
-MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+_ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
+_MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
 """Whoever started us may have had these ignored: a shell for a command in the background, and `nohup`."""
 
-GRACE = 1.0  # seconds until the alarm rings, and between two of its rings
-SOON = 0.1  # seconds until it rings once more where it was not let through
-AS_ONE = 1.0  # seconds within which signals may be one request: a scheduler and a launcher both pass it on
+_ALARM_INTERVAL = 1.0  # seconds until the alarm rings, and between two of its rings
+_RETRY_INTERVAL = 0.1  # seconds until it rings once more where it was not let through
+_SAME_REQUEST = 1.0  # seconds within which signals may be one request: a scheduler and a launcher both pass it on
 CLEANUP = 5.0  # seconds that `finally` and `except` have to put things in order, undisturbed
 
 _Handler = Callable[[int, FrameType | None], None]
@@ -63,7 +63,7 @@ class StopSignals:
             return False
         if not (self._noticed or self._settled):
             self._noticed = True
-            self._alarm.ring_in(GRACE)
+            self._alarm.ring_in(_ALARM_INTERVAL)
         return True
 
     def leave_if_requested(self) -> None:
@@ -82,7 +82,7 @@ class StopSignals:
         """A context that the alarm does not cut through but waits for; for the main thread; costs a microsecond."""
         return self._undivided
 
-    def settle(self) -> None:
+    def silence(self) -> None:
         """Raise no Interrupted from here on: what is left is to save and go."""
         self._settled = True
         self._alarm.silence()
@@ -91,10 +91,10 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
             self._alarm.take()
-            for number in SIGNALS:
+            for number in _SIGNALS:
                 before = signal.getsignal(number)
                 # None: a handler that is not Python's, and that Python could not put back.
-                if before is not None and not (before is signal.SIG_IGN and number.name in MAY_BE_IGNORED):
+                if before is not None and not (before is signal.SIG_IGN and number.name in _MAY_BE_IGNORED):
                     self._before[number] = before
                     signal.signal(number, self._handle)
         return self
@@ -118,7 +118,7 @@ class StopSignals:
         # Signals and threads may come in between: at worst two both begin, and one of them is named.
         self.received = why
         if not self._settled:
-            self._alarm.ring_in(GRACE)
+            self._alarm.ring_in(_ALARM_INTERVAL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._closed or os.getpid() != self._process:
@@ -135,7 +135,7 @@ class StopSignals:
             return
         # A person who insists presses Ctrl-C again. Anything else this soon is the same request on another way.
         insisted = number == signal.SIGINT and self._interrupts > 1
-        if (insisted or now - self._first > AS_ONE) and now - self._left > AS_ONE:
+        if (insisted or now - self._first > _SAME_REQUEST) and now - self._left > _SAME_REQUEST:
             self._left = now  # further ones let what now unwinds come to its end
             raise KeyboardInterrupt
 
@@ -146,12 +146,16 @@ class StopSignals:
             pass
         elif self._undivided.depth:
             self._undivided.rang = True
-        elif frame is not None and frame.f_code in (StopSignals.settle.__code__, StopSignals.__exit__.__code__):
-            self._alarm.ring_in(SOON)  # they are about to end all this; should they not get there, it rings again
+        elif frame is not None and frame.f_code in (StopSignals.silence.__code__, StopSignals.__exit__.__code__):
+            self._alarm.ring_in(
+                _RETRY_INTERVAL
+            )  # they are about to end all this; should they not get there, it rings again
         elif not (_cleaning_up() and time.monotonic() - self._raised < CLEANUP):
             # It rings on all the same: a library may swallow this, and Python itself does in a destructor.
             self._raised = time.monotonic()
-            self._alarm.ring_in(GRACE)  # from now, as this ring may have waited long for some call into C to return
+            self._alarm.ring_in(
+                _ALARM_INTERVAL
+            )  # from now, as this ring may have waited long for some call into C to return
             raise Interrupted(self.received)
 
 
@@ -169,12 +173,12 @@ class _Alarm:
 
     def take(self) -> None:
         """Be the one whom it rings for. Until it is set, rings that somebody else ordered come here too."""
-        if ALARM is None or signal.getsignal(ALARM) is None:
+        if _ALARM is None or signal.getsignal(_ALARM) is None:
             return
         delay, self._interval_before = signal.getitimer(signal.ITIMER_REAL)
         self._due_before = time.monotonic() + delay if delay else -math.inf
-        self.handler_before = signal.getsignal(ALARM)
-        signal.signal(ALARM, self._ring)
+        self.handler_before = signal.getsignal(_ALARM)
+        signal.signal(_ALARM, self._ring)
         self._taken = True
 
     def ring_in(self, seconds: float) -> None:
@@ -182,7 +186,7 @@ class _Alarm:
         with self._lock:
             if self._taken:
                 self._set_at = min(self._set_at, time.monotonic())
-                signal.setitimer(signal.ITIMER_REAL, seconds, GRACE)
+                signal.setitimer(signal.ITIMER_REAL, seconds, _ALARM_INTERVAL)
 
     def silence(self) -> None:
         """Do not ring any more, if it was set."""
@@ -193,11 +197,11 @@ class _Alarm:
     def give_back(self) -> None:
         """Put everything back as it was found."""
         with self._lock:
-            if ALARM is None or not self._taken:
+            if _ALARM is None or not self._taken:
                 return
             self.silence()
             self._taken = False
-            signal.signal(ALARM, self.handler_before)
+            signal.signal(_ALARM, self.handler_before)
             now, due, interval = time.monotonic(), self._due_before, self._interval_before
             if interval and due < now:
                 due += math.ceil((now - due) / interval) * interval
@@ -222,7 +226,7 @@ class _Undivided:
         self.depth -= 1
         if self.rang and not self.depth:
             self.rang = False
-            self._alarm.ring_in(SOON)
+            self._alarm.ring_in(_RETRY_INTERVAL)
 
 
 def _cleaning_up() -> bool:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.pipeline.autoencoder_folder import at_once, write_codec
-from unfog.pipeline.build import build_network, loss_function
+from unfog.pipeline.autoencoder_folder import autoencoder_batch, save_autoencoder
+from unfog.pipeline.build import build_loss, build_network
 from unfog.pipeline.generate import to_pixels
-from unfog.process.run_folder import CODEC, RunFolder
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.image_grids import Pixels, grid
-from unfog.runs.previews import Looks
+from unfog.runs.previews import Previews
 from unfog.training.autoencoder_loss import CodecLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
 
-COLUMNS = 8
+_COLUMNS = 8
 
 
-class CodecLooks(Looks):
+class AutoencoderPreviews(Previews):
     """As `Looks`, of an autoencoder: nothing is drawn, images are encoded (to the mean) and decoded."""
 
     closing = "reconstructions"
@@ -33,13 +33,13 @@ class CodecLooks(Looks):
 
     def denoising(self) -> Pixels:
         """The same of more images, for the end."""
-        return self._compared(4 * COLUMNS)
+        return self._compared(4 * _COLUMNS)
 
     def held_out_loss(self) -> dict[str, Any]:
         """Error of what comes back of held-out images, as training counts it, and the mean of their PSNR in dB."""
         if self.held_out is None:
             return {}
-        x0, loss = self.held_out.x0, loss_function(self.config)
+        x0, loss = self.held_out.x0, build_loss(self.config)
         assert isinstance(loss, CodecLoss)
         back = self._looking(len(x0), lambda count: self._back(x0, count))
         costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(back, 64))])
@@ -50,25 +50,25 @@ class CodecLooks(Looks):
             return np.full((8, 8, 3), 255, np.uint8)  # of so few images none is held out, and there is nothing to show
         x0 = self.held_out.x0[:count]
         back = self._looking(len(x0), lambda count: self._back(x0, count))
-        pairs = zip(torch.split(x0, COLUMNS), torch.split(back, COLUMNS))
+        pairs = zip(torch.split(x0, _COLUMNS), torch.split(back, _COLUMNS))
         rows = torch.cat([part for pair in pairs for part in pair])
-        return grid(to_pixels(rows).permute(0, 2, 3, 1).cpu().numpy(), columns=min(COLUMNS, len(x0)))
+        return grid(to_pixels(rows).permute(0, 2, 3, 1).cpu().numpy(), columns=min(_COLUMNS, len(x0)))
 
     @torch.inference_mode()
     def _back(self, x0: Tensor, count: int) -> Tensor:
         """Images encoded and decoded in fp32, `count` at once at most."""
         network = self.state.model
         assert isinstance(network, AutoencoderModel)
-        parts = torch.split(x0, min(count, at_once(self.config.data.size)))
+        parts = torch.split(x0, min(count, autoencoder_batch(self.config.data.size)))
         return torch.cat([network.decode(network.encode(part)) for part in parts])
 
 
-def finish_codec(folder: RunFolder, config: Config) -> str:
+def export_autoencoder(folder: RunFolder, config: Config) -> str:
     """Write the average of the newest checkpoint as the codec that others train with; a line that says so."""
     network = build_network(config)
     assert isinstance(network, AutoencoderModel)
     saved = checkpoint.find(folder.checkpoints, None)
     checkpoint.load_weights(saved.folder, "ema", network)
-    described = write_codec(folder.path / CODEC, network)
+    described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
     measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
     return f"  codec     {described.folder} of step {saved.step:,}{measured}: unfog train SOURCE --codec {folder.path}"

@@ -12,11 +12,11 @@ from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.errors import RequestError
 
-TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
+_TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 _REMEDY = "give --path, --schedule and --target"
 
 
-def objective_of(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
+def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
     """The objective that a model was trained with, from its scheduler_config.json; the weighting is that of `base`.
 
     Args:
@@ -49,9 +49,9 @@ def objective_of(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
             f"{_REMEDY}"
         )
     predicted = scheduler.get("prediction_type", "epsilon")
-    if predicted not in TARGETS:
+    if predicted not in _TARGETS:
         raise RequestError(
-            f"the scheduler's prediction_type = {shown(predicted)} has no equivalent; there is {', '.join(TARGETS)}; "
+            f"the scheduler's prediction_type = {shown(predicted)} has no equivalent; there is {', '.join(_TARGETS)}; "
             f"{_REMEDY}"
         )
-    return replace(plain, path=VP(), schedule=schedule, target=TARGETS[predicted])
+    return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])

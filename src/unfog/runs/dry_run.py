@@ -30,21 +30,21 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, size
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.dry_run_parts import (
-    PARTS,
+    PART_OF_ACTIVITY,
     NoRoomError,
     PartError,
-    Watch,
+    TimedHeartbeat,
     check_room,
     distance,
     export_difference,
     failed,
-    in_small,
     memory,
     no_room,
-    well,
+    passed,
+    shortened,
 )
 from unfog.runs.session import Session
-from unfog.runs.train import where_to_go_on
+from unfog.runs.train import find_resume_point
 from unfog.training.checkpoints import format as checkpoint
 
 STEPS, MOST_STEPS = 2, 16
@@ -54,7 +54,7 @@ CLOSE = 1e-4
 """Largest difference of an exported network's answers, relative to the largest of ours, that rounding may make."""
 
 
-def rehearse(
+def dry_run(
     config: Config, prepared: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
 ) -> list[Finding]:
     """A finding for each part of a run, named rehearsal.*: fine with what it took, or fatal with what went wrong.
@@ -78,11 +78,11 @@ def rehearse(
         tempfile.TemporaryDirectory(prefix="unfog-rehearsal-", dir=folder) as place,
         torch.random.fork_rng(devices=devices),
     ):
-        findings = Rehearsal(config, prepared, device, stop, RunFolder(Path(place)), progress).run()
+        findings = _DryRun(config, prepared, device, stop, RunFolder(Path(place)), progress).run()
     return [*findings, memory(before, device)]
 
 
-class Rehearsal:
+class _DryRun:
     """One rehearsal, part by part; a part that needs what failed before it is left out."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Rehearsal:
         progress: Progress,
     ):
         self.steps = STEPS
-        self.config, self.prepared, self.device = in_small(config, STEPS), prepared, device
+        self.config, self.prepared, self.device = shortened(config, STEPS), prepared, device
         self.stop, self.folder, self.progress = stop, folder, progress
         self.findings: list[Finding] = []
 
@@ -128,9 +128,9 @@ class Rehearsal:
             return False
         return True
 
-    def _session(self, config: Config, saved: checkpoint.Saved | None) -> tuple[Session, Watch]:
+    def _session(self, config: Config, saved: checkpoint.Saved | None) -> tuple[Session, TimedHeartbeat]:
         """A session of the run, carried to its end; PartError names the part in which it failed."""
-        with StopSignals() as own, self.folder.locked(), (pulse := Watch(self.folder.path, own)):
+        with StopSignals() as own, self.folder.locked(), (pulse := TimedHeartbeat(self.folder.path, own)):
             try:
                 session = Session(self.folder, config, self.prepared, self.device, own, pulse)
                 if saved is None:
@@ -142,8 +142,8 @@ class Rehearsal:
             except NoRoomError:
                 raise
             except Exception as error:
-                ended = "report" if pulse.doing == "finished" else ""
-                raise PartError(ended or PARTS.get(pulse.failed, ""), error) from error
+                ended = "report" if pulse.activity == "finished" else ""
+                raise PartError(ended or PART_OF_ACTIVITY.get(pulse.failed, ""), error) from error
             if own():
                 self.stop.request(own.received or "a signal")
                 raise Interrupted
@@ -156,8 +156,8 @@ class Rehearsal:
         while not session.state.updates and session.state.precision.may_overflow and self.steps < MOST_STEPS:
             # Nothing else than fp16's scale is sought yet: a run would seek it for a few steps of its many.
             self.steps = min(2 * self.steps, MOST_STEPS)
-            self.config = in_small(self.config, self.steps)
-            session, pulse = self._session(self.config, where_to_go_on(self.folder)[0])
+            self.config = shortened(self.config, self.steps)
+            session, pulse = self._session(self.config, find_resume_point(self.folder)[0])
         whole = time.perf_counter() - started
         self.state, path = session.state, self.folder.path
         saved = checkpoint.described(self.folder.checkpoints)[0][-1]
@@ -172,13 +172,14 @@ class Rehearsal:
                 if pulse.spent.get("evaluation")
                 else []
             ),
-            well(
+            passed(
                 "checkpoint",
-                f"a checkpoint of {size(stored)} written, for which training stood still {session.saver.held_up:.2g} s",
-                seconds=session.saver.held_up,
+                f"a checkpoint of {size(stored)} written,"
+                f" for which training stood still {session.saver.stall_seconds:.2g} s",
+                seconds=session.saver.stall_seconds,
                 bytes=stored,
             ),
-            well("report", f"a report of {size(page.stat().st_size)} written", bytes=page.stat().st_size),
+            passed("report", f"a report of {size(page.stat().st_size)} written", bytes=page.stat().st_size),
         ]
 
     def _steps(self, whole: float) -> Finding:
@@ -215,13 +216,13 @@ class Rehearsal:
             return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
         if not followed:
             return Finding("rehearsal.ema", "fatal", "the average does not follow the weights", "--ema power", facts)
-        return well(
+        return passed(
             "ema", f"the average follows: it has moved {100 * followed / moved:.3g}% as far as the weights", **facts
         )
 
     def _timed(self, part: str, seconds: list[float], said: str) -> Finding:
         took = max(seconds, default=0.0)
-        return well(part, f"{said} in {took:.2g} s", seconds=took)
+        return passed(part, f"{said} in {took:.2g} s", seconds=took)
 
     def _reload(self) -> list[Finding]:
         """The checkpoint on disk against the state in memory, and its own checksums."""
@@ -235,7 +236,9 @@ class Rehearsal:
         took = time.perf_counter() - started
         if different:
             raise PartError("reload", ValueError(f"{different[0]} and {len(different) - 1} others are not as saved"))
-        return [well("reload", f"{count} tensors read back as they were, in {took:.2g} s", seconds=took, tensors=count)]
+        return [
+            passed("reload", f"{count} tensors read back as they were, in {took:.2g} s", seconds=took, tensors=count)
+        ]
 
     def _repeat(self) -> list[Finding]:
         """From the first checkpoint once more to the last: what an interruption would lead to."""
@@ -244,7 +247,7 @@ class Rehearsal:
         tensors = {f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}
         different = compare(tensors, last)
         if not different:
-            return [well("repeat", "a step repeated after going back to a checkpoint is equal to the bit")]
+            return [passed("repeat", "a step repeated after going back to a checkpoint is equal to the bit")]
         said = (
             f"a step repeated from its checkpoint came out otherwise ({different[0]} and {len(different) - 1} others)"
         )
@@ -254,13 +257,13 @@ class Rehearsal:
     def _resume(self) -> list[Finding]:
         """As `unfog resume`: from the newest checkpoint, one step further."""
         started = time.perf_counter()
-        saved, _ = where_to_go_on(self.folder)
-        config = in_small(self.config, self.steps + 1)
+        saved, _ = find_resume_point(self.folder)
+        config = shortened(self.config, self.steps + 1)
         session, _ = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
         took = time.perf_counter() - started
         if session.step != self.steps + 1:
             raise PartError("resume", ValueError(f"it ended at step {session.step} instead of {self.steps + 1}"))
-        return [well("resume", f"resumed at step {self.steps} and trained one more, in {took:.2g} s", seconds=took)]
+        return [passed("resume", f"resumed at step {self.steps} and trained one more, in {took:.2g} s", seconds=took)]
 
     def _sample(self) -> list[Finding]:
         """As `unfog sample`: a new network, loaded from the run folder alone."""
@@ -268,7 +271,7 @@ class Rehearsal:
         self.loaded = Run(self.folder.path, device=str(self.device))
         pictures = self.loaded.sample(SAMPLES, batch=SAMPLES)
         took = time.perf_counter() - started
-        return [well("sample", f"{len(pictures)} pictures drawn from the saved run in {took:.2g} s", seconds=took)]
+        return [passed("sample", f"{len(pictures)} pictures drawn from the saved run in {took:.2g} s", seconds=took)]
 
     def _export(self) -> list[Finding]:
         """To diffusers' network and back to numbers; a hint where that is not installed, or has no such network."""
@@ -284,4 +287,4 @@ class Rehearsal:
         if off > CLOSE:
             raise PartError("export", ValueError(f"diffusers' network answers otherwise, by {off:.2g} of the largest"))
         said = f"diffusers' network answers as ours does, to {off:.1g} of the largest value, in {took:.2g} s"
-        return [well("export", said, seconds=took, difference=off)]
+        return [passed("export", said, seconds=took, difference=off)]

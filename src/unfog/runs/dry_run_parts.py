@@ -18,24 +18,24 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network, to_unet2d
 from unfog.inference.run import Run
-from unfog.pipeline.build import shape_of
+from unfog.pipeline.build import input_shape
 from unfog.planning.disk import disk_space_needed
-from unfog.process.heartbeat import Pulse
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.memory import peak_bytes, resident_bytes
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import size
 from unfog.reporting.settings import Log
-from unfog.runs.metrics_hook import FEWEST, TRIED
+from unfog.runs.metrics_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.session import Session
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate
 
-PARTS = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
+PART_OF_ACTIVITY = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
 """What the heartbeat says, and the part of the rehearsal that it is."""
 
 
-class Watch(Pulse):
+class TimedHeartbeat(Heartbeat):
     """A pulse that also notes how long everything took, and what was being done when something failed."""
 
     def __init__(self, folder: Path, stop: StopSignals):
@@ -65,7 +65,7 @@ class PartError(Exception):
         self.part, self.reason = part or "training", reason
 
 
-def in_small(config: Config, steps: int) -> Config:
+def shortened(config: Config, steps: int) -> Config:
     """The same run in so many steps, with everything that happens now and then happening in it; without trackers."""
     training = config.training
     at_once = training.microbatch or training.batch
@@ -74,13 +74,13 @@ def in_small(config: Config, steps: int) -> Config:
         training=replace(training, images=steps * training.batch, steps=0, budget=""),
         log=Log(every=1),
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
-        evaluate=evaluated_in_small(config.evaluate, steps),
+        evaluate=shortened_evaluation(config.evaluate, steps),
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
         averages=replace(config.averages, every=min(config.averages.every, 1)),
     )
 
 
-def evaluated_in_small(evaluate: Evaluate, steps: int) -> Evaluate:
+def shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
     """Evaluation at the end, and with as few drawn pictures as can be measured. The best of two is chosen by the
     held-out loss, as some metrics are refused of so few."""
     if evaluate.every <= 0:
@@ -89,10 +89,12 @@ def evaluated_in_small(evaluate: Evaluate, steps: int) -> Evaluate:
     if not evaluate.metrics or evaluate.metrics_every < 0:
         return evaluate
     best = "held_out_loss"
-    return replace(evaluate, samples=TRIED, reference=min(evaluate.reference, FEWEST), metrics_every=steps, best=best)
+    return replace(
+        evaluate, samples=TRIAL_SAMPLES, reference=min(evaluate.reference, MIN_SAMPLES), metrics_every=steps, best=best
+    )
 
 
-def well(part: str, said: str, **facts: Any) -> Finding:
+def passed(part: str, said: str, **facts: Any) -> Finding:
     """A part that went well."""
     return Finding(f"rehearsal.{part}", "fine", said, facts=facts)
 
@@ -159,9 +161,9 @@ def export_difference(run: Run) -> float:
     """
     from diffusers import UNet2DModel
 
-    config, network = run.config, filled(run.network.cpu())
+    config, network = run.config, randomized(run.network.cpu())
     assert config.network is not None  # a run's is settled
-    channels, side, _ = shape_of(config)
+    channels, side, _ = input_shape(config)
     out = channels * (2 if config.diffusion.learned_variance else 1)
     ours = Network(config.network, channels, len(config.classes), network.state_dict(), out)
     settings, state = to_unet2d(ours, side)
@@ -176,7 +178,7 @@ def export_difference(run: Run) -> float:
     return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def filled(network: nn.Module) -> nn.Module:
+def randomized(network: nn.Module) -> nn.Module:
     """A copy of a network with random weights of ordinary size: everything in it matters to what it answers."""
     copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
     for parameter in copy.parameters():
@@ -196,4 +198,4 @@ def memory(before: int, device: torch.device) -> Finding:
     if device.type == "cuda":
         facts["device_peak"] = torch.cuda.max_memory_allocated(device)
         said += f"; {size(facts['device_peak'])} of {device} at most"
-    return well("memory", said, **facts)
+    return passed("memory", said, **facts)

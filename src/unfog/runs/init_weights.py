@@ -23,20 +23,20 @@ from unfog.export.diffusers_folder import read_folder
 from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
 from unfog.models.autoencoder_folder import describe
 from unfog.models.settings import MPUNet
-from unfog.pipeline.build import build_network, shape_of
+from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.auto_settings import Choice
 from unfog.process.run_folder import RunFolder, printable
 from unfog.reporting.progress import warn
-from unfog.runs.diffusers_scheduler import objective_of
+from unfog.runs.diffusers_scheduler import objective_from_scheduler
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.shard_files import sha256_of
 
-NEAR = 0.02
+_CLASS_SPREAD = 0.02
 """How far apart new classes begin, of the length of a row; as the rows of other networks are drawn."""
-CLASSES, AUGMENT, BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+_CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
 
-class Found(NamedTuple):
+class _WeightsSource(NamedTuple):
     """What a folder says of its weights, before they are read."""
 
     config: Config
@@ -51,7 +51,7 @@ class Found(NamedTuple):
     """That of diffusers' scheduler, if there is one."""
 
 
-class Weights(NamedTuple):
+class InitialWeights(NamedTuple):
     """Weights that fit the network of a run, and what was settled on the way."""
 
     state: dict[str, Tensor]
@@ -59,7 +59,7 @@ class Weights(NamedTuple):
     choices: list[Choice]
 
 
-def started_from(base: Config, table: Mapping[str, Any]) -> Config:
+def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     """A recipe for a run that starts from what `table` names as init: `base`, with the network, size and objective of
     those weights. `base` itself if nothing is named.
 
@@ -75,7 +75,7 @@ def started_from(base: Config, table: Mapping[str, Any]) -> Config:
         return base
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
-    theirs = look(init, base.diffusion, known).config
+    theirs = _describe_source(init, base.diffusion, known).config
     codec = base.codec or theirs.codec
     data = replace(base.data, size=theirs.data.size, channels=theirs.data.channels)
     if (asked := table.get("codec", base.codec)) and not theirs.codec:  # the folder speaks of latents, then
@@ -83,13 +83,13 @@ def started_from(base: Config, table: Mapping[str, Any]) -> Config:
     return replace(base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, codec=codec)
 
 
-def seen_alike(config: Config) -> Config:
+def adopt_latent_statistics(config: Config) -> Config:
     """With the mean and deviation of latents by which the weights that a run starts from know them, if they do.
 
     Raises:
         RequestError: those weights know pixels and are to see latents, or the other way round, or another codec's.
     """
-    found = look(config.init, config.diffusion) if config.init.folder else None
+    found = _describe_source(config.init, config.diffusion) if config.init.folder else None
     if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
         return config
     theirs, codec = found.config, describe(config.codec).sha256() if config.codec else ""
@@ -103,7 +103,7 @@ def seen_alike(config: Config) -> Config:
     return replace(config, latents=theirs.latents) if codec else config
 
 
-def look(init: Init, diffusion: Diffusion, known: bool = True) -> Found:
+def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _WeightsSource:
     """What there is at `init.folder`. Reads no weights.
 
     Args:
@@ -120,7 +120,7 @@ def look(init: Init, diffusion: Diffusion, known: bool = True) -> Found:
         raise RequestError(f"init = {shown(init.folder)} cannot be read: {why(error)}; give another folder") from None
 
 
-def _in_run(init: Init, folder: Path) -> Found:
+def _in_run(init: Init, folder: Path) -> _WeightsSource:
     run = RunFolder(folder)
     config = run.read_config()
     if config.autoencoder.factor:
@@ -132,29 +132,29 @@ def _in_run(init: Init, folder: Path) -> Found:
     saved = checkpoint.find(run.checkpoints, which, warn)  # type: ignore[arg-type]
     file = saved.folder / f"{'ema' if init.weights == 'ema' else 'model'}.safetensors"
     words = "averaged (EMA)" if init.weights == "ema" else "raw"
-    return Found(config, file, f"{words} weights of step {saved.step:,}", None)
+    return _WeightsSource(config, file, f"{words} weights of step {saved.step:,}", None)
 
 
-def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> Found:
+def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSource:
     found = read_folder(folder)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
     if found.scheduler is not None and not known:
-        diffusion = objective_of(found.scheduler, diffusion)
+        diffusion = objective_from_scheduler(found.scheduler, diffusion)
     base = Config()
     data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
     config = replace(base, network=network, diffusion=diffusion, data=data)
-    return Found(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
+    return _WeightsSource(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
 
 
-def read_weights(config: Config) -> Weights:
+def load_initial_weights(config: Config) -> InitialWeights:
     """The weights that a run with these settings starts from, once its images are known.
 
     Raises:
         RequestError: they are those of another network, or not those that the run began with.
     """
-    found = look(config.init, config.diffusion)
+    found = _describe_source(config.init, config.diffusion)
     mine, theirs = config.network, found.config.network
     assert theirs is not None  # a run's is settled
     if mine is None or replace(mine, dropout=theirs.dropout) != theirs:
@@ -162,7 +162,7 @@ def read_weights(config: Config) -> Weights:
             f"network = {spell(mine)} is not that of {config.init.folder}, {spell(theirs)}; leave --network away, or "
             "change no more of it than dropout"
         )
-    (channels, side, _), (known, known_side, _) = shape_of(config), shape_of(found.config)
+    (channels, side, _), (known, known_side, _) = input_shape(config), input_shape(found.config)
     if channels != known:
         what = "the codec's latents have" if config.codec else "data.channels ="
         raise RequestError(
@@ -178,16 +178,16 @@ def read_weights(config: Config) -> Weights:
             f"{found.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "
             "yet; bring it back, or train anew with another --out"
         )
-    choices = [Choice("init", config.init.folder, found.what), objective_said(found, config)]
+    choices = [Choice("init", config.init.folder, found.what), _objective_choice(found, config)]
     if side != known_side and known_side:
         choices.append(Choice("size", config.data.size, f"the weights were trained at {found.config.data.size}"))
     state, classes = _fitted(found, checkpoint.read_tensors(found.weights), config)
     choices += classes
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
-    return Weights(state, replace(config, init=replace(config.init, folder=folder, sha256=sha256)), choices)
+    return InitialWeights(state, replace(config, init=replace(config.init, folder=folder, sha256=sha256)), choices)
 
 
-def objective_said(found: Found, config: Config) -> Choice:
+def _objective_choice(found: _WeightsSource, config: Config) -> Choice:
     """Which objective training goes on with, and why."""
     told, reason = found.config.diffusion, "as it was trained with"
     if found.theirs is not None:
@@ -195,14 +195,17 @@ def objective_said(found: Found, config: Config) -> Choice:
     if found.scheduler is not None:
         reason = "as given: that of the folder has no equivalent here"
         with suppress(RequestError):
-            told, reason = objective_of(found.scheduler, config.diffusion), "as its scheduler_config.json says"
+            told, reason = (
+                objective_from_scheduler(found.scheduler, config.diffusion),
+                "as its scheduler_config.json says",
+            )
     before, now = ([spell(part) for part in (d.path, d.schedule, d.target)] for d in (told, config.diffusion))
     if now != before:
         reason = f"as given; the weights were trained with {', '.join(before)}"
     return Choice("objective", ", ".join(now), reason)
 
 
-def _fitted(found: Found, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
+def _fitted(found: _WeightsSource, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
     """The weights under our names, with the classes and the inputs that the run has."""
     wanted = len(config.classes)
     if found.theirs is not None:
@@ -210,11 +213,11 @@ def _fitted(found: Found, state: dict[str, Tensor], config: Config) -> tuple[dic
         # What Unfog exports has a row more than classes, for none; diffusers itself knows no such row.
         state = from_unet2d(found.theirs, state, null_class=wanted > 0 and rows == wanted + 1).state
     state = {
-        name: tensor.float() for name, tensor in state.items() if not name.startswith(AUGMENT) or config.data.augment
+        name: tensor.float() for name, tensor in state.items() if not name.startswith(_AUGMENT) or config.data.augment
     }
     with torch.no_grad():
         fresh = build_network(config).state_dict()
-    state |= {name: fresh[name] for name in fresh if name.startswith(AUGMENT) and name not in state}
+    state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
     choices = _classes(state, fresh, found, config)
     wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
     wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
@@ -225,9 +228,9 @@ def _fitted(found: Found, state: dict[str, Tensor], config: Config) -> tuple[dic
     return state, choices
 
 
-def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: Found, config: Config) -> list[Choice]:
+def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _WeightsSource, config: Config) -> list[Choice]:
     """Make the class embedding fit the classes of the images; what was done about it."""
-    before = state[CLASSES].shape[0] - 1 if CLASSES in state else 0
+    before = state[_CLASSES].shape[0] - 1 if _CLASSES in state else 0
     names, wanted = found.config.classes, len(config.classes)
     if before == wanted:
         if wanted and names and names != config.classes:
@@ -238,22 +241,22 @@ def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: Found, c
             ]
         return []
     if not wanted:
-        if BIAS not in state:
+        if _BIAS not in state:
             raise RequestError(f"the weights in {config.init.folder} know {before} classes, and the images have none")
         # No class adds the last row, always: then it may as well be part of what is added anyway.
-        state[BIAS] = state[BIAS] + state.pop(CLASSES)[-1]
+        state[_BIAS] = state[_BIAS] + state.pop(_CLASSES)[-1]
         return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
     # There rows have unit magnitude, and the noise condition is scaled where there are any.
     scaled = isinstance(config.network, MPUNet)
-    if CLASSES not in fresh or (scaled and not before):
+    if _CLASSES not in fresh or (scaled and not before):
         raise RequestError(
             f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "
             "network can take no others: give --data.labels none, or start from other weights"
         )
     # Every class begins as what the weights know of "no class", so that the first pictures are as good as before.
-    none = state[CLASSES][-1] if before else torch.zeros_like(fresh[CLASSES][-1])
-    apart = fresh[CLASSES] * (NEAR if scaled else 1.0)
+    none = state[_CLASSES][-1] if before else torch.zeros_like(fresh[_CLASSES][-1])
+    apart = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
     apart[-1] = 0
-    state[CLASSES] = none + apart
+    state[_CLASSES] = none + apart
     reason = f"their embedding is new, as the weights know {before or 'no'} classes; it begins as that of no class"
     return [Choice("classes", wanted, reason)]

@@ -25,21 +25,21 @@ from unfog.evaluation.metrics import Measured, measure
 from unfog.evaluation.sliced_wasserstein import measure_pixels
 from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network
-from unfog.pipeline.class_labels import labels_like
-from unfog.pipeline.generate import draw, usual
+from unfog.pipeline.class_labels import proportional_labels
+from unfog.pipeline.generate import default_generation, generate_images
 from unfog.planning.auto_settings import AutoSettings, Choice
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, counted, duration, warn
-from unfog.runs.previews import Looks
+from unfog.runs.previews import Previews
 
-FEWEST, MOST, MOST_REAL = 100, 5000, 10_000
+MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000
 """Pictures at least and at most, and real ones at most, where they are chosen."""
-TIMES = 5
+TARGET_TIMES = 5
 """How often pictures are drawn, where the share permits it."""
-PIXEL = "sliced"
+_PIXEL_METRIC = "sliced"
 """The metric that looks at pixels instead of features."""
-TRIED = 10
+TRIAL_SAMPLES = 10
 """Pictures of the rehearsal; the fewest that can be measured."""
 
 
@@ -51,7 +51,7 @@ class Costs(NamedTuple):
     width: int
 
 
-def settle_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
+def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
     """Settle what is open of the metrics; the rest of the settings has been settled before.
 
     Raises:
@@ -62,19 +62,23 @@ def settle_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -
         return
     if evaluate.every < 0:
         raise RequestError("evaluate.metrics are measured at evaluations, and evaluate.every = -1 makes none")
-    if len(images) < TRIED:
-        raise RequestError(f"evaluate.metrics need at least {TRIED} training images, and there are {len(images)}")
+    if len(images) < TRIAL_SAMPLES:
+        raise RequestError(
+            f"evaluate.metrics need at least {TRIAL_SAMPLES} training images, and there are {len(images)}"
+        )
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
     step, steps = auto.seconds_per_step(), config.training.images // config.training.batch
     allowed = evaluate.share * step * steps
     features = open_features(evaluate.features, device, only_known=True)
-    costs = time_costs(config, images, features, device)
+    costs = _time_costs(config, images, features, device)
 
     def once(samples: int, reference: int) -> float:
-        return samples * (costs.draw + costs.features) + computing(config, samples, reference, costs.width, device)
+        return samples * (costs.draw + costs.features) + _metric_seconds(
+            config, samples, reference, costs.width, device
+        )
 
-    chosen, each = fit(config, len(images), costs, allowed, once)
+    chosen, each = fit_to_budget(config, len(images), costs, allowed, once)
     auto.config = replace(config, evaluate=chosen)
     if chosen.metrics_every < 0:
         instead = ""
@@ -92,7 +96,7 @@ def settle_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -
     auto.choices.append(Choice("evaluate.metrics", apart, reason))
 
 
-def fit(
+def fit_to_budget(
     config: Config, images: int, costs: Costs, allowed: float, once: Callable[[int, int], float]
 ) -> tuple[Any, float]:
     """The settings of evaluation with what is open settled so that all of it takes the allowed seconds at most.
@@ -109,14 +113,14 @@ def fit(
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
     affordable = int(allowed / 4 / max(costs.features, 1e-9))  # a quarter, once
-    reference = evaluate.reference or max(FEWEST, min(affordable, MOST_REAL))
+    reference = evaluate.reference or max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
     left = allowed - reference * costs.features
-    wanted = int(left / TIMES / max(costs.draw + costs.features, 1e-9))
-    samples = evaluate.samples or max(FEWEST, min(wanted, MOST))
+    wanted = int(left / TARGET_TIMES / max(costs.draw + costs.features, 1e-9))
+    samples = evaluate.samples or max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES))
     each = once(samples, reference)
-    while not evaluate.samples and samples > FEWEST and TIMES * each > left:
-        samples = max(FEWEST, samples * 2 // 3)
+    while not evaluate.samples and samples > MIN_SAMPLES and TARGET_TIMES * each > left:
+        samples = max(MIN_SAMPLES, samples * 2 // 3)
         each = once(samples, reference)
     times = int(left / max(each, 1e-9))
     every = evaluate.metrics_every
@@ -127,40 +131,42 @@ def fit(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
-def time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
+def _time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
     """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        drawing = seconds_per_sample(network, config, usual(config, few, few))
+        drawing = seconds_per_sample(network, config, default_generation(config, few, few))
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
         return Costs(drawing, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
 
 
-def computing(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
+def _metric_seconds(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
     """Seconds that the metrics themselves take of so many pictures, by random numbers."""
     generator = torch.Generator().manual_seed(0)
     real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
     shape = (samples, config.data.channels, config.data.size, config.data.size)
     pixels = (
-        torch.randint(256, shape, generator=generator, dtype=torch.uint8) if PIXEL in config.evaluate.metrics else None
+        torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+        if _PIXEL_METRIC in config.evaluate.metrics
+        else None
     )
     with Progress("timing the metrics", None):
-        return wall_seconds(lambda: measured(config, real, fake, pixels, pixels), warm=False)
+        return wall_seconds(lambda: compute_metrics(config, real, fake, pixels, pixels), warm=False)
 
 
-def measured(
+def compute_metrics(
     config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
 ) -> dict[str, Measured]:
     """The metrics by name."""
-    names = [name for name in config.evaluate.metrics if name != PIXEL]
+    names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
     found = dict(zip(names, measure(names, real, fake), strict=True))
-    if PIXEL in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
-        found[PIXEL] = measure_pixels([PIXEL], real_pixels, fake_pixels)[0]
+    if _PIXEL_METRIC in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
+        found[_PIXEL_METRIC] = measure_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
     return found
 
 
-def due(config: Config, step: int) -> bool:
+def metrics_due(config: Config, step: int) -> bool:
     """Whether pictures are drawn at the evaluation after this step: at the last one, and the first after each multiple
     of `metrics_every`. A function of settings and position, so that an interruption changes nothing."""
     every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
@@ -169,21 +175,21 @@ def due(config: Config, step: int) -> bool:
     return step >= steps or step // every > (step - config.evaluate.every) // every
 
 
-class DrawnMetrics:
+class MetricsHook:
     """Measures the pictures of a run as it trains, with the average of the weights and always from the same noise."""
 
-    def __init__(self, config: Config, images: ImageSet, looks: Looks, device: torch.device):
+    def __init__(self, config: Config, images: ImageSet, looks: Previews, device: torch.device):
         self.config, self.images, self.looks = config, images, looks
         self.features = open_features(config.evaluate.features, device, only_known=True)
         self._real: Tensor | None = None
 
-    def rehearse(self) -> dict[str, float]:
+    def try_out(self) -> dict[str, float]:
         """Do all of it with few pictures, as what would fail later is to fail at once; nothing is to be recorded.
 
         Raises:
             RequestError: the best is to be chosen by a Frechet distance that so few pictures do not have.
         """
-        self._measure(TRIED)
+        self._measure(TRIAL_SAMPLES)
         evaluate, width = self.config.evaluate, self._reference().shape[1]
         if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference()))) <= width:
             said = f"fid needs more than {width:,} pictures with {self.features.name}, and here are {few:,}"
@@ -198,19 +204,21 @@ class DrawnMetrics:
 
     def _measure(self, count: int) -> dict[str, float]:
         config, metrics = self.config, self.config.evaluate.metrics
-        labels = labels_like(self.images.labels, count)
+        labels = proportional_labels(self.images.labels, count)
 
         def look(at_once: int) -> Pixels:
-            return draw(self.looks.state.model, config, replace(usual(config, count, at_once), labels=labels))
+            return generate_images(
+                self.looks.state.model, config, replace(default_generation(config, count, at_once), labels=labels)
+            )
 
-        pixels = np.ascontiguousarray(self.looks.pictures(count, look).transpose(0, 3, 1, 2))
+        pixels = np.ascontiguousarray(self.looks.with_ema_weights(count, look).transpose(0, 3, 1, 2))
         fake = features_of(pixels, self.features)
         real = (
             np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
-            if PIXEL in metrics
+            if _PIXEL_METRIC in metrics
             else pixels
         )
-        found = measured(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
+        found = compute_metrics(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
         record: dict[str, float] = {"drawn": count}
         for name, one in found.items():
             record |= {} if one.value is None else {name: one.value}

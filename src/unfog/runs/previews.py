@@ -13,9 +13,9 @@ from unfog.config.schema import Config
 from unfog.diffusion.objective import Objective
 from unfog.doctor.run.loss_checks import Looked, losses
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
-from unfog.pipeline.autoencoder_folder import decoder
-from unfog.pipeline.generate import draw, picture_grid, usual
-from unfog.pipeline.image_files import Strip
+from unfog.pipeline.autoencoder_folder import latent_decoder
+from unfog.pipeline.generate import default_generation, generate_images, sample_grid
+from unfog.pipeline.image_files import DenoisingStrip
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.image_grids import Pixels
@@ -27,10 +27,10 @@ from unfog.training.state import TrainState
 T = TypeVar("T")
 
 
-class Looks:
+class Previews:
     """Looks at the state of a run, which is what it was afterwards, whatever cuts a look short."""
 
-    closing = "denoising"
+    final_name = "denoising"
     """What the picture at the end of a run is called."""
 
     def __init__(
@@ -42,16 +42,18 @@ class Looks:
     def preview(self) -> Pixels:
         """A sample grid from the same noise each time: what `unfog sample` gives without flags."""
         config, count = self.config, self.config.preview.images
-        pictures = self._looking(count, lambda at_once: draw(self.state.model, config, usual(config, count, at_once)))
-        return picture_grid(pictures, config.classes)
+        pictures = self._looking(
+            count, lambda at_once: generate_images(self.state.model, config, default_generation(config, count, at_once))
+        )
+        return sample_grid(pictures, config.classes)
 
-    def denoising(self) -> Pixels:
+    def final_image(self) -> Pixels:
         """How the first picture of the preview came out of the noise."""
-        decode = decoder(self.config, self.state.precision.device)
-        strip = Strip(self.config.diffusion.schedule, decode)
+        decode = latent_decoder(self.config, self.state.precision.device)
+        strip = DenoisingStrip(self.config.diffusion.schedule, decode)
         with self._average():
-            draw(self.state.model, self.config, usual(self.config, 1, 1), observe=strip)
-        return strip.picture()
+            generate_images(self.state.model, self.config, default_generation(self.config, 1, 1), observe=strip)
+        return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
         """What is measured on the held-out images; empty if there are none."""
@@ -65,7 +67,7 @@ class Looks:
         levels = midpoints(self.config.evaluate.levels)
         return self._losing(len(looked.x0), lambda loss_at, at_once: losses(loss_at, looked, levels, at_once))
 
-    def pictures(self, count: int, look: Callable[[int], T]) -> T:
+    def with_ema_weights(self, count: int, look: Callable[[int], T]) -> T:
         """What `look`, which draws as many pictures at once as it is told, gives with the average in the network."""
         return self._looking(count, look)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from unfog.config.schema import Config, shareable
 from unfog.config.toml import to_toml
 from unfog.errors import Interrupted, RunError
-from unfog.process.heartbeat import Pulse, identity
+from unfog.process.heartbeat import Heartbeat, folder_identity
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say, warn
@@ -23,23 +23,23 @@ from unfog.training.checkpoints.sharded import Post
 from unfog.training.checkpoints.writer import Writer
 from unfog.training.state import TrainState
 
-A_MOMENT = 3.0  # seconds
+_BRIEF_WAIT = 3.0  # seconds
 
 
 class Saver:
     """Takes snapshots, has them written while training goes on, and returns to them."""
 
-    def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Pulse, recorder: Recorder):
+    def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Heartbeat, recorder: Recorder):
         self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
         self.writer = Writer(folder.checkpoints, config.checkpoint)
         self.averages = AverageWriter(config.averages)
-        self.identity = identity(folder.path)
+        self.identity = folder_identity(folder.path)
         self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
         """The step that was saved last, and what was due after it; also where it was not finite."""
         self.before: Path | None = None
         """Where the folder was until it was moved."""
-        self.held_up = 0.0
+        self.stall_seconds = 0.0
         """Seconds that training stood still for checkpoints."""
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
@@ -48,10 +48,10 @@ class Saver:
         Raises:
             Interrupted, RunError: as `wait`.
         """
-        self.begin()
-        self.take(state, for_best)
+        self.prepare()
+        self.take_snapshot(state, for_best)
 
-    def begin(self) -> str:
+    def prepare(self) -> str:
         """Wait for what has to come first. Returns the folder of checkpoints.
 
         Raises:
@@ -63,10 +63,10 @@ class Saver:
         if self.moved():
             self._follow()
         self.recorder.sync()  # a checkpoint covers its logs, also after a power cut
-        self.held_up += time.perf_counter() - started
+        self.stall_seconds += time.perf_counter() - started
         return str(self.folder.checkpoints)
 
-    def take(self, state: TrainState, for_best: bool = False, post: Post | None = None) -> None:
+    def take_snapshot(self, state: TrainState, for_best: bool = False, post: Post | None = None) -> None:
         """Copy what this process has of the state, and have it written; with others, if there is a `post`.
 
         Raises:
@@ -82,8 +82,8 @@ class Saver:
                 return
             anchor = self._is_anchor(state, step)
             self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(shareable(self.config))), post)
-            self.pulse.taken()
-        self.held_up += time.perf_counter() - started
+            self.pulse.save_started()
+        self.stall_seconds += time.perf_counter() - started
         if self.before is not None:
             self.wait(leaving=True)
             raise RunError(
@@ -91,16 +91,16 @@ class Saver:
                 f"unfog resume {self.folder.path}"
             )
 
-    def keep_averages(self, state: TrainState) -> None:
+    def save_ema_snapshot(self, state: TrainState) -> None:
         """Copy both averages to host memory, and have them written from there."""
         started = time.perf_counter()
         taken = averages.take(state, state.seen // self.config.training.batch)
         self.averages.submit(taken, self.folder.averages)
-        self.held_up += time.perf_counter() - started
+        self.stall_seconds += time.perf_counter() - started
 
     def moved(self) -> bool:
         """Whether the folder is no longer where it was."""
-        return identity(self.folder.path) != self.identity
+        return folder_identity(self.folder.path) != self.identity
 
     def _follow(self) -> None:
         """Find where the folder is now, if the system can tell: whoever moved it wants what is saved there.
@@ -113,18 +113,18 @@ class Saver:
             place = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         except OSError:
             place = self.before
-        if identity(place) != self.identity:
+        if folder_identity(place) != self.identity:
             raise RunError(
                 f"{self.before} was removed while it was trained, or moved; what is not in a checkpoint is lost"
             )
         self.folder = RunFolder(place)
         self.writer = Writer(self.folder.checkpoints, self.config.checkpoint)
 
-    def check(self) -> None:
+    def poll(self) -> None:
         """Record what the writer has done; RunError at once if it has failed."""
         if not self.writer.busy:
             self.writer.wait(0)
-        self.pass_on_news()
+        self.report_writer_events()
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -184,8 +184,8 @@ class Saver:
         deadline = time.monotonic() + patience
         with self.pulse.during("saving"):
             while not self.writer.wait(0.05):
-                self.pass_on_news()
-                self.pulse.doing = "waiting for disk space" if self.writer.waiting else "saving"
+                self.report_writer_events()
+                self.pulse.activity = "waiting for disk space" if self.writer.waiting else "saving"
                 if not self.stop():
                     deadline = time.monotonic() + patience
                 elif not leaving:
@@ -197,22 +197,22 @@ class Saver:
                         f"{self.folder.checkpoints} could not be saved; that one is whole. Make room, then "
                         f"`unfog resume {self.folder.path}`"
                     )
-        self.pass_on_news()
+        self.report_writer_events()
 
-    def leave(self, at_once: bool, shared: bool = False) -> None:
+    def finish_after_failure(self, at_once: bool, shared: bool = False) -> None:
         """After a failure: let the checkpoint on its way arrive; `at_once`, only if that is a matter of a moment; not
         for long where others write a part of it."""
         with suppress(RunError):  # the failure is what is told
             if at_once:
                 self.writer.give_up()
-                self.writer.wait(A_MOMENT)
+                self.writer.wait(_BRIEF_WAIT)
             elif not shared:
                 self.wait(leaving=True)
             elif not self.writer.wait(0.8 * self.config.training.grace):  # one that writes with this may be gone
                 self.writer.give_up()
-        self.pass_on_news()
+        self.report_writer_events()
 
-    def pass_on_news(self) -> None:
+    def report_writer_events(self) -> None:
         """Record and say what the writer has done since the last time."""
         for step, reason in self.averages.failures():
             self.recorder.event("averages_left_out", step, reason=reason)
@@ -220,7 +220,7 @@ class Saver:
         for kind, step, fields in self.writer.news():
             self.recorder.event(kind, step, **fields)
             if kind == "checkpoint":
-                self.pulse.saved()
+                self.pulse.save_finished()
             elif kind == "not_removed":
                 warn(f"old checkpoints could not be removed ({fields['reason']}); they take room, and nothing else")
             elif kind == "disk_full":

@@ -16,10 +16,10 @@ from unfog.config.schema import Config, shareable
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
-from unfog.pipeline.build import build_objective, build_state, held_out_set
-from unfog.pipeline.failed_shards import Missing
+from unfog.pipeline.build import build_held_out_set, build_objective, build_state
+from unfog.pipeline.failed_shards import FailureReporter
 from unfog.planning.auto_settings import Choice
-from unfog.process.heartbeat import Pulse
+from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
@@ -27,11 +27,11 @@ from unfog.reporting.progress import duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.trackers import require
-from unfog.runs.autoencoder_previews import CodecLooks
-from unfog.runs.evaluation_hook import Evaluator
-from unfog.runs.previews import Looks
+from unfog.runs.autoencoder_previews import AutoencoderPreviews
+from unfog.runs.evaluation_hook import EvaluationHook
+from unfog.runs.previews import Previews
 from unfog.runs.saver import Saver
-from unfog.runs.workers import train_state
+from unfog.runs.workers import run_training_loop
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.sharded import Post
 from unfog.training.distributed.world import ALONE, World
@@ -51,11 +51,11 @@ class Session:
         prepared: Dataset,
         device: torch.device,
         stop: StopSignals,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         weights: dict[str, torch.Tensor] | None = None,
         world: World = ALONE,
     ):
-        self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, pulse
+        self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, heartbeat
         self.world = world
         config.sampler.visits(config.diffusion.schedule)  # may be refused
         require(config.log.sinks)
@@ -68,12 +68,12 @@ class Session:
         self.saved: Path | None = None
         """The checkpoint that a divided state is read from."""
         self.objective = build_objective(config)
-        looks = CodecLooks if config.autoencoder.factor else Looks
-        self.looks = looks(config, self.state, self.objective, held_out_set(prepared, config, device), stop)
-        self.evaluator = Evaluator(folder, config, prepared, self.looks, device)
+        previews = AutoencoderPreviews if config.autoencoder.factor else Previews
+        self.looks = previews(config, self.state, self.objective, build_held_out_set(prepared, config, device), stop)
+        self.evaluation = EvaluationHook(folder, config, prepared, self.looks, device)
         self.recorder: Recorder
         self.saver: Saver
-        self.missing = Missing(folder, prepared)
+        self.failures = FailureReporter(folder, prepared)
 
     @property
     def step(self) -> int:
@@ -119,13 +119,13 @@ class Session:
                 if saved is None:
                     self._rehearse()
                 self.recorder.begin()
-                self.pulse.doing = "training"
+                self.pulse.activity = "training"
                 self.train()
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
                 # Whoever asked twice to leave gets what is on its way saved if that is a matter of a moment.
                 at_once = isinstance(error, KeyboardInterrupt) or (self.divided and isinstance(error, LostProcess))
-                self.saver.leave(at_once, shared=self.divided)
+                self.saver.finish_after_failure(at_once, shared=self.divided)
                 self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
                 self.pulse.end(f"failed: {error}")
                 raise
@@ -135,7 +135,7 @@ class Session:
             self.pulse.end("finished" if done else "stopped")
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}, "
-            f"of which checkpoints took {self.saver.held_up:.1f} s"
+            f"of which checkpoints took {self.saver.stall_seconds:.1f} s"
         )
         try:
             write_report(self.folder.path)
@@ -147,7 +147,7 @@ class Session:
         """Write things down here from now on."""
         self.recorder = recorder
         self.saver = Saver(self.folder, self.config, self.stop, self.pulse, recorder)
-        self.keep_averages = self.saver.keep_averages
+        self.keep_averages = self.saver.save_ema_snapshot
         self.pulse.step, self.pulse.steps = self.step, self.steps
 
     def _recorder(self) -> Recorder:
@@ -177,7 +177,7 @@ class Session:
         """Train to the end, or until a stop is requested; the caller's random numbers are then what they were."""
         device = self.state.precision.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            train_state(self.config, self.state, self.stream, self, self.world, self.saved)
+            run_training_loop(self.config, self.state, self.stream, self, self.world, self.saved)
 
     def _introduce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
@@ -225,12 +225,12 @@ class Session:
         if done:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
                 with self.pulse.during("drawing"):
-                    strip = self.looks.denoising()
-                self.recorder.images(self.step, self.looks.closing, strip)
+                    strip = self.looks.final_image()
+                self.recorder.images(self.step, self.looks.final_name, strip)
             if self.state.guard.strange:
                 strange = self.state.guard.strange
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
-        self.stop.settle()
+        self.stop.silence()
         if self.leaving(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)
@@ -242,7 +242,7 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        self.missing.tell(self.recorder, step, self.world.news())
+        self.failures.report(self.recorder, step, self.world.news())
 
     def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""
@@ -266,7 +266,7 @@ class Session:
         """Move the progress line, and record what the writer has done meanwhile."""
         self.recorder.advance(step)
         self.pulse.step = step
-        self.saver.check()
+        self.saver.poll()
 
     def save_requested(self) -> bool:
         """Whether somebody made RUN/SAVE, or moved the folder, which is then to be saved where it is."""
@@ -290,26 +290,26 @@ class Session:
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Held-out loss of the EMA weights, empty if nothing is held out; and what is measured of drawn pictures."""
-        return self.evaluator.evaluate(self.step, self.recorder, self.pulse)
+        return self.evaluation.evaluate(self.step, self.recorder, self.pulse)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Save a checkpoint."""
-        state.lost_shards = self.missing.shards
+        state.lost_shards = self.failures.shards
         self.saver.save(state, for_best)
 
     def begin_save(self, state: TrainState) -> str:
         """Before `save_rows`: wait for what comes before a checkpoint."""
-        state.lost_shards = self.missing.shards
-        return self.saver.begin()
+        state.lost_shards = self.failures.shards
+        return self.saver.prepare()
 
     def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
         """Save the rows that this process has, and what all have."""
-        self.saver.take(state, for_best, post)
+        self.saver.take_snapshot(state, for_best, post)
 
     def leaving(self, state: TrainState) -> bool:
         """Whether a run that ends before its end is yet to be saved; nothing interrupts that."""
         if not self.done:
-            self.stop.settle()
+            self.stop.silence()
         return not self.done and self.saver.saved != (self.step, state.due)
 
     def roll_back(self, state: TrainState, reason: str) -> str:

@@ -19,25 +19,25 @@ from unfog.doctor.settings.settings_checks import examine_settings
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
 from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
-from unfog.pipeline.autoencoder_folder import keep_codec
-from unfog.pipeline.data_report import DATA_FILE, write_data_record
-from unfog.pipeline.failed_shards import lost_shards
+from unfog.pipeline.autoencoder_folder import copy_autoencoder_into_run
+from unfog.pipeline.data_report import DATA_FILE, write_data_report
+from unfog.pipeline.failed_shards import read_failed_shards
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
 from unfog.process.device import choose_device
-from unfog.process.heartbeat import Pulse
-from unfog.process.launch import note_launch
-from unfog.process.run_folder import CODEC, RunFolder, next_folder
+from unfog.process.heartbeat import Heartbeat
+from unfog.process.launch import write_launch_file
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
 from unfog.reporting.records import Events, number, read_metrics
-from unfog.runs.autoencoder_previews import finish_codec
-from unfog.runs.init_weights import read_weights, seen_alike
-from unfog.runs.metrics_hook import settle_metrics
+from unfog.runs.autoencoder_previews import export_autoencoder
+from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.runs.metrics_hook import resolve_metrics
 from unfog.runs.session import Session
-from unfog.runs.workers import lead
+from unfog.runs.workers import broadcast_config
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.ema_snapshots import forget_after
@@ -46,7 +46,7 @@ from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_goes_on
 
 
-def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
+def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     """Train a new run. Returns its folder, and whether it ran to its end (False: stopped by a signal, and saved).
 
     Raises:
@@ -54,7 +54,7 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         RunError: training could not go on.
     """
     check_request(config)
-    tell_of_foreign_code(config)
+    announce_custom_optimizer(config)
     folder = RunFolder(out or next_folder(config.source))
     device = choose_device(device_of(config.training.device))
     if config.evaluate.metrics:  # what is not there is missed at once, rather than after reading images
@@ -62,33 +62,33 @@ def start(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     with (
         processes(config.training.timeout) as world,
         StopSignals() as stop,
-        folder.reserved(config.source),
-        Pulse(folder.path, stop, silent=True) as pulse,
+        folder.create_locked(config.source),
+        Heartbeat(folder.path, stop, silent=True) as pulse,
     ):
-        prepared, config = load_images(seen_alike(config), stop)
-        initial = read_weights(config) if config.init.folder else None
+        prepared, config = load_images(adopt_latent_statistics(config), stop)
+        initial = load_initial_weights(config) if config.init.folder else None
         auto = AutoSettings(
             initial.config if initial else config, prepared.as_network_input.train, device, stop, world.size
         )
         auto.resolve()
-        settle_metrics(auto, prepared.train, device)
+        resolve_metrics(auto, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
         if config.codec:
-            auto.config = replace(auto.config, codec=keep_codec(folder, auto.config))
+            auto.config = replace(auto.config, codec=copy_autoencoder_into_run(folder, auto.config))
         session = Session(folder, auto.config, prepared, device, stop, pulse, initial and initial.state, world)
         room = check_disk_room(
             folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.averages
         )
         say(f"  {room}")
-        note_launch(folder)
+        write_launch_file(folder)
         folder.write_config(auto.config)
         folder.checkpoints.mkdir()
-        lead(world, folder.checkpoints, auto.config)
+        broadcast_config(world, folder.checkpoints, auto.config)
         pulse.silent = False
-        record_data(session)
-        findings = [*glance(prepared, session.config), *examined(session, device)]
+        write_data_files(session)
+        findings = [*glance(prepared, session.config), *setting_findings(session, device)]
         choices = [*(initial.choices if initial else ()), *auto.choices]
-        return folder, ended(folder, session.run(choices, findings), auto.config)
+        return folder, finish_run(folder, session.run(choices, findings), auto.config)
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
@@ -106,49 +106,49 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     stored = folder.read_config()
     config = config or stored
     check_request(config)
-    tell_of_foreign_code(config)
+    announce_custom_optimizer(config)
     report_dropped_levels(stored.sampler, config.sampler)
-    check_still_there(config.source)
+    check_source_exists(config.source)
     device = choose_device(device_of(config.training.device))
     timeout = config.training.timeout
-    with processes(timeout) as world, folder.locked(), StopSignals() as stop, Pulse(folder.path, stop) as pulse:
-        saved, broken = where_to_go_on(folder)
+    with processes(timeout) as world, folder.locked(), StopSignals() as stop, Heartbeat(folder.path, stop) as pulse:
+        saved, broken = find_resume_point(folder)
         # What trained it so far, whatever has been written into RUN/config.toml since.
         trained = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
-        prepared, config = load_images(config, stop, lost=lost_shards(saved))
+        prepared, config = load_images(config, stop, lost=read_failed_shards(saved))
         if saved and not saved.holds(checkpoint.SECOND) and config.averages.every == 0:
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, averages=replace(config.averages, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
-        auto = settled_again(config, prepared, device, saved, stop, world.size)
+        auto = resolve_for_resume(config, prepared, device, saved, stop, world.size)
         if saved and saved.images >= auto.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
-            lead(world, folder.checkpoints, None)
-            keep_drawing(folder, stored, config, saved.step)
+            broadcast_config(world, folder.checkpoints, None)
+            apply_sampling_settings(folder, stored, config, saved.step)
             say(f"  {folder.path} is at its end, step {saved.step:,}; --steps or --budget makes it longer")
-            if not (folder.path / CODEC).is_dir():  # it was killed after its last checkpoint
-                ended(folder, True, auto.config)
+            if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # it was killed after its last checkpoint
+                finish_run(folder, True, auto.config)
             return folder, True
         if config.codec:
-            auto.config = replace(auto.config, codec=keep_codec(folder, auto.config))
+            auto.config = replace(auto.config, codec=copy_autoencoder_into_run(folder, auto.config))
         # Of a run that has saved nothing yet.
-        weights = read_weights(auto.config).state if config.init.folder and saved is None else None
+        weights = load_initial_weights(auto.config).state if config.init.folder and saved is None else None
         session = Session(folder, auto.config, prepared, device, stop, pulse, weights, world)
         changes = omit_tuned_settings(check_changes(trained, auto.config, force), folder, auto.config.sampler)
         if any(line.startswith("evaluate.") for line in changes):
-            session.evaluator.rehearse()  # what would fail at the next evaluation fails now
+            session.evaluation.try_metrics()  # what would fail at the next evaluation fails now
         folder.write_config(auto.config)
-        clear_away(folder, saved, broken)
+        discard_after(folder, saved, broken)
         if config.fingerprint != trained.fingerprint or not (folder.path / DATA_FILE).exists():
-            record_data(session)
-        lead(world, folder.checkpoints, auto.config, lost_shards(saved))
-        findings = examined(session, device)
+            write_data_files(session)
+        broadcast_config(world, folder.checkpoints, auto.config, read_failed_shards(saved))
+        findings = setting_findings(session, device)
         done = session.run(auto.choices, findings, saved, changes)
-        return folder, ended(folder, done, auto.config)
+        return folder, finish_run(folder, done, auto.config)
 
 
-def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
+def apply_sampling_settings(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
     """Store what a run that is at its end draws by from now on, and record it; say what else was asked for in vain."""
     changed = replace(stored, **{name: getattr(asked, name) for name in DRAWS})
     if lines := check_changes(stored, changed):
@@ -164,7 +164,7 @@ def keep_drawing(folder: RunFolder, stored: Config, asked: Config, step: int) ->
             say(f"  not applied: {line}, as nothing is left to train")
 
 
-def check_still_there(source: str) -> None:
+def check_source_exists(source: str) -> None:
     """RequestError if the images of a run are no longer where they were."""
     if not Path(source).is_absolute():
         return
@@ -177,7 +177,7 @@ def check_still_there(source: str) -> None:
         ) from None
 
 
-def settled_again(
+def resolve_for_resume(
     config: Config,
     prepared: Dataset,
     device: torch.device,
@@ -192,12 +192,12 @@ def settled_again(
     auto.resolve_precision()
     auto.resolve_length(seen=saved.images if saved else 0)
     auto.resolve_intervals()
-    settle_metrics(auto, prepared.train, device)
+    resolve_metrics(auto, prepared.train, device)
     stop.leave_if_requested()
     return auto
 
 
-def clear_away(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[checkpoint.Broken]) -> None:
+def discard_after(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[checkpoint.Broken]) -> None:
     """Set aside what is broken, which is said, and remove what lies after the checkpoint that a run goes on from."""
     rotation.clear_away(folder.checkpoints, broken)
     forget_after(folder.averages, saved.step if saved else -1)
@@ -205,7 +205,7 @@ def clear_away(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[c
         say(str(folder_and_reason))
 
 
-def tell_of_foreign_code(config: Config) -> None:
+def announce_custom_optimizer(config: Config) -> None:
     """Say so where the settings, which may be somebody else's, have code run that is not ours.
 
     RequestError if that is no optimiser that can be gone on with, before images are read.
@@ -217,7 +217,7 @@ def tell_of_foreign_code(config: Config) -> None:
         check_goes_on(config.optimizer.method)
 
 
-def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
+def find_resume_point(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
     """The newest whole checkpoint, None before the first, and the broken ones that are passed over.
 
     Raises:
@@ -234,24 +234,24 @@ def where_to_go_on(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[che
     return saved, broken
 
 
-def examined(session: Session, device: torch.device) -> list[Finding]:
+def setting_findings(session: Session, device: torch.device) -> list[Finding]:
     """What is to be said of the settings; of a codec nothing, as what is known is known of diffusion."""
     if session.config.autoencoder.factor:
         return []
     return examine_settings(session.config, session.prepared, device, folder=session.folder.path)
 
 
-def ended(folder: RunFolder, done: bool, config: Config) -> bool:
+def finish_run(folder: RunFolder, done: bool, config: Config) -> bool:
     """What follows a run: of a codec, the folder that others train with. Returns `done`."""
     if config.autoencoder.factor:
-        say(finish_codec(folder, config))
+        say(export_autoencoder(folder, config))
     return done
 
 
-def record_data(session: Session) -> None:
+def write_data_files(session: Session) -> None:
     """Write down what became of every image, and what the network sees of them; a run goes on without."""
     try:
         config = session.config
-        write_data_record(session.folder, session.prepared, Augment.of(config.data), config.training.seed)
+        write_data_report(session.folder, session.prepared, Augment.of(config.data), config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")

@@ -16,8 +16,8 @@ from unfog.config.toml import from_toml, to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
-from unfog.pipeline.build import augmentation, build_state, every_of, loss_function
-from unfog.pipeline.failed_shards import told_elsewhere
+from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state
+from unfog.pipeline.failed_shards import failures_on_this_rank
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
@@ -33,7 +33,7 @@ from unfog.training.loop import train
 from unfog.training.state import TrainState
 
 
-class Follower(Silent):
+class WorkerHooks(Silent):
     """A run that another process records. A signal that comes here counts there."""
 
     def __init__(self, stop: StopSignals, prepared: Dataset, world: World, config: Config):
@@ -43,7 +43,7 @@ class Follower(Silent):
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Tell the first process which images of this one's share could not be decoded, and which shards not read."""
-        found = told_elsewhere(self.prepared.train)
+        found = failures_on_this_rank(self.prepared.train)
         self.world.report([list(one) for one in sorted(found - self.told)])
         self.told |= found
 
@@ -69,7 +69,7 @@ class Follower(Silent):
         return self.stop.undivided()
 
 
-def follow() -> None:
+def run_worker() -> None:
     """Be one of the processes besides the first, to the end of the run or of this session.
 
     Raises:
@@ -84,19 +84,19 @@ def follow() -> None:
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
                 checkpoints = Path(told["checkpoints"])
-                check_seen(checkpoints, "where each process of a divided run writes its part of a checkpoint", world)
+                check_visible(checkpoints, "where each process of a divided run writes its part of a checkpoint", world)
             if config.codec:
-                check_seen(Path(config.codec), "the run's codec", world)
+                check_visible(Path(config.codec), "the run's codec", world)
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
                     f"rank {world.rank} finds other images in {sanitize(config.source)} than rank 0 does; each machine "
                     "needs the same ones there"
                 )
-            train_along(config, prepared, stop, world)
+            _train_worker(config, prepared, stop, world)
 
 
-def check_seen(folder: Path, what: str, world: World) -> None:
+def check_visible(folder: Path, what: str, world: World) -> None:
     """RunError if this process does not see a part of the run folder that it needs."""
     if not folder.is_dir():
         raise RunError(
@@ -105,21 +105,23 @@ def check_seen(folder: Path, what: str, world: World) -> None:
         )
 
 
-def train_along(config: Config, prepared: Dataset, stop: StopSignals, world: World) -> None:
+def _train_worker(config: Config, prepared: Dataset, stop: StopSignals, world: World) -> None:
     """Train what the first process trains, whose state comes from there."""
     device = choose_device(device_of(config.training.device))
     settled = replace(config, training=replace(config.training, device=str(device)))
     state = build_state(settled, device, home=world.home(config.training.shard, device))
     stream = ImageStream(prepared.as_network_input.train, config.training.seed)
-    follower = Follower(stop, prepared, world, config)
+    follower = WorkerHooks(stop, prepared, world, config)
     try:
-        train_state(config, state, stream, follower, world)
+        run_training_loop(config, state, stream, follower, world)
     finally:
         follower.finish(0.8 * config.training.grace)  # a checkpoint is one when all have written their parts
         stream.close()
 
 
-def lead(world: World, checkpoints: Path, config: Config | None, given_up: Mapping[str, str] | None = None) -> None:
+def broadcast_config(
+    world: World, checkpoints: Path, config: Config | None, given_up: Mapping[str, str] | None = None
+) -> None:
     """Tell the other processes what is trained.
 
     Args:
@@ -132,7 +134,7 @@ def lead(world: World, checkpoints: Path, config: Config | None, given_up: Mappi
     world.broadcast({} if config is None else {"config": to_toml(config), "lost": told, "checkpoints": place})
 
 
-def train_state(
+def run_training_loop(
     config: Config, state: TrainState, stream: ImageStream, run: Rank, world: World, saved: Path | None = None
 ) -> None:
     """Train from where the first process is, to the end or until one of them is asked to stop.
@@ -155,11 +157,11 @@ def train_state(
             train(
                 config.training,
                 config.optimizer,
-                every_of(config, state),
+                build_intervals(config, state),
                 state,
                 stream,
-                augmentation(config),
-                loss_function(config, state.levels),
+                build_augmentation(config),
+                build_loss(config, state.levels),
                 run,
                 world,
             )

@@ -25,11 +25,11 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import LossAt, midpoints
 from unfog.inference.memorization import by_pixels
 from unfog.inference.nearest_images import FEWEST
-from unfog.pipeline.build import as_it_is, build_network, build_objective
-from unfog.pipeline.generate import Drawing, draw
+from unfog.pipeline.build import build_network, build_objective, without_augmentation
+from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
-from unfog.process.heartbeat import last_beat
+from unfog.process.heartbeat import read_heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
@@ -71,7 +71,7 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
             f"{folder.path} is a codec; `unfog report {folder.path}` shows its losses and what comes back of images"
         )
     where = choose_device(device)
-    record = RunRecord.read(folder.path, config, last_beat(folder.path))
+    record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
     skipped: list[str] = []
     weights, broken = newest_weights(folder, config.codec, skipped)
     record = record.without(broken)
@@ -157,7 +157,7 @@ def by_losses(
         They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
     """
     config = weights.config
-    see = as_it_is(config)
+    see = without_augmentation(config)
     seen, unseen = (
         looked_at(part, device, see) for part in (prepared.as_network_input.train, prepared.as_network_input.held_out)
     )
@@ -217,8 +217,8 @@ def by_pictures(
     labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch
     with Progress("drawing pictures", samples) as progress:
-        drawing = Drawing(samples, config.sampler, labels, batch=min(batch, 64))
-        drawn = draw(network, config, drawing, progress.update)
+        drawing = GenerationSettings(samples, config.sampler, labels, batch=min(batch, 64))
+        drawn = generate_images(network, config, drawing, progress.update)
     data, data_labels = pictures_of(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
     mine, theirs = measure(drawn, own), measure(data, data_labels)

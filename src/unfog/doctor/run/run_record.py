@@ -38,7 +38,7 @@ class RunRecord:
     metrics: Sequence[Row] = ()
     events: Sequence[Row] = ()
     beat: Mapping[str, Any] | None = None
-    """The heartbeat with its age, as `runs.pulse.last_beat` gives it; None where there is none."""
+    """The heartbeat with its age, as `process.heartbeat.read_heartbeat` gives it; None where there is none."""
     saved: Sequence[Saved] = ()
     """Oldest first."""
     broken: Sequence[Broken] = ()
