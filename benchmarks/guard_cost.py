@@ -24,7 +24,7 @@ import torch
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
-from unfog.config.spec_strings import parse, words_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
 from unfog.process.heartbeat import Heartbeat
@@ -74,7 +74,7 @@ def clock_edges(stop: StopSignals) -> None:
 def settings(given: argparse.Namespace) -> tuple[Config, Any]:
     """The configuration to measure, and its images."""
     base = preset("default")
-    words = words_of(Network)
+    words = registry_of(Network)
     assert words is not None
     prepared = prepare(open_source("fashion"), replace(base.data, size=given.size))
     training = replace(
@@ -86,7 +86,7 @@ def settings(given: argparse.Namespace) -> tuple[Config, Any]:
     )
     config = replace(
         base,
-        network=parse(words, given.network),
+        network=parse_spec(words, given.network),
         data=prepared.settings,
         classes=prepared.train.classes,
         training=training,

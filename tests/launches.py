@@ -16,7 +16,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SETTINGS = (
     *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),
     *("--preview.every", -1, "--preview.images", 1, "--sampler.steps", 2, "--log.every", 1, "--evaluate.every", -1),
-    *("--checkpoint.every", 4, "--averages.every", -1, "--device", "cpu", "--optimizer.schedule", "constant"),
+    *("--checkpoint.every", 4, "--ema-snapshots.every", -1, "--device", "cpu", "--optimizer.schedule", "constant"),
 )
 
 

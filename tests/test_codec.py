@@ -13,8 +13,8 @@ from torch.distributions import Normal, kl_divergence
 
 import unfog
 from unfog.cli.main import main
-from unfog.config.autoencoder_recipe import CodecSettings, codec_recipe, with_codec
-from unfog.config.resume_rules import flat
+from unfog.config.autoencoder_recipe import AutoencoderRunSettings, add_autoencoder, autoencoder_recipe
+from unfog.config.resume_rules import flatten
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
@@ -126,21 +126,32 @@ def test_what_makes_no_codec_is_refused():
             Latents(**settings)
     for wrong in ({"width": "huge"}, {"factor": 5}):
         with pytest.raises(RequestError, match=r"is unknown|is not one of"):
-            with_codec(codec_recipe(), **wrong)
+            add_autoencoder(autoencoder_recipe(), **wrong)
     for width in WIDTHS:
         for factor in FACTORS:
-            assert with_codec(codec_recipe(), factor, width=width).autoencoder.factor == factor
+            assert add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
 
 
 def test_help_shows_what_a_codec_reads_and_no_more(capsys):
-    names, all_names = ({name for name, _ in flat(each)} for each in (CodecSettings.of(codec_recipe()), Config()))
+    names, all_names = (
+        {name for name, _ in flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
+    )
     assert names < all_names
     with pytest.raises(SystemExit):
-        main(["train-codec", "--help"])
+        main(["train-autoencoder", "--help"])
     said = capsys.readouterr().out
     flags = set(re.findall(r"^\W+?--([a-z.-]+)", said, re.MULTILINE))
     assert {"ema", "data.size", "optimizer.lr", "evaluate.every", "evaluate.images", "preview.images"} < flags
-    for name in ("diffusion", "sampler", "init", "guidance", "network", "codec", "label-dropout", "preset"):
+    for name in (
+        "diffusion",
+        "sampler",
+        "init",
+        "guidance",
+        "network",
+        "autoencoder-folder",
+        "label-dropout",
+        "preset",
+    ):
         assert not any(flag == name or flag.startswith(f"{name}.") for flag in flags), name
     assert {flag for flag in flags if flag.startswith("evaluate.")} == {"evaluate.every", "evaluate.images"}
 
@@ -156,15 +167,15 @@ def test_help_shows_what_a_codec_reads_and_no_more(capsys):
             "--network tiny",
             "--guidance 2",
         ),
-        *("--evaluate.metrics kid", "--evaluate.levels 3", "--init x", "--codec x", "--label-dropout 0.2"),
+        *("--evaluate.metrics kid", "--evaluate.levels 3", "--init x", "--autoencoder x", "--label-dropout 0.2"),
     ],
 )
 def test_flags_that_mean_nothing_to_a_codec_are_refused_in_a_line_that_names_train(flags, capsys):
     with pytest.raises(SystemExit) as left:
-        main(["train-codec", "fashion", *flags.split()])
+        main(["train-autoencoder", "fashion", *flags.split()])
     assert left.value.code == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(r"unfog: --[\w.-]+ is no flag of unfog train-codec, but of unfog train, .*\n", said)
+    assert re.fullmatch(r"unfog: --[\w.-]+ is no flag of unfog train-autoencoder, but of unfog train, .*\n", said)
 
 
 def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_a_file(tmp_path, capsys):
@@ -172,18 +183,18 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
         ({"weighting": "edm"}, "diffusion"),
         ({"sampler": {"steps": 3}}, "sampler"),
         ({"network": "tiny"}, "network"),
-        ({"codec": "x"}, "codec"),
+        ({"codec": "x"}, "autoencoder_folder"),
         ({"evaluate": {"metrics": ["kid"]}}, "evaluate.metrics"),
     ):
         with pytest.raises(RequestError, match=f"{name} is a setting for unfog train, and a codec has no use for it"):
-            unfog.train_codec("fashion", **settings)
+            unfog.train_autoencoder("fashion", **settings)
     (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")
     with pytest.raises(SystemExit):
-        main(["train-codec", "fashion", "--config", str(tmp_path / "recipe.toml")])
+        main(["train-autoencoder", "fashion", "--config", str(tmp_path / "recipe.toml")])
     assert "guidance is a setting for unfog train" in capsys.readouterr().err
     read = {"ema": "power:width=0.2", "evaluate": {"images": 7}, "lr": 1e-4, "data": {"jitter": 0.1}}
     with pytest.raises(RequestError, match="nowhere"):  # which says that nothing else was wrong
-        unfog.train_codec(str(tmp_path / "nowhere"), **read)
+        unfog.train_autoencoder(str(tmp_path / "nowhere"), **read)
 
 
 def test_a_codec_is_the_same_once_written_and_read(tmp_path):
@@ -251,7 +262,7 @@ def tiny_codec(photos, out, steps, **settings):
         "checkpoint": {"every": 8},
         "log": {"every": 8},
     }
-    return unfog.train_codec(photos, out=out, width="tiny", steps=steps, **(usual | settings))
+    return unfog.train_autoencoder(photos, out=out, width="tiny", steps=steps, **(usual | settings))
 
 
 def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):

@@ -13,7 +13,7 @@ from PIL import Image
 
 import unfog
 from unfog.commands.verify import verify
-from unfog.config.spec_strings import parse
+from unfog.config.spec_strings import parse_spec
 from unfog.data.latents import Normalise
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
@@ -192,7 +192,7 @@ def test_a_rehearsal_measures_few_pictures_and_is_refused_none():
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_image_to_blame_is_found_in_every_network(kind):
     torch.manual_seed(0)
-    model = build_model(parse({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 1).train()
+    model = build_model(parse_spec({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 1).train()
     for parameter in model.parameters():  # where a fresh network has zeros, nothing would pass
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -213,7 +213,7 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_weights_have_a_digest_in_every_network(kind):
-    model = build_model(parse({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
+    model = build_model(parse_spec({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
     before = weights_digest(model)
     with torch.no_grad():
         list(model.parameters())[-1].add_(1)
@@ -310,17 +310,19 @@ def test_a_guide_sees_the_same_latents(on_latents):
     check_guide(config, config)
     loud = replace(config, diffusion=replace(config.diffusion, sigma_data=1.0))
     other = replace(config, latents=replace(config.latents, mean=(0.0, 0.0, 0.0)))
-    for guide in (replace(config, codec=""), loud, other):
+    for guide in (replace(config, autoencoder_folder=""), loud, other):
         with pytest.raises(RequestError, match="does not see what this run sees"):
             check_guide(config, guide)
-    plain = replace(config, codec="")
+    plain = replace(config, autoencoder_folder="")
     zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
     asked = replace(plain, diffusion=zero)
     eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
     with pytest.raises(RequestError, match="the guide cannot be asked at the noise levels of this run"):
         check_guide(asked, eps)
     check_guide(asked, asked)
-    check_guide(plain, replace(loud, codec=""))  # pixels are pixels whatever deviation they are taken to have
+    check_guide(
+        plain, replace(loud, autoencoder_folder="")
+    )  # pixels are pixels whatever deviation they are taken to have
 
 
 def test_tuned_on_latents(on_latents, monkeypatch):
@@ -350,7 +352,7 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_
     shutil.copytree(Path(codec), tmp_path / "trainer" / "codec")
     of_codec = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
     RunFolder(tmp_path / "trainer").write_config(of_codec)
-    with pytest.raises(RequestError, match=r"is a codec.*--codec"):
+    with pytest.raises(RequestError, match=r"is a codec.*--autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(tmp_path / "trainer"), **settings)
     assert not (tmp_path / "no").exists()
 

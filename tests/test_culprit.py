@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conftest import NETWORK
-from unfog.config.spec_strings import parse
+from unfog.config.spec_strings import parse_spec
 from unfog.data.augmentation.augment import to_model_range
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
@@ -49,7 +49,7 @@ def infinity(x):
 
 def unet():
     torch.manual_seed(0)
-    model = UNetModel(parse({"unet": UNet()}, NETWORK), 1)
+    model = UNetModel(parse_spec({"unet": UNet()}, NETWORK), 1)
     for parameter in model.parameters():  # where a fresh network has zeros, no gradient would pass
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)

@@ -187,7 +187,9 @@ def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -
 def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Dataset]) -> None:
     config = replace(Config(), diffusion=Diffusion(target=EdmF(), sigma_data=3.0))
     assert by_code(glance(clean[1], config))["data.sigma_data"].severity == "warning"
-    assert by_code(glance(clean[1], replace(config, codec="somewhere")))["data.sigma_data"].severity == "fine"
+    assert (
+        by_code(glance(clean[1], replace(config, autoencoder_folder="somewhere")))["data.sigma_data"].severity == "fine"
+    )
 
 
 def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> None:

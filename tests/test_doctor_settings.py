@@ -252,16 +252,16 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
     config = settled(fashion)
     state, steps = build_state(config, CPU), config.training.images // config.training.batch
     parameters = sum(p.numel() for p in state.model.parameters())
-    room = disk_space_needed(parameters, config.checkpoint, steps, config.averages)
+    room = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots)
     for free, severity in ((room.minimum - 1, "fatal"), (room.minimum, "warning"), (room.maximum + 1, "fine")):
         for module in (machine, disk):
             monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
         assert machine.check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
             with pytest.raises(RequestError, match=machine.size(2 * room.checkpoint)):
-                disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.averages)
+                disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.ema_snapshots)
         else:
-            line = disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.averages)
+            line = disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.ema_snapshots)
             assert ("may have to wait" in line) == (severity == "warning")
 
 

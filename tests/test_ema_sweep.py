@@ -216,15 +216,15 @@ def test_automatic_snapshots_are_chosen_printed_and_stored(photos, tmp_path, cap
     """None in a short run; from 200 steps on some 24, and none with a fixed decay, which no sum rebuilds."""
     quick = {**SETTINGS, "evaluate": {"every": -1}, "log": {"every": 100}}
     unfog.train(photos, out=tmp_path / "short", steps=2, **quick)
-    assert unfog.load(tmp_path / "short").config.averages.every == -1
+    assert unfog.load(tmp_path / "short").config.ema_snapshots.every == -1
     assert not (tmp_path / "short/averages").exists()
     capsys.readouterr()
     unfog.train(photos, out=tmp_path / "long", steps=200, **quick)
-    assert "averages.every = 8: " in capsys.readouterr().err
+    assert "ema_snapshots.every = 8: " in capsys.readouterr().err
     assert len(kept_in(tmp_path / "long/averages")) == 25
     capsys.readouterr()
     unfog.train(photos, out=tmp_path / "fixed", steps=2, ema="fixed", averages={"every": 5}, **quick)
-    assert "averages.every = -1: averages of a fixed decay" in capsys.readouterr().err
+    assert "ema_snapshots.every = -1: averages of a fixed decay" in capsys.readouterr().err
     assert not (tmp_path / "fixed/checkpoints/00000002/ema2.safetensors").exists()
     with pytest.raises(RequestError, match="too near"):
         unfog.train(photos, out=tmp_path / "near", steps=2, averages={"every": 5, "second": 0.1})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import unfog
 from conftest import NETWORK, without_clock
 from test_training import positions
-from unfog.config.resume_rules import keys_of
+from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
 from unfog.data.dataset import evenly_spaced
 from unfog.diffusion.objective import Objective
@@ -124,7 +124,7 @@ def test_another_choice_begins_anew_and_the_held_out_loss_is_measured_as_before(
     plain = Config()
     by_kid = replace(plain, evaluate=Evaluate(metrics=("kid",), best="kid"))
     more = replace(plain, evaluate=Evaluate(metrics=("kid",), best="kid", samples=50))
-    keys = [keys_of(config) for config in (plain, by_kid, more)]
+    keys = [settings_digests(config) for config in (plain, by_kid, more)]
     assert len({key["best"] for key in keys}) == 3
     for purpose in ("measure", "training", "repeat"):
         assert len({key[purpose] for key in keys}) == 1

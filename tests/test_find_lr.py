@@ -14,7 +14,7 @@ from conftest import NETWORK
 from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
 from unfog.config.schema import Network
-from unfog.config.spec_strings import parse, words_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
@@ -46,7 +46,7 @@ def pixels(count: int = 64) -> np.ndarray:
 
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    return UNetModel(parse(words_of(Network), NETWORK), 1, 0)
+    return UNetModel(parse_spec(registry_of(Network), NETWORK), 1, 0)
 
 
 class Mute(nn.Module):
@@ -267,7 +267,7 @@ def configured(source) -> object:
     return replace(
         config,
         source=str(source),
-        network=parse(words_of(Network), NETWORK),
+        network=parse_spec(registry_of(Network), NETWORK),
         training=replace(config.training, batch=8, precision="fp32", device="cpu"),
     )
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from unfog.cli.main import in_a_line
-from unfog.cli.parse import flags_of, read_words
+from unfog.cli.parse import flags_of, parse_args
 from unfog.cli.parsed_requests import KINDS, training_asked_for
 from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
@@ -163,7 +163,7 @@ def test_any_table_is_settings_or_refused(data):
 
 def values_of(annotation: object) -> st.SearchStrategy:
     """Values of a setting's type, most of them ones that it may have."""
-    if (words := kinds.words_of(annotation)) is not None:
+    if (words := kinds.registry_of(annotation)) is not None:
         return st.sampled_from([part for part in words.values() if part is not None]).flatmap(parts_like)
     args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
     if typing.get_origin(annotation) is typing.Literal:
@@ -193,7 +193,7 @@ def settings_places(tree: object, above: str = "") -> list[tuple[str, object]]:
     hints, found = typing.get_type_hints(type(tree)), []
     for f in fields(tree):
         name, value = f"{above}.{f.name}".lstrip("."), getattr(tree, f.name)
-        if is_dataclass(value) and kinds.words_of(hints[f.name]) is None:
+        if is_dataclass(value) and kinds.registry_of(hints[f.name]) is None:
             found += settings_places(value, name)
         else:
             found.append((name, hints[f.name]))
@@ -220,7 +220,7 @@ def test_any_valid_config_survives_toml(config):
     assert update(Config(), {f.name: getattr(config, f.name) for f in fields(config)}, "") == config
 
 
-WORDS = [words for _, words in kinds.FAMILIES]
+WORDS = [words for _, words in kinds.REGISTRIES]
 
 
 @fuzz(500)
@@ -233,8 +233,8 @@ def test_any_text_is_a_part_or_refused(words, data):
         st.text() | st.lists(pair, max_size=3).map(lambda pairs: f"{kind}:{','.join(map(''.join, pairs))}")
     )
     with in_a_few_words():
-        part = kinds.parse(words, text)
-        assert part is None or kinds.parse(words, kinds.spell(part)) == part
+        part = kinds.parse_spec(words, text)
+        assert part is None or kinds.parse_spec(words, kinds.format_spec(part)) == part
 
 
 @fuzz(300)
@@ -276,7 +276,7 @@ WORD = st.one_of(
 @example(["\ud800", "--out", "\udcff"], "train")
 def test_any_words_are_a_request_or_refused(words, command):
     with in_a_few_words():
-        read_words(words, KINDS[command], f"unfog {command}", {})
+        parse_args(words, KINDS[command], f"unfog {command}", {})
 
 
 @fuzz(200)

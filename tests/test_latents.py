@@ -16,8 +16,8 @@ from conftest import without_clock
 from unfog.cli.parsed_requests import training_asked_for
 from unfog.commands.verify import verify
 from unfog.config.presets import default
-from unfog.config.resume_rules import keys_of
-from unfog.config.schema import nested
+from unfog.config.resume_rules import settings_digests
+from unfog.config.schema import nest_settings
 from unfog.config.toml import update
 from unfog.data import latents
 from unfog.data.augmentation.augment import Augment, to_model_range
@@ -302,14 +302,14 @@ def test_the_coin_is_the_one_that_flips_pixels():
 def configured(photos, codec, **settings):
     table = SETTINGS | {"source": str(photos), "codec": str(codec.folder), "steps": 12} | settings
     table["data"] = {**table["data"], "channels": 3}
-    return update(default(), nested(table), "")
+    return update(default(), nest_settings(table), "")
 
 
 def test_the_network_sees_latents(photos, codec):
     config = apply_autoencoder_settings(configured(photos, codec))
     assert input_shape(config) == (3, 4, 4)
     assert build_network(config).image_channels == 3
-    assert input_shape(replace(config, codec="")) == (3, 16, 16)
+    assert input_shape(replace(config, autoencoder_folder="")) == (3, 16, 16)
     with StopSignals() as stop:
         prepared, config = load_images(config, stop)
         entries = set(cache_folder().iterdir())
@@ -367,7 +367,7 @@ def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
     other = save_autoencoder(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
     with pytest.raises(RequestError, match="not the one that this run was trained with"):
         unfog.resume(run.path, codec=str(other.folder), steps=14)
-    with pytest.raises(RequestError, match=r"codec is .* and cannot become ''"):
+    with pytest.raises(RequestError, match=r"autoencoder_folder is .* and cannot become ''"):
         unfog.resume(run.path, codec="", steps=14)
     shutil.rmtree(run.path / "codec")
     text = run.config_file.read_text()
@@ -400,15 +400,15 @@ def test_settings_of_another_run_bring_its_codec_and_not_its_statistics(trained,
     words = [str(photos), "--config", str(trained.path / "config.toml"), "--out", str(tmp_path / "new")]
     config, _ = training_asked_for(words)
     assert trained.config.latents.mean
-    assert (config.codec, config.latents) == (str(trained.path / "codec"), Latents())
+    assert (config.autoencoder_folder, config.latents) == (str(trained.path / "codec"), Latents())
 
 
 def test_digests_of_settings_know_of_latents_only_where_there_are_some():
     plain, sizes = default(), Latents("x", 4, 1, (0.0,), (1.0,))
-    assert keys_of(replace(plain, latents=sizes)) == keys_of(plain)  # as an earlier version made them
-    one = keys_of(replace(plain, codec="a", latents=sizes))
-    assert keys_of(replace(plain, codec="b", latents=sizes)) == one
-    other = keys_of(replace(plain, codec="a", latents=replace(sizes, mean=(0.1,))))
+    assert settings_digests(replace(plain, latents=sizes)) == settings_digests(plain)  # as an earlier version made them
+    one = settings_digests(replace(plain, autoencoder_folder="a", latents=sizes))
+    assert settings_digests(replace(plain, autoencoder_folder="b", latents=sizes)) == one
+    other = settings_digests(replace(plain, autoencoder_folder="a", latents=replace(sizes, mean=(0.1,))))
     assert all(other[purpose] != one[purpose] for purpose in ("training", "repeat", "measure"))
 
 

@@ -391,12 +391,12 @@ def test_work_is_counted(name):
 
 
 def test_words_and_toml():
-    words = kinds.words_of(Network)
+    words = kinds.registry_of(Network)
     assert {cls.kind for cls in ARCHITECTURES} | set(SIZES) | {"auto"} == set(words)
-    assert kinds.parse(words, "dit:patch=4,modulation=block") == DiT(patch=4, modulation="block")
-    assert kinds.parse(words, "mp-small:dropout=0.1") == replace(SIZES["mp-small"], dropout=0.1)
+    assert kinds.parse_spec(words, "dit:patch=4,modulation=block") == DiT(patch=4, modulation="block")
+    assert kinds.parse_spec(words, "mp-small:dropout=0.1") == replace(SIZES["mp-small"], dropout=0.1)
     for size, settings in SIZES.items():
-        assert kinds.parse(words, kinds.spell(settings)) == settings, size
+        assert kinds.parse_spec(words, kinds.format_spec(settings)) == settings, size
         config = Config(network=settings)
         assert from_toml(to_toml(config), Config()) == config
         assert {f.name for f in fields(settings)} >= {"dropout", "time_scale"}

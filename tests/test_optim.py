@@ -13,8 +13,8 @@ from torch import nn
 import unfog
 from conftest import NETWORK
 from unfog.config.presets import preset
-from unfog.config.schema import Network, nested
-from unfog.config.spec_strings import parse, spell, words_of
+from unfog.config.schema import Network, nest_settings
+from unfog.config.spec_strings import format_spec, parse_spec, registry_of
 from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES
@@ -289,16 +289,16 @@ def test_trying_an_optimiser_out_leaves_the_random_numbers_alone(odd):
 
 
 def test_optimisers_by_word_and_by_table():
-    words = words_of(Method)
-    assert parse(words, "muon:momentum=0.9") == Muon(momentum=0.9)
+    words = registry_of(Method)
+    assert parse_spec(words, "muon:momentum=0.9") == Muon(momentum=0.9)
     text = "custom:path=torch.optim.RMSprop,arguments=alpha=0.9/momentum=0.5"
-    assert parse(words, text) == Custom("torch.optim.RMSprop", ("alpha=0.9", "momentum=0.5"))
-    assert spell(parse(words, text)) == text
-    assert nested({"optimizer": "muon", "lr": 1e-3}) == {"optimizer": {"method": "muon", "lr": 1e-3}}
-    assert nested({"optimizer": {"method": "muon"}}) == {"optimizer": {"method": "muon"}}
+    assert parse_spec(words, text) == Custom("torch.optim.RMSprop", ("alpha=0.9", "momentum=0.5"))
+    assert format_spec(parse_spec(words, text)) == text
+    assert nest_settings({"optimizer": "muon", "lr": 1e-3}) == {"optimizer": {"method": "muon", "lr": 1e-3}}
+    assert nest_settings({"optimizer": {"method": "muon"}}) == {"optimizer": {"method": "muon"}}
     for wrong in ("muon:momentum=1", "muon:rounds=0"):
         with pytest.raises(RequestError):
-            parse(words, wrong)
+            parse_spec(words, wrong)
 
 
 def test_cooldown_stays_and_then_falls_to_zero_as_one_minus_root():
@@ -329,7 +329,7 @@ def test_a_constant_run_branches_into_a_cooldown_at_its_new_end():
 @pytest.mark.parametrize(("method", "copies"), [(Muon(), 1), (MOMENTUM, 3), (Custom("torch.optim.Adafactor"), 2)])
 def test_plan_counts_the_moments_that_there_are(method, copies):
     """And takes AdamW's for an optimiser that looks at values, as Adafactor does."""
-    config = replace(preset("default"), network=parse(words_of(Network), NETWORK))
+    config = replace(preset("default"), network=parse_spec(registry_of(Network), NETWORK))
     config = replace(config, data=replace(config.data, size=8, channels=1), training=Training(batch=1))
     config = replace(config, optimizer=replace(config.optimizer, lr=1e-3, method=method))
     step = MemoryEstimator(with_precision(config), "cpu").step(1, False)

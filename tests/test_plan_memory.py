@@ -27,7 +27,7 @@ from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.memory_trace import Trace, record_trace
 from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch
 from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, find_peak
-from unfog.training.settings import Averages, Training
+from unfog.training.settings import EmaSnapshots, Training
 
 CPU = torch.device("cpu")
 SMALL = UNet((8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.1)
@@ -65,7 +65,7 @@ def test_parts_of_a_step():
         peak = MemoryEstimator(config(), device).step(8, False)
         assert peak.parts["parameters"] == wanted
         assert peak.parts["average"] == 2 * wanted  # two of them
-        alone = MemoryEstimator(replace(config(), averages=Averages(every=-1)), device).step(8, False)
+        alone = MemoryEstimator(replace(config(), ema_snapshots=EmaSnapshots(every=-1)), device).step(8, False)
         assert alone.parts["average"] == wanted
         assert 2 * wanted < peak.parts["moments"] < 2 * wanted + 1000  # and a count of steps for each
         assert sum(peak.parts.values()) == peak.total

@@ -21,7 +21,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_bound import memory_upper_bound
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.microbatch import MARGIN
-from unfog.training.settings import Averages, Optimizer, Training
+from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -72,7 +72,7 @@ def test_whole_networks_have_gradients_travel_from_memory_of_their_own():
 
 
 def test_one_process_has_the_whole_for_checkpoints_and_pictures():
-    given = replace(config(), averages=Averages(every=-1))
+    given = replace(config(), ema_snapshots=EmaSnapshots(every=-1))
     whole, parts = (MemoryEstimator(given, "cuda", n).estimate(4, False) for n in (1, 8))
     assert parts.snapshot == pytest.approx(whole.snapshot, rel=0.01)
     assert parts.drawing > whole.weights

@@ -20,7 +20,7 @@ from unfog.training.checkpoints.posthoc_ema import SAID, Kept, coefficients, inn
 from unfog.training.ema_schedules import FixedEma, PowerEma
 from unfog.training.loop import Every
 from unfog.training.precision import Precision
-from unfog.training.settings import MOST_AVERAGES, Averages, Optimizer
+from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, Optimizer
 from unfog.training.state import TrainState
 
 STEPS, EVERY = 480, 20
@@ -190,8 +190,8 @@ def test_spacing_doubles_so_that_no_more_than_the_most_are_kept():
     for step in range(1, 1000):
         if step % spacing(every, step) == 0:
             folder_of = [one for one in [*folder_of, step] if one % spacing(every, step) == 0]
-        assert len(folder_of) <= MOST_AVERAGES + 1
-    assert len(folder_of) > MOST_AVERAGES / 2 - 1
+        assert len(folder_of) <= MAX_EMA_SNAPSHOTS + 1
+    assert len(folder_of) > MAX_EMA_SNAPSHOTS / 2 - 1
 
 
 def test_thinned_on_disk(tmp_path):
@@ -217,7 +217,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
 
 
 def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
-    writer, state = AverageWriter(Averages(every=1)), fresh()
+    writer, state = AverageWriter(EmaSnapshots(every=1)), fresh()
     state.advance(8, True, [])
     (tmp_path / "averages").write_text("somebody's notes")
     writer.submit(take(state, 1), tmp_path / "averages")
@@ -235,7 +235,7 @@ def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
 
 def test_full_disk_is_not_waited_for(tmp_path):
     resource = pytest.importorskip("resource")
-    state, writer = fresh(), AverageWriter(Averages(every=1))
+    state, writer = fresh(), AverageWriter(EmaSnapshots(every=1))
     state.advance(8, True, [])
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may grow beyond: EFBIG
@@ -278,15 +278,15 @@ def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(train
 
 
 def test_the_second_average_is_another_one():
-    assert Averages().profile(PowerEma(0.1)) == PowerEma(0.05)
-    assert Averages().profile(PowerEma(0.015)) == PowerEma(0.03)
-    assert Averages(second=0.2).profile(PowerEma(0.1)) == PowerEma(0.2)
-    assert Averages(every=-1).profile(PowerEma()) is None
-    assert Averages().profile(FixedEma()) is None
+    assert EmaSnapshots().profile(PowerEma(0.1)) == PowerEma(0.05)
+    assert EmaSnapshots().profile(PowerEma(0.015)) == PowerEma(0.03)
+    assert EmaSnapshots(second=0.2).profile(PowerEma(0.1)) == PowerEma(0.2)
+    assert EmaSnapshots(every=-1).profile(PowerEma()) is None
+    assert EmaSnapshots().profile(FixedEma()) is None
     for wrong in ({"every": -2}, {"second": 0.5}):
         with pytest.raises(RequestError):
-            Averages(**wrong)
-    assert averages.MOST_AVERAGES == 48
+            EmaSnapshots(**wrong)
+    assert averages.MAX_EMA_SNAPSHOTS == 48
     assert Kept._fields == ("path", "step", "updates", "widths")
 
 

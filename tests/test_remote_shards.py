@@ -316,8 +316,8 @@ def test_sizes_on_disk() -> None:
     for wrong in ("", "10", "-1gb", "1e9", "10 gigs", "9999999999gb"):
         with pytest.raises(RequestError, match=r"is no size on disk; write 500mb, 50gb"):
             Data(cache_limit=wrong)
-    with pytest.raises(RequestError, match="lost_shards"):
-        Data(lost_shards=1.0)
+    with pytest.raises(RequestError, match="failed_shards"):
+        Data(failed_shards=1.0)
 
 
 # Shards that fail
@@ -418,7 +418,7 @@ def test_without_a_network_nothing_is_given_up_and_the_run_says_so(web: Server) 
 def test_more_than_may_be_missed_ends_it_with_their_names(web: Server) -> None:
     stream = opened(web)
     web.faults |= dict.fromkeys(("s-001.tar", "s-004.tar", "s-007.tar"), "gone")
-    said = r"3 of 10 shards of http.* cannot be used, more than data.lost_shards allows: .*s-00\d\.tar is not there"
+    said = r"3 of 10 shards of http.* cannot be used, more than data.failed_shards allows: .*s-00\d\.tar is not there"
     with pytest.raises(RunError, match=said):
         numbers(stream, 0, N)
     assert len(shards_of(stream).failed) == 2

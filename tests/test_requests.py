@@ -38,7 +38,7 @@ def leaves(kind: type, above: tuple[str, ...] = ()) -> list[tuple[str, object]]:
     found = []
     for f in fields(kind):
         annotation = typing.get_type_hints(kind)[f.name]
-        if is_dataclass(annotation) and kinds.words_of(annotation) is None:
+        if is_dataclass(annotation) and kinds.registry_of(annotation) is None:
             found += leaves(annotation, (*above, f.name))
         else:
             found.append((".".join((*above, f.name)), annotation))
@@ -79,7 +79,7 @@ BAD_VALUES = {
 
 def sort(annotation: object) -> object:
     """Which of the lists above go with a type."""
-    if kinds.words_of(annotation) is not None:
+    if kinds.registry_of(annotation) is not None:
         return "part"
     if typing.get_origin(annotation) is tuple:
         return "list"
@@ -154,7 +154,7 @@ def test_no_flag_takes_what_it_cannot_mean(refused, name, annotation):
     for text in texts:
         many = [text, text] if pair else [text]
         words = [f"{flag(name)}={text}"] if kind is bool else [flag(name), *many]
-        if kind == "text" and name in ("training.budget", "codec") and text == "":
+        if kind == "text" and name in ("training.budget", "autoencoder_folder") and text == "":
             continue
         said = refused("train", "fashion", *words)
         assert name.rpartition(".")[2] in said.replace("-", "_"), said
@@ -213,7 +213,7 @@ def numbers_of_parts() -> list[tuple[str, str, str, object]]:
     found = []
     for place in ("diffusion.schedule", "diffusion.weighting", "ema", "network"):
         annotation = dict(LEAVES)[place]
-        for kind, part in kinds.words_of(annotation).items():
+        for kind, part in kinds.registry_of(annotation).items():
             hints = typing.get_type_hints(type(part)) if part is not None else {}
             names = [f.name for f in fields(part)] if part is not None else []
             found += [(place, kind, name, hints[name]) for name in names if hints[name] in (int, float)]
@@ -253,7 +253,7 @@ TABLE = [
     ("train fashion --every 8", "--log.every or --preview.every"),
     ("train fashion --sampler ddim", "did you mean --sampler.kind"),
     ("train fashion --strip", "--strip is no flag of unfog train, but of unfog sample"),
-    ("sample run --lr 1", "no flag of unfog sample, but of unfog train, unfog resume, unfog train-codec"),
+    ("sample run --lr 1", "no flag of unfog sample, but of unfog train, unfog resume, unfog train-autoencoder"),
     ("report run --lr 1", "no flag of unfog report"),
     ("train fashion --zzz", "see unfog train --help"),
     ("train fashion -z", "-z is no flag"),
@@ -512,7 +512,7 @@ def test_numbers_of_numpy_are_numbers():
         ("train --preset ddpm", "adamw"),
         ("train SOURCE --preset ddpm", "adamw"),
         ("plan SOURCE --preset ddpm", "adamw"),
-        ("train-codec SOURCE", "adamw"),
+        ("train-autoencoder SOURCE", "adamw"),
     ],
 )
 def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, value):
@@ -523,7 +523,7 @@ def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, valu
 
 
 def test_lists_leave_the_last_word_to_the_run():
-    from unfog.cli.parse import read_words
+    from unfog.cli.parse import parse_args
     from unfog.cli.run_requests import Sample
 
     for words in (
@@ -532,16 +532,16 @@ def test_lists_leave_the_last_word_to_the_run():
         "-n 3 --label cat dog run",
         "-n=3 run --label cat dog",
     ):
-        given = read_words(words.split(), Sample, "unfog sample", {})
+        given = parse_args(words.split(), Sample, "unfog sample", {})
         assert (given.positionals, given.table) == (["run"], {"label": ("cat", "dog"), "n": 3})
 
 
 def test_ways_to_write_a_flag():
-    from unfog.cli.parse import read_words
+    from unfog.cli.parse import parse_args
     from unfog.cli.requests import Train
 
     def read(words: str) -> dict:
-        return read_words(words.split(), Train, "unfog train", {}).table["settings"]
+        return parse_args(words.split(), Train, "unfog train", {}).table["settings"]
 
     assert read("s --training.steps 5") == read("s --steps=5") == read("--steps 5 -- s") == {"training": {"steps": 5}}
     assert read("s --optimizer.weight_decay 1") == read("s --optimizer.weight-decay=1.0")

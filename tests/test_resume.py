@@ -26,7 +26,7 @@ FLAGS = [
     *("--steps", "36", "--data.jitter", "0.1", "--flip", "--log.every", "5", "--preview.images", "4"),
     *("--preview.every", "12", "--evaluate.every", "12", "--evaluate.images", "8", "--evaluate.levels", "2"),
     *("--sampler.steps", "3", "--checkpoint.every", "6", "--checkpoint.keep", "100"),
-    *("--averages.every", "4"),
+    *("--ema-snapshots.every", "4"),
 ]
 
 
@@ -202,7 +202,12 @@ def test_what_makes_it_another_run_needs_force(whole, tmp_path):
     said = finish(command("resume", folder, "--steps", 37, "--seed", 5, "--ema", "fixed", "--force"))
     assert "changed: training.seed: 0 -> 5 (forced)" in said
     settings = [event["setting"] for event in read_events(folder / "events.jsonl") if event["kind"] == "changed"]
-    assert [line.split(":")[0] for line in settings] == ["training.images", "training.seed", "ema", "averages.every"]
+    assert [line.split(":")[0] for line in settings] == [
+        "training.images",
+        "training.seed",
+        "ema",
+        "ema_snapshots.every",
+    ]
     assert "cannot become" in finish(command("resume", folder, "--size", 32, "--force"), status=2)
 
 

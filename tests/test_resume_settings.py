@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 import unfog
 from conftest import NETWORK, without_clock
 from unfog.config.presets import default
-from unfog.config.resume_rules import FREE, WITH_FORCE, among, check_changes, flat, keys_of
-from unfog.config.schema import Config, nested
+from unfog.config.resume_rules import FREE, WITH_FORCE, among, check_changes, flatten, settings_digests
+from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
 from unfog.data.augmentation.augment import Augment
 from unfog.data.lazy import UNREAD
@@ -27,7 +27,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.ema_snapshots import narrow
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
-from unfog.training.settings import Averages, Evaluate
+from unfog.training.settings import EmaSnapshots, Evaluate
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 LABELS = np.arange(len(IMAGES)) % 3
@@ -76,9 +76,9 @@ EVERYTHING = {
 
 
 def configured(**settings: object) -> Config:
-    config = update(default(), nested({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
+    config = update(default(), nest_settings({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
     data = replace(config.data, size=8, channels=1)
-    return replace(config, data=data, classes=("a", "b", "c"), averages=Averages(every=2))
+    return replace(config, data=data, classes=("a", "b", "c"), ema_snapshots=EmaSnapshots(every=2))
 
 
 def trained(out: Path, steps: int = 12, **settings: object) -> Path:
@@ -155,15 +155,15 @@ FIRST = {"training": "8a9269587cca258b", "repeat": "ba41d81b75038025", "measure"
 
 def test_digests_of_settings_are_those_of_the_first_version_where_nothing_new_is_used():
     config = from_toml((Path(__file__).parent / "first_version.toml").read_text(), Config())
-    assert {name: keys_of(config)[name] for name in FIRST} == FIRST
-    same = replace(config, averages=Averages(every=-1))  # what a resume by this version makes of it
-    assert {name: keys_of(same)[name] for name in FIRST} == FIRST
+    assert {name: settings_digests(config)[name] for name in FIRST} == FIRST
+    same = replace(config, ema_snapshots=EmaSnapshots(every=-1))  # what a resume by this version makes of it
+    assert {name: settings_digests(same)[name] for name in FIRST} == FIRST
     for new, differ in (
         (replace(config, diffusion=replace(config.diffusion, adaptive=0.5)), {"training", "repeat", "measure"}),
-        (replace(config, averages=Averages(every=5)), {"repeat"}),
+        (replace(config, ema_snapshots=EmaSnapshots(every=5)), {"repeat"}),
         (replace(config, optimizer=replace(config.optimizer, cooldown=0.5)), {"training", "repeat"}),
     ):
-        assert {name for name in FIRST if keys_of(new)[name] != FIRST[name]} == differ
+        assert {name for name in FIRST if settings_digests(new)[name] != FIRST[name]} == differ
 
 
 OF_THE_FIRST_VERSION = {
@@ -176,7 +176,7 @@ OF_THE_FIRST_VERSION = {
 
 def as_of_the_first_version(run: Path) -> None:
     """Take from a run what its first version did not have."""
-    new = ("averages", "evaluate.metrics", "evaluate.best", "init", "latents", "autoencoder", "optimizer.method")
+    new = ("ema_snapshots", "evaluate.metrics", "evaluate.best", "init", "latents", "autoencoder", "optimizer.method")
     later = (
         *new,
         "diffusion.adaptive",
@@ -218,7 +218,7 @@ def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
     straight = trained(tmp_path / "straight", **OF_THE_FIRST_VERSION)
     broken = cut(straight, tmp_path / "broken", 8)
     as_of_the_first_version(broken)
-    assert "averages" not in (broken / "config.toml").read_text()
+    assert "ema_snapshots" not in (broken / "config.toml").read_text()
     assert "equal to the bit" in unfog.verify(broken)
     unfog.resume(broken)
     for name in ("model", "ema", "optimizer"):
@@ -247,7 +247,16 @@ def test_what_a_run_of_the_first_version_had_learned_is_not_forgotten(tmp_path):
 
 
 REFUSED = (
-    *("data.size", "data.channels", "data.augment", "network", "codec", "latents.", "autoencoder.", "classes"),
+    *(
+        "data.size",
+        "data.channels",
+        "data.augment",
+        "network",
+        "autoencoder_folder",
+        "latents.",
+        "autoencoder.",
+        "classes",
+    ),
     *("diffusion.sigma_data", "diffusion.conditioning", "diffusion.scale_input", "diffusion.learned_variance"),
     *("diffusion.path", "diffusion.schedule", "diffusion.target", "training.batch", "init."),
 )
@@ -255,7 +264,7 @@ REFUSED = (
 
 def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
     for network in (None, *(kind() for kind in ARCHITECTURES)):
-        for name, _ in flat(replace(Config(), network=network)):
+        for name, _ in flatten(replace(Config(), network=network)):
             lists = [one for one in (FREE, WITH_FORCE, REFUSED) if among(one, name)]
             lists = lists[:1] if name == "network.dropout" else lists
             # "kind" of a section that is of no kind is no setting.
@@ -263,7 +272,7 @@ def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
 
 
 def with_keys(state, config, loss=1.0):
-    state.adopt(keys_of(config))
+    state.adopt(settings_digests(config))
     state.levels.add(torch.full((4,), 0.5), torch.full((4,), loss))
     return state
 
@@ -305,9 +314,9 @@ def test_the_loss_by_level_outlives_what_it_does_not_depend_on_and_no_more():
         replace(config, training=replace(config.training, patience=7)),
         replace(config, optimizer=replace(config.optimizer, lr=1e-4)),
     ):
-        state.adopt(keys_of(same))
+        state.adopt(settings_digests(same))
         assert state.levels.seen == 4
-    state.adopt(keys_of(replace(config, diffusion=replace(config.diffusion, weighting=Elbo()))))
+    state.adopt(settings_digests(replace(config, diffusion=replace(config.diffusion, weighting=Elbo()))))
     assert state.levels.seen == 0
 
 
@@ -389,5 +398,5 @@ def test_what_drawn_pictures_depend_on_makes_another_choice():
         "guidance": replace(by_kid, guidance=2.0),
         "interval": replace(by_kid, guidance_interval=(0.1, 0.9)),
     }.items():
-        assert keys_of(changed)["best"] != keys_of(by_kid)["best"], name
-        assert keys_of(changed)["training"] == keys_of(by_kid)["training"], name
+        assert settings_digests(changed)["best"] != settings_digests(by_kid)["best"], name
+        assert settings_digests(changed)["training"] == settings_digests(by_kid)["training"], name

@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid
 from unfog.pipeline.image_files import MAX_IN_GRID, DenoisingStrip, write_images
-from unfog.planning.auto_settings import AutoSettings, round_down_to_125, seconds
+from unfog.planning.auto_settings import AutoSettings, parse_duration, round_down_to_125
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 
@@ -309,7 +309,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
 
 
 def test_time_spans_and_round_numbers():
-    assert [seconds(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
+    assert [parse_duration(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
     assert [round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
 
 

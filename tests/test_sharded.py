@@ -150,7 +150,7 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
         "--network": "dit:width=40,depth=2,head_channels=8,patch=4",
         "--checkpoint.every": 1,
         "--evaluate.every": 4,
-        "--averages.every": 4,
+        "--ema-snapshots.every": 4,
         "--optimizer.eps": "1e-4",
     }
     settings = [word for pair in flags.items() for word in pair]

@@ -104,7 +104,7 @@ def test_bash_reads_what_is_written(here, words, run):
         (("--", "sample", "x"), "has to follow --, not 'sample'"),
         (("--", "train", "nowhere"), "nowhere is neither"),
         (("--", "train", "fashion", "--steps", "x"), "--steps got 'x'"),
-        (("--", "train", "fashion", "--codec", "nowhere"), "nowhere"),
+        (("--", "train", "fashion", "--autoencoder", "nowhere"), "nowhere"),
         (("--", "resume", "nowhere"), "nowhere is not a run"),
         (("--gpus", 8, "--", "train", "fashion"), "did you mean --gpus-per-node"),
         (("--time", "soon", "--", "train", "fashion"), "no time for Slurm"),

@@ -28,7 +28,15 @@ from unfog.runs.train import resume, train
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
-HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.config", "unfog.config.paths", "unfog.config.values"]
+HELP = [
+    "unfog",
+    "unfog.cli",
+    "unfog.cli.main",
+    "unfog.config",
+    "unfog.config.paths",
+    "unfog.config.values",
+    "unfog.doctor",
+]
 HELP += ["unfog.errors", "unfog.locks", "unfog.version"]
 
 

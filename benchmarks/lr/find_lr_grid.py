@@ -23,7 +23,7 @@ import torch
 from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
-from unfog.config.spec_strings import parse, words_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
@@ -62,7 +62,7 @@ def configured(case: Case, data: Path | None, steps: int) -> Config:
         config,
         source=source,
         data=replace(config.data, size=16),
-        network=parse(words_of(Network) or {}, case.network),
+        network=parse_spec(registry_of(Network) or {}, case.network),
         training=replace(config.training, batch=case.batch, steps=steps, precision="fp32", device="cpu"),
         evaluate=replace(config.evaluate, images=64, every=steps),
         preview=replace(config.preview, every=-1, images=1),

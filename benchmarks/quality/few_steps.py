@@ -29,7 +29,7 @@ from torch import Tensor
 
 import unfog
 from unfog.config.toml import update
-from unfog.config.values import from_words
+from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
@@ -80,7 +80,7 @@ def cell_of(text: str, base: Sampler) -> Cell:
     changes: dict[str, object] = {"kind": kind, "grid": "schedule"}
     for assignment in filter(None, (settings or "").split(",")):
         key, value = assignment.split("=")
-        changes[key] = from_words(type(getattr(base, key)) if key != "grid" else str, [value])
+        changes[key] = parse_value(type(getattr(base, key)) if key != "grid" else str, [value])
     interval = (float(low), float(high)) if low else (0.0, 1.0)
     sampler, guide = update(base, changes, "sampler"), int(step) if step else None
     return Cell(text, sampler, float(guidance or 1), interval, guide, "bf16" if half else "fp32")

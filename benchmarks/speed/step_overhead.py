@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
-from unfog.config.spec_strings import parse, words_of
+from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
@@ -189,12 +189,12 @@ def main() -> None:
     now = CLOCKS[given.clock]
     device = torch.device(given.device)
     base = preset("default")
-    words = words_of(Network)
+    words = registry_of(Network)
     assert words is not None
     prepared = prepare(open_source("fashion"), replace(base.data, size=given.size))
     config = replace(
         base,
-        network=parse(words, given.network),
+        network=parse_spec(words, given.network),
         data=prepared.settings,
         classes=prepared.train.classes,
         training=replace(

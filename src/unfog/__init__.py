@@ -15,6 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+# Loaded before the function of the same name is defined: loading it later would put the package in its place.
+import unfog.doctor as _  # noqa: F401
 from unfog.config.paths import path_text
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.version import __version__
@@ -41,6 +43,7 @@ __all__ = [
     "plan",
     "resume",
     "train",
+    "train_autoencoder",
     "train_codec",
     "tune",
     "verify",
@@ -85,7 +88,7 @@ def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str
     return Run(folder.path)
 
 
-def train_codec(
+def train_autoencoder(
     source: Source,
     *,
     out: str | PathLike[str] | None = None,
@@ -96,7 +99,7 @@ def train_codec(
     pyramid: float = 1.0,
     **settings: Any,
 ) -> Path:
-    """Train an autoencoder on images, as `unfog train-codec` does; `train(source, codec=...)` then takes the folder.
+    """Train an autoencoder on images, as `unfog train-autoencoder` does; `train(source, autoencoder=folder)` takes it.
 
     Args:
         source: as for `train`.
@@ -114,19 +117,23 @@ def train_codec(
     Raises:
         As `train`.
     """
-    from unfog.config.autoencoder_recipe import codec_recipe, with_codec
-    from unfog.config.schema import nested, with_length_of, without_length
+    from unfog.config.autoencoder_recipe import add_autoencoder, autoencoder_recipe
+    from unfog.config.schema import clear_length, inherit_length, nest_settings
     from unfog.config.toml import update
     from unfog.process.run_folder import next_folder
     from unfog.runs.train import train
 
-    base, place = codec_recipe(), _place(source, settings)
-    config = with_length_of(base, update(without_length(base), nested(settings) | {"source": place}, ""))
-    config = with_codec(config, factor, channels, width, kl=kl, pyramid=pyramid)
-    folder, done = train(config, _path(out) or next_folder(f"{place.rstrip('/')}-codec"))
+    base, place = autoencoder_recipe(), _place(source, settings)
+    config = inherit_length(base, update(clear_length(base), nest_settings(settings) | {"source": place}, ""))
+    config = add_autoencoder(config, factor, channels, width, kl=kl, pyramid=pyramid)
+    folder, done = train(config, _path(out) or next_folder(f"{place.rstrip('/')}-autoencoder"))
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return folder.path
+
+
+train_codec = train_autoencoder
+"""The old name of `train_autoencoder`."""
 
 
 def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -> Run:
@@ -140,8 +147,8 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     Raises:
         As `train`, and RequestError for a setting that cannot change.
     """
-    from unfog.config.resume_rules import changed_by
-    from unfog.config.schema import nested
+    from unfog.config.resume_rules import apply_changes
+    from unfog.config.schema import nest_settings
     from unfog.inference.run import Run
     from unfog.process.run_folder import RunFolder
     from unfog.runs.train import resume as go_on
@@ -149,7 +156,7 @@ def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -
     folder = RunFolder(Path(path_text(path, "path")))
     if "source" in settings:
         settings["source"] = _place(settings["source"], settings)
-    _, done = go_on(folder, changed_by(folder.read_config(), nested(settings)), force)
+    _, done = go_on(folder, apply_changes(folder.read_config(), nest_settings(settings)), force)
     if not done:
         raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
     return Run(folder.path)
@@ -331,19 +338,19 @@ def ema_sweep(
 def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
     """The preset, changed by settings that are given by name."""
     from unfog.config.presets import preset as recipe
-    from unfog.config.schema import nested, with_length_of, without_length
+    from unfog.config.schema import clear_length, inherit_length, nest_settings
     from unfog.config.toml import update
 
     base, place = recipe(preset), _place(source, settings)
-    for name in ("init", "codec"):
+    for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_text(settings[name], name)
     if "init" in settings:
         from unfog.runs.init_weights import recipe_from_weights
 
-        base = recipe_from_weights(base, nested(settings))
-    config = update(without_length(base), nested(settings) | {"source": place}, "")
-    return with_length_of(base, config)
+        base = recipe_from_weights(base, nest_settings(settings))
+    config = update(clear_length(base), nest_settings(settings) | {"source": place}, "")
+    return inherit_length(base, config)
 
 
 def _place(source: Any, settings: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ BASE = {
     "--evaluate.images": 8,
     "--evaluate.levels": 2,
     "--checkpoint.keep": 100,
-    "--averages.every": 5,
+    "--ema-snapshots.every": 5,
 }
 GRACE = 10  # seconds that a request to stop may take
 

@@ -13,13 +13,20 @@ import tyro
 
 from unfog.cli.parsed_requests import HELP_FLAGS, asked_for, given_to, resuming_asked_for, training_asked_for
 from unfog.cli.requests import Doctor, Pack
-from unfog.cli.run_lookup import check_run
+from unfog.cli.run_lookup import open_run
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
-from unfog.config.autoencoder_recipe import with_codec
+from unfog.config.autoencoder_recipe import add_autoencoder
 from unfog.config.paths import check_out
-from unfog.config.schema import Config, without_length
+from unfog.config.schema import Config, clear_length
 from unfog.config.toml import update
-from unfog.config.validate import changed_sampler, check_codec, check_device, check_request, check_sampler, check_source
+from unfog.config.validate import (
+    check_autoencoder,
+    check_device,
+    check_request,
+    check_sampler,
+    check_source,
+    override_sampler,
+)
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder, unused_path
 
@@ -40,14 +47,14 @@ def train(words: Sequence[str]) -> int:
     return ended(folder, done)
 
 
-def train_codec(words: Sequence[str]) -> int:
-    """`unfog train-codec`."""
+def train_autoencoder(words: Sequence[str]) -> int:
+    """`unfog train-autoencoder`."""
     if follows(words):
         return 0
-    config, given = asked_for("train-codec", words)
-    config = with_codec(config, **{k: v for k, v in given.table.items() if k in CODEC_FLAGS})
-    check_codec(config)
-    out = given.table.get("out") or next_folder(f"{config.source.rstrip('/')}-codec")
+    config, given = asked_for("train-autoencoder", words)
+    config = add_autoencoder(config, **{k: v for k, v in given.table.items() if k in CODEC_FLAGS})
+    check_autoencoder(config)
+    out = given.table.get("out") or next_folder(f"{config.source.rstrip('/')}-autoencoder")
     check_out(out, config.source, "the folder of a codec")
     from unfog.runs.train import train
 
@@ -90,7 +97,7 @@ def ended(folder: RunFolder, done: bool) -> int:
     say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
     what = "sample" if done else "resume"
     if done and folder.read_config().autoencoder.factor:
-        what = "train SOURCE --codec"
+        what = "train SOURCE --autoencoder"
     say(f"  next      unfog {what} {shlex.quote(str(folder.path))}")
     result(str(folder.path))
     # torchrun takes anything but 0 for a failure, after which it would start again what was to stop.
@@ -101,8 +108,8 @@ def sample(words: Sequence[str]) -> int:
     """`unfog sample`."""
     given = given_to("sample", words, Sample(run=tyro.MISSING))
     request = update(Sample(run=Path(given.positionals[0])), given.table, "")
-    stored = check_run(request.run).read_config()
-    sampler = changed_sampler(stored.sampler, request.sampler, request.steps)
+    stored = open_run(request.run).read_config()
+    sampler = override_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
     check_device(request.device)
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the pictures")
@@ -150,8 +157,8 @@ def evaluate(words: Sequence[str]) -> int:
     """`unfog evaluate`."""
     given = given_to("evaluate", words, Evaluate(run=tyro.MISSING))
     request = update(Evaluate(run=Path(given.positionals[0])), given.table, "")
-    stored = check_run(request.run).read_config()
-    check_sampler(changed_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
+    stored = open_run(request.run).read_config()
+    check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
     check_device(request.device)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
@@ -177,7 +184,7 @@ def ema_sweep(words: Sequence[str]) -> int:
     """`unfog ema-sweep`."""
     given = given_to("ema-sweep", words, EmaSweep(run=tyro.MISSING))
     asked = update(EmaSweep(run=Path(given.positionals[0])), given.table, "")
-    check_run(asked.run).read_config()
+    open_run(asked.run).read_config()
     check_device(asked.device)
     from unfog.commands.ema_sweep import ema_sweep as sweep
     from unfog.commands.ema_sweep import report_sweep
@@ -190,7 +197,7 @@ def tune(words: Sequence[str]) -> int:
     """`unfog tune`."""
     given = given_to("tune", words, Tune(run=tyro.MISSING))
     request = update(Tune(run=Path(given.positionals[0])), given.table, "")
-    check_run(request.run).read_config()
+    open_run(request.run).read_config()
     check_device(request.device)
     from unfog.commands.tune import tune as search
     from unfog.reporting.progress import result
@@ -203,7 +210,7 @@ def tune(words: Sequence[str]) -> int:
 def report(words: Sequence[str]) -> int:
     """`unfog report`."""
     given = given_to("report", words, Report(run=tyro.MISSING))
-    folder = check_run(
+    folder = open_run(
         Path(given.positionals[0])
     )  # and no more: the report of a run with a damaged config.toml is wanted
     from unfog.reporting.progress import result
@@ -215,7 +222,7 @@ def report(words: Sequence[str]) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     """`unfog doctor`."""
-    default = Doctor(folder=tyro.MISSING, settings=without_length(Config()))
+    default = Doctor(folder=tyro.MISSING, settings=clear_length(Config()))
     given = given_to("doctor", words, default) if not set(words) & set(HELP_FLAGS) else None
     run = given is not None and RunFolder(Path(given.positionals[0])).config_file.is_file()
     if given is not None and run:

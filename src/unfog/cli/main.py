@@ -28,7 +28,7 @@ usage: unfog COMMAND …
   plan SOURCE      predict memory, time and disk
   find-lr SOURCE   find a learning rate, on a throwaway copy
   pack SOURCE OUT  decode and resize images once, for all runs to come
-  train-codec SOURCE  make images small for large pictures: then train with --codec
+  train-autoencoder SOURCE  make images small for large pictures: then train with --autoencoder
   slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
 
   unfog COMMAND --help   explains a command
@@ -114,11 +114,12 @@ def run(words: list[str]) -> int:
     # Imported only now, so that the above answers at once.
     from unfog.cli import commands
     from unfog.cli import slurm_request as batch
-    from unfog.config.values import shown, suggest
+    from unfog.config.aliases import COMMANDS
+    from unfog.config.values import sanitize, suggest
 
     table: dict[str, Callable[[list[str]], int]] = {
         "train": commands.train,
-        "train-codec": commands.train_codec,
+        "train-autoencoder": commands.train_autoencoder,
         "resume": commands.resume,
         "sample": commands.sample,
         "evaluate": commands.evaluate,
@@ -131,10 +132,11 @@ def run(words: list[str]) -> int:
         "pack": commands.pack,
         "slurm": batch.slurm,
     }
+    words = [COMMANDS.get(words[0], words[0]), *words[1:]]
     if words[0] not in table:
         if words[0].startswith("-"):
             raise RequestError(
-                f"{shown(words[0])} comes before the command; write unfog COMMAND first (see unfog --help)"
+                f"{sanitize(words[0])} comes before the command; write unfog COMMAND first (see unfog --help)"
             )
-        raise RequestError(f"{shown(words[0])} is not a command{suggest(words[0], table)} (see unfog --help)")
+        raise RequestError(f"{sanitize(words[0])} is not a command{suggest(words[0], table)} (see unfog --help)")
     return table[words[0]](words[1:])

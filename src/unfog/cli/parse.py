@@ -16,8 +16,9 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from unfog.config import spec_strings as kinds
+from unfog.config.aliases import current_name
 from unfog.config.schema import SHORT
-from unfog.config.values import Unfit, from_words, shown, wanted, without_none
+from unfog.config.values import FormatError, describe_type, parse_value, sanitize, strip_optional
 from unfog.errors import RequestError
 
 T = TypeVar("T")
@@ -47,16 +48,16 @@ _registry = ConstructorRegistry()
 @_registry.primitive_rule
 def _part_by_kind(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show a schedule, target, network, … as one word such as `min-snr:gamma=3` in the help text."""
-    words = kinds.words_of(info.type)
+    words = kinds.registry_of(info.type)
     if words is None:
         return None
     classes = tuple({type(part) for part in words.values()})
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + "|".join(words) + "}[:…]",
-        instance_from_str=lambda arguments: kinds.parse(words, arguments[0]),
+        instance_from_str=lambda arguments: kinds.parse_spec(words, arguments[0]),
         is_instance=lambda value: isinstance(value, classes),
-        str_from_instance=lambda value: [kinds.spell(value)],
+        str_from_instance=lambda value: [kinds.format_spec(value)],
     )
 
 
@@ -82,32 +83,32 @@ class Flag:
         if self.value is not None:
             return 0, 0
         members = get_args(self.annotation)
-        if get_origin(self.annotation) is tuple and not kinds.words_of(self.annotation):
+        if get_origin(self.annotation) is tuple and not kinds.registry_of(self.annotation):
             return (1, None) if members[-1] is Ellipsis else (len(members), len(members))
         return 1, 1
 
     def wants(self) -> str:
         """What those words are, in words."""
-        if (words := kinds.words_of(self.annotation)) is not None:
+        if (words := kinds.registry_of(self.annotation)) is not None:
             return f"one of {', '.join(words)}"
-        return wanted(self.annotation)
+        return describe_type(self.annotation)
 
     def read(self, words: Sequence[str], spelled: str) -> Any:
         """The value that these words give. RequestError says which flag they follow."""
         if self.value is not None:
             return self.value
         try:
-            if (parts := kinds.words_of(self.annotation)) is not None:
-                return kinds.parse(parts, words[0])
-            return from_words(self.annotation, words)
-        except Unfit as error:
-            raise RequestError(f"{spelled} got {shown(' '.join(words))}, which is {error}") from None
+            if (parts := kinds.registry_of(self.annotation)) is not None:
+                return kinds.parse_spec(parts, words[0])
+            return parse_value(self.annotation, words)
+        except FormatError as error:
+            raise RequestError(f"{spelled} got {sanitize(' '.join(words))}, which is {error}") from None
         except RequestError as error:
             raise RequestError(f"{spelled}: {error}") from None
 
 
 @dataclass
-class Given:
+class ParsedArgs:
     """What the words of a command give."""
 
     positionals: list[str] = field(default_factory=list)
@@ -122,7 +123,7 @@ class Given:
         before = self.spelled.setdefault(flag.path, (spelled, words))
         if before != (spelled, words):
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
-            raise RequestError(f"{spelled} is given twice: {shown(first)} and {shown(second)}; give one of them")
+            raise RequestError(f"{spelled} is given twice: {sanitize(first)} and {sanitize(second)}; give one of them")
         table = self.table
         for name in flag.path[:-1]:
             table = table.setdefault(name, {})
@@ -163,10 +164,10 @@ def _leaves(kind: type, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
             continue
         annotation = hints[f.name]
         annotation = annotation.__origin__ if marks else annotation
-        if is_dataclass(annotation) and kinds.words_of(annotation) is None:
+        if is_dataclass(annotation) and kinds.registry_of(annotation) is None:
             yield from _leaves(typing.cast(type, annotation), (*above, f.name))
         else:
-            plain = annotation if kinds.words_of(annotation) else without_none(annotation)
+            plain = annotation if kinds.registry_of(annotation) else strip_optional(annotation)
             yield (*above, f.name), plain
 
 
@@ -180,7 +181,7 @@ def metavars_of(kind: type) -> list[str]:
     return names
 
 
-def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str, type]) -> Given:
+def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str, type]) -> ParsedArgs:
     """What the words of a command give; values of the right type, whose range is checked where they are put together.
 
     Args:
@@ -192,7 +193,7 @@ def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
     Raises:
         RequestError: in one line what is wrong and what would be right.
     """
-    flags, given, metavars = flags_of(kind), Given(), metavars_of(kind)
+    flags, given, metavars = flags_of(kind), ParsedArgs(), metavars_of(kind)
     left, free, only_free = list(words), [], False
     while left:
         word = left.pop(0)
@@ -202,7 +203,7 @@ def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             only_free = True
         else:
             spelled, equals, attached = word.partition("=")
-            flag = flags.get(spelled.replace("_", "-"))
+            flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
             if flag is None:
                 raise RequestError(_unknown(spelled, flags, prog, others))
             if flag.value is not None and (equals or left[:1] in (["true"], ["false"])):
@@ -214,6 +215,11 @@ def read_words(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
         raise RequestError(_wrong_count(free, given, prog, metavars))
     given.positionals = [os.path.expanduser(word) for word in free]
     return given
+
+
+def _current_flag(spelled: str) -> str:
+    """The flag of today for one of an earlier version: --autoencoder is --autoencoder-folder."""
+    return "--" + current_name(spelled.lstrip("-").replace("-", "_")).replace("_", "-")
 
 
 def _following(
@@ -229,7 +235,7 @@ def _following(
             break
         words.append(left.pop(0))
     if len(words) < least:
-        many = f"{least} values, each {wanted(get_args(flag.annotation)[0])}" if least > 1 else "a value"
+        many = f"{least} values, each {describe_type(get_args(flag.annotation)[0])}" if least > 1 else "a value"
         what = "" if least > 1 else f": {flag.wants()}"
         raise RequestError(f"{spelled} needs {many}{what}{f', and got {len(words)}' if words else ''}")
     return words
@@ -239,17 +245,19 @@ def _switch(flag: Flag, flags: Mapping[str, Flag]) -> str:
     return " or ".join(name for name, other in flags.items() if other.path == flag.path)
 
 
-def _wrong_count(free: Sequence[str], given: Given, prog: str, metavars: Sequence[str]) -> str:
+def _wrong_count(free: Sequence[str], given: ParsedArgs, prog: str, metavars: Sequence[str]) -> str:
     if len(free) < len(metavars):
-        lists = [f"; {flag} took {shown(' '.join(words))}" for flag, words in given.spelled.values() if len(words) > 1]
+        lists = [
+            f"; {flag} took {sanitize(' '.join(words))}" for flag, words in given.spelled.values() if len(words) > 1
+        ]
         missing, usage = metavars[len(free)], " ".join([prog, *metavars])
         return f"{missing} is missing{''.join(lists)}; write {usage} before all else (see {prog} --help)"
     extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
     if not metavars:
-        return f"{prog} takes flags alone, so what is {shown(extra)}? (see {prog} --help)"
+        return f"{prog} takes flags alone, so what is {sanitize(extra)}? (see {prog} --help)"
     count = "one" if len(metavars) == 1 else f"{len(metavars)} names,"
     return (
-        f"{prog} takes {count} {' '.join(metavars)}, which is {shown(taken)}, so what is {shown(extra)}? "
+        f"{prog} takes {count} {' '.join(metavars)}, which is {sanitize(taken)}, so what is {sanitize(extra)}? "
         "Quote names with blanks"
     )
 
@@ -265,8 +273,8 @@ def _unknown(spelled: str, flags: Mapping[str, Flag], prog: str, others: Mapping
     elsewhere = [command for command, kind in others.items() if named in flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(elsewhere[:-1]), *elsewhere[-1:]]))}" if elsewhere else ""
     if theirs and not meant:
-        return f"{shown(spelled)[1:-1]} is no flag of {prog}{theirs}"
+        return f"{sanitize(spelled)[1:-1]} is no flag of {prog}{theirs}"
     if not meant:
         meant = difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
-    return f"{shown(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"
+    return f"{sanitize(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"

@@ -11,15 +11,15 @@ from typing import Any
 
 import tyro
 
-from unfog.cli.parse import Given, read_words, show_help
+from unfog.cli.parse import ParsedArgs, parse_args, show_help
 from unfog.cli.requests import Doctor, FindLr, Pack, Plan, Resume, Slurm, Train, TrainCodec, Training
-from unfog.cli.run_lookup import check_run
+from unfog.cli.run_lookup import open_run
 from unfog.cli.run_requests import EmaSweep, Evaluate, Report, Sample, Tune
-from unfog.config.autoencoder_recipe import CodecSettings, codec_recipe
+from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
 from unfog.config.paths import check_out
 from unfog.config.presets import preset
-from unfog.config.resume_rules import changed_by, check_changes
-from unfog.config.schema import Config, with_length_of, without_length
+from unfog.config.resume_rules import apply_changes, check_changes
+from unfog.config.schema import Config, clear_length, inherit_length
 from unfog.config.toml import read_toml, update
 from unfog.config.validate import check_request, check_source
 from unfog.errors import RequestError
@@ -30,7 +30,7 @@ HELP_FLAGS = ("-h", "--help")
 KINDS: dict[str, type] = {
     "train": Train,
     "resume": Resume,
-    "train-codec": TrainCodec,
+    "train-autoencoder": TrainCodec,
     "sample": Sample,
     "evaluate": Evaluate,
     "ema-sweep": EmaSweep,
@@ -44,12 +44,12 @@ KINDS: dict[str, type] = {
 }
 
 
-def given_to(command: str, words: Sequence[str], default: Any) -> Given:
+def given_to(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
     """What the words after `unfog COMMAND` give; with --help among them, print the help, and leave."""
     if any(word in HELP_FLAGS for word in words):
         show_help(KINDS[command], f"unfog {command}", default)
     others = {f"unfog {name}": kind for name, kind in KINDS.items() if name != command}
-    return read_words(words, KINDS[command], f"unfog {command}", others)
+    return parse_args(words, KINDS[command], f"unfog {command}", others)
 
 
 def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
@@ -61,7 +61,7 @@ def training_asked_for(words: Sequence[str]) -> tuple[Config, Path | None]:
     return config, out
 
 
-def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, Given]:
+def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, ParsedArgs]:
     """The run that `unfog resume` is given, its settings with those that are changed, and all that is given.
 
     RequestError if they will not do.
@@ -71,11 +71,11 @@ def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, Given]:
     shown = Config()
     with suppress(RequestError, OSError, ValueError):
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    default = Resume(run=tyro.MISSING, settings=without_length(shown))
+    default = Resume(run=tyro.MISSING, settings=clear_length(shown))
     given = given_to("resume", words, default)
-    folder = check_run(Path(given.positionals[0]))
+    folder = open_run(Path(given.positionals[0]))
     stored = folder.read_config()
-    config = changed_by(stored, given.table.get("settings", {}))
+    config = apply_changes(stored, given.table.get("settings", {}))
     if "source" in given.table:
         config = replace(config, source=given.table["source"])
         check_source(config.source)
@@ -85,21 +85,21 @@ def resuming_asked_for(words: Sequence[str]) -> tuple[RunFolder, Config, Given]:
     return folder, config, given
 
 
-def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
+def asked_for(command: str, words: Sequence[str]) -> tuple[Config, ParsedArgs]:
     """The settings of a command that says how to train on something, and all that it is given.
 
     Raises:
         RequestError: they will not do.
     """
     asked = [word for word in words if word not in HELP_FLAGS]
-    default = showing(command, base_config(Given(), command))
+    default = showing(command, base_config(ParsedArgs(), command))
     if asked != list(words):  # the help text shows the recipe that they name
         for whole in (asked, [*asked, "SOURCE"]):
             with suppress(RequestError):
                 default = showing(command, base_config(given_to(command, whole, default), command))
     given = given_to(command, words, default)
     base = base_config(given, command)
-    config = with_length_of(base, update(without_length(base), given.table.get("settings", {}), ""))
+    config = inherit_length(base, update(clear_length(base), given.table.get("settings", {}), ""))
     config = replace(
         config,
         source=given.positionals[0],
@@ -116,20 +116,20 @@ def asked_for(command: str, words: Sequence[str]) -> tuple[Config, Given]:
 
 def showing(command: str, config: Config) -> Training | TrainCodec:
     """The request whose help text has these settings as defaults."""
-    settings = without_length(config)
-    if command == "train-codec":
-        return TrainCodec(folder=tyro.MISSING, settings=CodecSettings.of(settings))
+    settings = clear_length(config)
+    if command == "train-autoencoder":
+        return TrainCodec(folder=tyro.MISSING, settings=AutoencoderRunSettings.of(settings))
     kind: type[Training] = KINDS[command]
     return kind(folder=tyro.MISSING, settings=settings)
 
 
-def base_config(given: Given, command: str = "train") -> Config:
+def base_config(given: ParsedArgs, command: str = "train") -> Config:
     """What the flags start from: the preset, changed by what --init names, changed by the file of --config."""
-    base = codec_recipe() if command == "train-codec" else preset(given.table.get("preset", "default"))
+    base = autoencoder_recipe() if command == "train-autoencoder" else preset(given.table.get("preset", "default"))
     file, settings = given.table.get("config"), given.table.get("settings", {})
-    named = read_toml(file, without_length(base)).init if file else base.init
+    named = read_toml(file, clear_length(base)).init if file else base.init
     if named.folder or settings.get("init", {}).get("folder"):
         from unfog.runs.init_weights import recipe_from_weights
 
         base = recipe_from_weights(replace(base, init=named), settings)
-    return with_length_of(base, read_toml(file, without_length(base))) if file else base
+    return inherit_length(base, read_toml(file, clear_length(base))) if file else base

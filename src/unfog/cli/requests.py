@@ -10,7 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from unfog.commands.slurm import Job
-from unfog.config.autoencoder_recipe import CodecSettings
+from unfog.config.autoencoder_recipe import AutoencoderRunSettings
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 
@@ -49,18 +49,20 @@ class Train(Training):
 class TrainCodec:
     """Train a codec on SOURCE: an autoencoder that makes images small, so that large ones can be learned quickly.
 
-    unfog train-codec photos/ --size 256 --factor 8 --budget 30m    then: unfog train photos/ --codec runs/photos-codec
+    unfog train-autoencoder photos/ --size 256 --factor 8 --budget 30m
+
+    then: unfog train photos/ --autoencoder runs/photos-autoencoder
 
     It is a run like any other: `unfog resume` goes on with it, `unfog report` shows it.
     """
 
     folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """Images, as for train."""
-    settings: Annotated[CodecSettings, tyro.conf.arg(name="")]
+    settings: Annotated[AutoencoderRunSettings, tyro.conf.arg(name="")]
     config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """TOML file of settings, such as the config.toml of another codec."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the codec; must be new. Left open: runs/ and the name of SOURCE, and -codec."""
+    """Folder of the codec; must be new. Left open: runs/ and the name of SOURCE, and -autoencoder."""
     factor: int = 4
     """Pixels across one of the latents: 2, 4, 8 or 16. 4 suits 64 and 128 pixels, 8 suits 256."""
     channels: int = 4

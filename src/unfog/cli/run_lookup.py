@@ -5,22 +5,24 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from unfog.config.paths import why
-from unfog.config.values import shown
+from unfog.config.paths import reason_of
+from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
 
 
-def check_run(path: Path) -> RunFolder:
+def open_run(path: Path) -> RunFolder:
     """The run folder at `path`. RequestError, with the nearest name that is one, if there is none."""
     folder = RunFolder(path)
     try:
         folder.check_is_run()
     except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
-        raise RequestError(f"{shown(str(path))} cannot be read: {why(error)}; give the folder of a run") from None
+        raise RequestError(
+            f"{sanitize(str(path))} cannot be read: {reason_of(error)}; give the folder of a run"
+        ) from None
     except RequestError as error:
         raise RequestError(
-            f"{shown(str(path))[1:-1]} is not a run{_near(path) or ': it has no config.toml'}"
+            f"{sanitize(str(path))[1:-1]} is not a run{_near(path) or ': it has no config.toml'}"
         ) from error
     return folder
 

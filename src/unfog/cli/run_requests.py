@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from unfog.config.schema import check_interval
+from unfog.config.schema import check_guidance_interval
 from unfog.diffusion.sampler import Kind
 from unfog.errors import RequestError
 from unfog.training.settings import SamplingPrecision
@@ -77,7 +77,7 @@ class Sample:
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
         if self.guidance_interval is not None:
-            check_interval(self.guidance_interval)
+            check_guidance_interval(self.guidance_interval)
         for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
             if value < least:
                 raise RequestError(f"{name} = {value} must be at least {least}")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from unfog.cli.parsed_requests import HELP_FLAGS, given_to, resuming_asked_for, training_asked_for
 from unfog.cli.requests import Slurm
-from unfog.config.paths import why
+from unfog.config.paths import reason_of
 from unfog.config.toml import update
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.process.run_folder import next_folder
 from unfog.reporting.progress import result, say
@@ -30,9 +30,11 @@ def slurm(words: Sequence[str]) -> int:
         with file.open("x") as batch:
             batch.write(script)
     except FileExistsError:
-        raise RequestError(f"{shown(str(file))[1:-1]} is there already; give another --file, or remove it") from None
+        raise RequestError(f"{sanitize(str(file))[1:-1]} is there already; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
-        raise RequestError(f"{shown(str(file))} cannot be written: {why(error)}; give another --file") from None
+        raise RequestError(
+            f"{sanitize(str(file))} cannot be written: {reason_of(error)}; give another --file"
+        ) from None
     say(f"  run       {run}, which must be on a disk that all nodes share, as the images must")
     say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
     result(str(file))
@@ -56,7 +58,7 @@ def to_repeat(command: Sequence[str]) -> tuple[Path, str, list[str]]:
         if config.training.budget and "budget" in given.table["settings"]["training"]:
             raise RequestError("a --budget would begin anew with each job; give --steps or --images")
         return folder.path, config.source, ["resume", *words]
-    raise no_command(f"not {shown(name)}" if name else "and there is none")
+    raise no_command(f"not {sanitize(name)}" if name else "and there is none")
 
 
 def no_command(what: str) -> RequestError:

@@ -20,7 +20,7 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, duration, say, size, warn
 
-OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "lost_shards")
+OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
 """Settings of the data that a pack does not depend on."""
 
 

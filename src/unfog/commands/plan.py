@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.schema import Config
-from unfog.config.validate import check_request, seconds
+from unfog.config.validate import check_request, parse_duration
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network, zero_batch
@@ -281,7 +281,7 @@ def with_length(config: Config, pace: float) -> Config:
     if training.images or training.steps:
         images = training.images or training.steps * training.batch
     else:
-        steps = int(seconds(training.budget or "1h") / pace) if pace else 1
+        steps = int(parse_duration(training.budget or "1h") / pace) if pace else 1
         images = max(1, steps) * training.batch
     return replace_training(config, images=images, steps=0, budget="")
 
@@ -293,7 +293,7 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
         there = isinstance(prepared.train.pixels, np.ndarray)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{size(decoded_bytes(prepared, config))} of decoded images, {when}")
-    if config.codec:
+    if config.autoencoder_folder:
         count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
         lines.append(f"{size(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch
@@ -301,7 +301,7 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
     try:
         line = check_disk_room(
-            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.averages
+            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.ema_snapshots
         )
     except RequestError as error:
         return lines, [Finding("plan.disk", "fatal", str(error))]

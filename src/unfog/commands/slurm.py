@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.errors import RequestError
 
 LEAD = 300
@@ -84,17 +84,17 @@ class Job:
             if not least <= (value := getattr(self, name)) <= most:
                 raise RequestError(f"{name} = {value} must be from {least} to {most}")
         if self.seconds < 120:
-            raise RequestError(f"time = {shown(self.time)} is too short to start in; give at least 2 minutes")
+            raise RequestError(f"time = {sanitize(self.time)} is too short to start in; give at least 2 minutes")
         for name in ("partition", "account", "container"):
             if not _WORD.fullmatch(value := getattr(self, name)):
-                raise RequestError(f"{name} = {shown(value)} has characters that Slurm takes no name with")
+                raise RequestError(f"{name} = {sanitize(value)} has characters that Slurm takes no name with")
 
     @property
     def seconds(self) -> int:
         """The limit. RequestError if it is none."""
         match = _TIME.fullmatch(self.time)
         if not match:
-            raise RequestError(f"time = {shown(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
+            raise RequestError(f"time = {sanitize(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
         parts = [int(part) for part in match["rest"].split(":")]
         if match["days"] or len(parts) == 3:  # hours come first, and else minutes
             hours, minutes, seconds = (*parts, 0, 0)[:3]

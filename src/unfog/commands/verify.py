@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unfog.config.resume_rules import keys_of
+from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
@@ -133,7 +133,7 @@ def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, che
             "repeated; go on training until there are two newer checkpoints"
         )
     keys = {checkpoint.read_state(saved.folder)["keys"].get("repeat") for saved in whole}
-    if keys != {keys_of(config)["repeat"]}:
+    if keys != {settings_digests(config)["repeat"]}:
         raise RequestError(
             f"settings were changed between steps {first.step:,} and {last.step:,}, so these cannot be repeated; go on "
             "training until there are two newer checkpoints"

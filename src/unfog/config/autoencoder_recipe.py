@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
-from unfog.config.values import shown, suggest
+from unfog.config.values import sanitize, suggest
 from unfog.data.settings import Data
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.reporting.settings import Log
 from unfog.training.ema_schedules import EmaProfile, PowerEma
-from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
+from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
 
 
 @dataclass(frozen=True)
-class CodecEvaluate:
+class AutoencoderEvaluate:
     """What is measured during training: the error and the PSNR of held-out images that come back of the codec."""
 
     every: int = 0
@@ -26,7 +26,7 @@ class CodecEvaluate:
 
 
 @dataclass(frozen=True)
-class CodecSettings:
+class AutoencoderRunSettings:
     """Those of `Config` that training a codec reads, by the same names; it has no noise levels, and draws nothing."""
 
     data: Data
@@ -34,20 +34,20 @@ class CodecSettings:
     optimizer: Optimizer
     ema: EmaProfile = PowerEma()
     """Average of the weights, which becomes the codec: power:width=0.1 or fixed:decay_max=0.9999."""
-    averages: Averages = Averages()
+    ema_snapshots: EmaSnapshots = EmaSnapshots()
     log: Log = Log()
     preview: Preview = Preview()
-    evaluate: CodecEvaluate = CodecEvaluate()
+    evaluate: AutoencoderEvaluate = AutoencoderEvaluate()
     checkpoint: Checkpoint = Checkpoint()
 
     @classmethod
-    def of(cls, config: Config) -> CodecSettings:
+    def of(cls, config: Config) -> AutoencoderRunSettings:
         """These settings of a run."""
         kept = {f.name: getattr(config, f.name) for f in fields(cls)}
-        return cls(**kept | {"evaluate": CodecEvaluate(config.evaluate.every, config.evaluate.images)})
+        return cls(**kept | {"evaluate": AutoencoderEvaluate(config.evaluate.every, config.evaluate.images)})
 
 
-def codec_recipe() -> Config:
+def autoencoder_recipe() -> Config:
     """What a codec is trained with, unless told otherwise; `with_codec` adds the codec itself.
 
     A cosine schedule and large steps, as in the default preset; small batches, as each image has thousands of pixels
@@ -63,7 +63,9 @@ def codec_recipe() -> Config:
     )
 
 
-def with_codec(config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float) -> Config:
+def add_autoencoder(
+    config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float
+) -> Config:
     """The configuration of a run that trains a codec.
 
     Args:
@@ -77,9 +79,9 @@ def with_codec(config: Config, factor: int = 4, channels: int = 4, width: str = 
         RequestError: there is no such codec, or a setting is given that means nothing to one.
     """
     if width not in WIDTHS:
-        raise RequestError(f"width = {shown(width)} is unknown{suggest(width, WIDTHS)}")
+        raise RequestError(f"width = {sanitize(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:
-        raise RequestError(f"factor = {shown(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
+        raise RequestError(f"factor = {sanitize(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
     if other := _of_no_use(config):
         raise RequestError(f"{other} is a setting for unfog train, and a codec has no use for it: leave it away")
     levels = WIDTHS[width][: factor.bit_length() - 1]
@@ -90,10 +92,10 @@ def with_codec(config: Config, factor: int = 4, channels: int = 4, width: str = 
 def _of_no_use(config: Config) -> str:
     """The first setting that is not as the recipe has it, and that a codec does not read; "" if there is none."""
     found_out = ("source", "classes", "latents", "autoencoder", "fingerprint")  # rather than set
-    usual = codec_recipe()
+    usual = autoencoder_recipe()
     for ours, theirs, read, where in (
-        (config, usual, CodecSettings, ""),
-        (config.evaluate, usual.evaluate, CodecEvaluate, "evaluate."),
+        (config, usual, AutoencoderRunSettings, ""),
+        (config.evaluate, usual.evaluate, AutoencoderEvaluate, "evaluate."),
     ):
         names = {f.name for f in fields(ours)} - {f.name for f in fields(read)} - {*found_out}
         for name in sorted(names):

@@ -7,7 +7,7 @@ import shlex
 from os import PathLike
 from pathlib import Path
 
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.locks import LOCK
 
@@ -18,7 +18,7 @@ def path_text(value: object, name: str) -> str:
     """A path from Python as text, with ~ as the home that it stands for. RequestError if it is none."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
-        raise RequestError(f"{name} = {shown(value)} is no path; give a text or a pathlib.Path")
+        raise RequestError(f"{name} = {sanitize(value)} is no path; give a text or a pathlib.Path")
     return os.path.expanduser(text)
 
 
@@ -33,9 +33,9 @@ def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
     try:
         reason = _in_the_way(out, source)
     except (OSError, RuntimeError, ValueError) as error:
-        reason = why(error)
+        reason = reason_of(error)
     if reason:
-        raise RequestError(f"{shown(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
+        raise RequestError(f"{sanitize(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
 
 
 def _in_the_way(out: Path, source: str) -> str:
@@ -58,6 +58,6 @@ def _in_the_way(out: Path, source: str) -> str:
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{above} may not be written to"
 
 
-def why(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What went wrong with a path, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")

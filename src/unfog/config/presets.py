@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from unfog.config.schema import Config
-from unfog.config.values import shown, suggest
+from unfog.config.values import sanitize, suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -92,5 +92,5 @@ PRESETS: dict[str, Callable[[], Config]] = {"default": default, "ddpm": ddpm, "e
 def preset(name: str) -> Config:
     """The recipe of this name. RequestError with a suggestion if there is none."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise RequestError(f"preset = {shown(name)} is unknown{suggest(name, PRESETS)}")
+        raise RequestError(f"preset = {sanitize(name)} is unknown{suggest(name, PRESETS)}")
     return PRESETS[name]()

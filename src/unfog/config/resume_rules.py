@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from unfog.config.schema import Config, shareable, with_length_of, without_length
+from unfog.config.aliases import stored_name
+from unfog.config.schema import Config, clear_length, inherit_length, redact_urls
 from unfog.config.toml import update
-from unfog.config.validate import changed_sampler
+from unfog.config.validate import override_sampler
 from unfog.data.lazy import UNREAD
 from unfog.errors import RequestError
 
 # What pictures are drawn by.
-DRAWS = ("sampler", "guidance", "guidance_interval")
+SAMPLING = ("sampler", "guidance", "guidance_interval")
 # What these govern can change without making the weights so far meaningless or the order of images another.
 FREE = (
     "training.steps",
@@ -35,15 +36,15 @@ FREE = (
     "training.checkpointing",
     "training.compile",
     "optimizer.",
-    *DRAWS,
+    *SAMPLING,
     "log.",
     "preview.",
     "evaluate.",
     "checkpoint.",
-    "averages.",
+    "ema_snapshots.",
     "data.cache",
     "data.cache_limit",
-    "data.lost_shards",
+    "data.failed_shards",
     "data.labels",  # where they are written; that they are the same is part of the fingerprint
     "data.flip",
     "data.jitter",
@@ -67,10 +68,10 @@ WITH_FORCE = (
 INDIFFERENT = (
     "init.",  # of what it started from, a run is told once
     "source",
-    "codec",
+    "autoencoder_folder",
     "data.cache",
     "data.cache_limit",
-    "data.lost_shards",
+    "data.failed_shards",
     "data.labels",
     "training.device",
     "training.grace",
@@ -78,14 +79,14 @@ INDIFFERENT = (
     "training.shard",
     "training.checkpointing",
     "training.compile",
-    *DRAWS,
+    *SAMPLING,
     "log.",
     "preview.",
     "checkpoint.",
 )
 # What the steps depend on, and what is usual does not.
 EXACTLY = (
-    "averages.",  # whether there is a second one
+    "ema_snapshots.",  # whether there is a second one
     "training.steps",
     "training.images",
     "training.budget",
@@ -100,7 +101,7 @@ OBJECTIVE = ("diffusion.", "latents.", "autoencoder.", "fingerprint", "data.back
 MEASURE = (*OBJECTIVE, "evaluate.images", "evaluate.levels")
 
 # What the metrics of drawn pictures depend on besides.
-DRAWN = ("evaluate.features", "evaluate.samples", "evaluate.reference", *DRAWS)
+DRAWN = ("evaluate.features", "evaluate.samples", "evaluate.reference", *SAMPLING)
 
 # What came after the first checkpoints of this format, which tell by digests without it what they were trained with.
 LATER = (
@@ -111,7 +112,7 @@ LATER = (
     "training.compress",
     "optimizer.cooldown",
     "optimizer.method.",
-    "averages.",
+    "ema_snapshots.",
     "latents.",
     "autoencoder.",
 )
@@ -122,7 +123,7 @@ _COPIED = (
 )
 
 
-def keys_of(config: Config) -> dict[str, str]:
+def settings_digests(config: Config) -> dict[str, str]:
     """Digests of the settings that something is true under, by purpose.
 
     "training": what the loss depends on, so that what is usual, and learning rates that were too high, are of these.
@@ -132,44 +133,51 @@ def keys_of(config: Config) -> dict[str, str]:
     "best": the name of what the best is chosen by, and for a metric of drawn pictures what it is a measure of.
     """
     # What an earlier version did not know, and is as it was then or not used, changes no digest.
-    second = config.averages.profile(config.ema)
-    idle = (("latents", config.codec), ("autoencoder", config.autoencoder.factor), ("averages", second))
+    second = config.ema_snapshots.profile(config.ema)
+    idle = (
+        ("latents", config.autoencoder_folder),
+        ("autoencoder", config.autoencoder.factor),
+        ("ema_snapshots", second),
+    )
     unused = tuple(name for name, used in idle if not used)
-    usual = set(flat(Config()))
-    settings = [s for s in flat(config) if not among(unused, s[0]) and not (among(LATER, s[0]) and s in usual)]
+    usual = set(flatten(Config()))
+    settings = [s for s in flatten(config) if not among(unused, s[0]) and not (among(LATER, s[0]) and s in usual)]
     repeat = [pair for pair in settings if not among((*INDIFFERENT, "evaluate."), pair[0])]
     training = [pair for pair in repeat if not among(EXACTLY, pair[0])]
     measure = [pair for pair in settings if among(MEASURE, pair[0])]
     objective = [pair for pair in settings if among(OBJECTIVE, pair[0])]
     drawn = [pair for pair in settings if among(DRAWN, pair[0])]
     purposes = {"training": training, "repeat": repeat, "measure": measure, "objective": objective, "best": drawn}
-    keys = {name: hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] for name, pairs in purposes.items()}
+    keys = {
+        name: hashlib.sha256(repr([(stored_name(n), v) for n, v in pairs]).encode()).hexdigest()[:16]
+        for name, pairs in purposes.items()
+    }
     best = config.evaluate.best
     return keys | {"best": best if best == "held_out_loss" else f"{best}:{keys['best']}"}
 
 
-def flat(settings: Any, where: str = "") -> list[tuple[str, Any]]:
+def flatten(settings: Any, where: str = "") -> list[tuple[str, Any]]:
     """(dotted name, value) of each setting in a tree, and the kind of each part."""
     if not is_dataclass(settings):
         return [(where, settings)]
     found: list[tuple[str, Any]] = [(f"{where}.kind", getattr(type(settings), "kind", ""))] if where else []
     for f in fields(settings):
-        found += flat(getattr(settings, f.name), f"{where}.{f.name}" if where else f.name)
+        found += flatten(getattr(settings, f.name), f"{where}.{f.name}" if where else f.name)
     return found
 
 
-def changes(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
+def diff_settings(old: Any, new: Any, where: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted name, old, new) of each setting that differs between two trees."""
     if type(old) is not type(new) or not is_dataclass(old):
         return [] if old == new else [(where, old, new)]
     found = []
     for f in fields(old):
         name = f"{where}.{f.name}" if where else f.name
-        found += changes(getattr(old, f.name), getattr(new, f.name), name)
+        found += diff_settings(getattr(old, f.name), getattr(new, f.name), name)
     return found
 
 
-def changed_by(stored: Config, table: Mapping[str, Any]) -> Config:
+def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
     """A run's settings with those of a nested table, which a resume is given.
 
     Levels that were tuned for another sampler or number of steps are left, unless their grid is itself given.
@@ -177,9 +185,9 @@ def changed_by(stored: Config, table: Mapping[str, Any]) -> Config:
     Raises:
         RequestError: there is no such setting, or it cannot have this value.
     """
-    config = with_length_of(stored, update(without_length(stored), table, ""))
+    config = inherit_length(stored, update(clear_length(stored), table, ""))
     given, now = table.get("sampler", {}), config.sampler
-    usual = changed_sampler(stored.sampler, now.kind, now.steps).grid
+    usual = override_sampler(stored.sampler, now.kind, now.steps).grid
     if usual == stored.sampler.grid or not isinstance(given, Mapping) or {"grid", "tuned"} & set(given):
         return config
     return replace(config, sampler=replace(now, grid=usual))
@@ -191,8 +199,8 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
     Raises:
         RequestError: a run cannot change this, or only with `force`.
     """
-    lines, (old, new) = [], (shareable(old), shareable(new))
-    for name, before, now in changes(old, new):
+    lines, (old, new) = [], (redact_urls(old), redact_urls(new))
+    for name, before, now in diff_settings(old, new):
         if name == "fingerprint":
             if not force:
                 raise RequestError(
@@ -200,7 +208,7 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
                     f"new run, or go on with these by --force{_COPIED if str(before).startswith(UNREAD) else ''}"
                 )
             lines.append("images: other ones from here on (forced)")
-        elif name == "codec" and before and now:
+        elif name == "autoencoder_folder" and before and now:
             continue  # where it is; that it is the same is checked
         elif among(FREE, name):
             lines.append(f"{name}: {before!r} -> {now!r}")

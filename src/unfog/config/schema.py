@@ -9,6 +9,7 @@ from typing import Any
 
 from tyro.conf import Suppress
 
+from unfog.config.aliases import current_name
 from unfog.config.init import Init
 from unfog.config.values import suggest
 from unfog.data.settings import Data
@@ -20,7 +21,7 @@ from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
 from unfog.text import without_secrets
 from unfog.training.ema_schedules import EmaProfile, PowerEma
-from unfog.training.settings import Averages, Checkpoint, Evaluate, Optimizer, Preview, Training
+from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
 
 Network = Architecture | None  # None: chosen for the device and the image size
 
@@ -46,6 +47,7 @@ SHORT = {
     "lr": "optimizer.lr",
     "optimizer": "optimizer.method",
     "init": "init.folder",
+    "autoencoder": "autoencoder_folder",
 }
 LENGTH = ("steps", "images", "budget")
 
@@ -59,8 +61,8 @@ class Config:
     data: Data = Data()
     network: Network = None
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
-    codec: str = ""
-    """Train on the latents of this codec: a folder of `unfog train-codec`, or an AutoencoderKL or AutoencoderTiny."""
+    autoencoder_folder: str = ""
+    """Train on the latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
     label_dropout: float = 0.1
     """Share of training images that are shown without their class, so that sampling can use --guidance."""
     diffusion: Diffusion = Diffusion()
@@ -68,7 +70,7 @@ class Config:
     optimizer: Optimizer = Optimizer()
     ema: EmaProfile = PowerEma()
     """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
-    averages: Averages = Averages()
+    ema_snapshots: EmaSnapshots = EmaSnapshots()
     sampler: Sampler = Sampler()
     guidance: float = 1.0
     """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
@@ -84,23 +86,23 @@ class Config:
     latents: Suppress[Latents] = Latents()
     """What the codec makes of the images, as measured."""
     autoencoder: Suppress[Autoencoder] = Autoencoder()
-    """The codec that this run trains, if it does; see `unfog train-codec`."""
+    """The codec that this run trains, if it does; see `unfog train-autoencoder`."""
     fingerprint: Suppress[str] = ""
     """Digest of the images and their order, so that a resume notices other data."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_dropout <= 1:
             raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
-        check_interval(self.guidance_interval)
+        check_guidance_interval(self.guidance_interval)
         self._check_averages()
 
     def _check_averages(self) -> None:
         """RequestError if the two averages are nearly one."""
-        second = self.averages.second
+        second = self.ema_snapshots.second
         if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
             raise RequestError(
-                f"averages.second = {self.averages.second} is too near to the width {self.ema.width} of --ema; half "
-                "or twice that is usual"
+                f"ema_snapshots.second = {second} is too near to the width {self.ema.width} of --ema; half or twice "
+                "that is usual"
             )
 
     @property
@@ -110,13 +112,13 @@ class Config:
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
 
 
-def shareable(config: Config) -> Config:
+def redact_urls(config: Config) -> Config:
     """The same with no password and no signature of a URL in it, to be shown to others; no run can go on from it."""
     labels = without_secrets(config.data.labels)
     return replace(config, source=without_secrets(config.source), data=replace(config.data, labels=labels))
 
 
-def check_interval(interval: tuple[float, float]) -> None:
+def check_guidance_interval(interval: tuple[float, float]) -> None:
     """RequestError unless it is an interval of shares of noise."""
     low, high = interval
     if not 0 <= low < high <= 1:
@@ -126,11 +128,12 @@ def check_interval(interval: tuple[float, float]) -> None:
         )
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by short name, or whole sections, as the nested table of a TOML file."""
     table: dict[str, Any] = {}
     known = {f.name for f in fields(Config)}
-    for name, value in settings.items():
+    for given, value in settings.items():
+        name = current_name(given)
         if name not in known and name not in SHORT:
             raise RequestError(f"unknown setting {name}{suggest(name, [*known, *SHORT])}")
         # "optimizer" and "init" are sections, and short for what is given most of each.
@@ -143,21 +146,21 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
                 raise RequestError(f"{section}.{field} is given twice, once as {name}; give one of them")
             table[section][field] = value
         else:
-            if name in table and not isinstance(value, Mapping):
+            if section in table and not isinstance(value, Mapping):
                 raise RequestError(f"{name} must be a dict where its settings are given by short name too")
-            twice = set(table.get(name, {})) & set(value) if isinstance(value, Mapping) else set()
+            twice = set(table.get(section, {})) & set(value) if isinstance(value, Mapping) else set()
             if twice:
                 raise RequestError(f"{name}.{min(twice)} is given twice, once by its short name; give one of them")
-            table[name] = {**table.get(name, {}), **value} if isinstance(value, Mapping) else value
+            table[section] = {**table.get(section, {}), **value} if isinstance(value, Mapping) else value
     return table
 
 
-def without_length(config: Config) -> Config:
+def clear_length(config: Config) -> Config:
     """The same with no length given, so that one of steps, images and budget can be."""
     return replace(config, training=replace(config.training, steps=0, images=0, budget=""))
 
 
-def with_length_of(base: Config, config: Config) -> Config:
+def inherit_length(base: Config, config: Config) -> Config:
     """`config`, with the length of `base` if it gives none itself."""
     if any(getattr(config.training, name) for name in LENGTH):
         return config

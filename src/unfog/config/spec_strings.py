@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from unfog.config.values import Unfit, from_words, shown, suggest
+from unfog.config.values import FormatError, parse_value, sanitize, suggest
 from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS
@@ -27,7 +27,7 @@ def _by_kind(classes: tuple[Any, ...]) -> dict[str, Any]:
 
 
 # Each entry: the classes of a union, and the words that stand for one of them with its fields filled in.
-FAMILIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
+REGISTRIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
     (tuple(classes), words)
     for classes, words in (
         (PATHS, _by_kind(PATHS)),
@@ -41,45 +41,45 @@ FAMILIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
 )
 
 
-def words_of(annotation: Any) -> dict[str, Any] | None:
+def registry_of(annotation: Any) -> dict[str, Any] | None:
     """The words that name a value of this union type, or None if it is no type that comes in kinds."""
     members = set(typing.get_args(annotation)) or {annotation}
     members -= {types.NoneType}
-    return next((words for classes, words in FAMILIES if members and members <= set(classes)), None)
+    return next((words for classes, words in REGISTRIES if members and members <= set(classes)), None)
 
 
-def named(words: Mapping[str, Any], word: object) -> Any:
+def lookup(words: Mapping[str, Any], word: object) -> Any:
     """The part that a word stands for. RequestError with a suggestion if none does."""
     if not isinstance(word, str) or word not in words:
-        raise RequestError(f"{shown(word)} is not known here{suggest(word, words)}")
+        raise RequestError(f"{sanitize(word)} is not known here{suggest(word, words)}")
     return words[word]
 
 
-def parse(words: Mapping[str, Any], text: str) -> Any:
+def parse_spec(words: Mapping[str, Any], text: str) -> Any:
     """The part that a text such as `min-snr:gamma=3` stands for. RequestError if it stands for none."""
     kind, _, assignments = text.partition(":")
-    part = named(words, kind)
+    part = lookup(words, kind)
     known = [f.name for f in fields(part)] if part is not None else []
     changes: dict[str, Any] = {}
     for assignment in filter(None, assignments.split(",")):
         name, equals, value = assignment.partition("=")
         if name not in known:
             hint = suggest(name, known) if known else ", nor any other"
-            raise RequestError(f"{kind} has no setting {shown(name)}{hint}")
+            raise RequestError(f"{kind} has no setting {sanitize(name)}{hint}")
         if not equals:
-            raise RequestError(f"{shown(assignment)} in {shown(text)} needs a value, as in {name}=1")
+            raise RequestError(f"{sanitize(assignment)} in {sanitize(text)} needs a value, as in {name}=1")
         if name in changes:
-            raise RequestError(f"{name} is given twice in {shown(text)}; give it once")
+            raise RequestError(f"{name} is given twice in {sanitize(text)}; give it once")
         annotation = typing.get_type_hints(type(part))[name]
         items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
         try:
-            changes[name] = from_words(annotation, items)
-        except Unfit as error:
-            raise RequestError(f"{kind}:{name} = {shown(value)} is {error}") from None
+            changes[name] = parse_value(annotation, items)
+        except FormatError as error:
+            raise RequestError(f"{kind}:{name} = {sanitize(value)} is {error}") from None
     return replace(part, **changes) if changes else part
 
 
-def spell(part: Any) -> str:
+def format_spec(part: Any) -> str:
     """The shortest text that `parse` turns into this part."""
     if part is None:
         return "auto"

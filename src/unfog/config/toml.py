@@ -14,8 +14,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unfog.config.spec_strings import named, parse, words_of
-from unfog.config.values import LARGEST, Unfit, amiss, from_words, shown, suggest, without_none
+from unfog.config.aliases import current_name
+from unfog.config.spec_strings import lookup, parse_spec, registry_of
+from unfog.config.values import MAX_INT, FormatError, describe_mismatch, parse_value, sanitize, strip_optional, suggest
 from unfog.errors import RequestError
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def read_toml(path: Path, base: T) -> T:
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:  # a name that cannot be one, as it holds a NUL
-        raise RequestError(f"{shown(str(path))}: {error}") from None
+        raise RequestError(f"{sanitize(str(path))}: {error}") from None
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 
@@ -90,9 +91,10 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
     changes = {}
     for key, value in table.items():
-        name = f"{where}.{key}" if where else str(key)
+        name = current_name(f"{where}.{key}" if where else str(key))
+        key = name.rpartition(".")[2] if isinstance(key, str) else key
         if key not in known:
-            raise RequestError(f"unknown setting {shown(name)[1:-1]}{suggest(key, known)}")
+            raise RequestError(f"unknown setting {sanitize(name)[1:-1]}{suggest(key, known)}")
         changes[key] = _convert(hints[key], getattr(base, key), value, name)
     try:
         return replace(base, **changes)  # type: ignore[type-var]
@@ -109,14 +111,14 @@ def _in_full(message: str, where: str, known: list[str]) -> str:
 
 
 def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
-    words = words_of(annotation)
+    words = registry_of(annotation)
     if words is not None:
         return _part(words, value, name)
     if is_dataclass(old):
         if type(value) is type(old):
             return _checked(value, name)
         if not isinstance(value, Mapping):
-            raise RequestError(f"{name} = {shown(value)} must be a table of settings")
+            raise RequestError(f"{name} = {sanitize(value)} must be a table of settings")
         return update(old, value, name)
     return of_type(annotation, value, name)
 
@@ -127,15 +129,15 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
         return value if value is None else _checked(value, name)
     if isinstance(value, str):
         try:
-            part = parse(words, value)
+            part = parse_spec(words, value)
         except RequestError as error:
             raise RequestError(f"{name}: {error}") from None
         return part if part is None else _checked(part, name)
     if not isinstance(value, Mapping) or "kind" not in value:
         known = ", ".join(sorted(words))
-        raise RequestError(f"{name} = {shown(value)} must be one of {known}, or a table with such a kind")
+        raise RequestError(f"{name} = {sanitize(value)} must be one of {known}, or a table with such a kind")
     try:
-        part = named(words, value["kind"])
+        part = lookup(words, value["kind"])
     except RequestError as error:
         raise RequestError(f"{name}.kind: {error}") from None
     rest = {k: v for k, v in value.items() if k != "kind"}
@@ -153,11 +155,11 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
     """A value as the type that a setting has: a list becomes a tuple, numpy's number Python's. RequestError if not."""
     if value is None and types.NoneType in typing.get_args(annotation):
         return None
-    annotation = without_none(annotation)
+    annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
-            raise RequestError(f"{name} = {shown(value)} must have {len(args)} values")
+            raise RequestError(f"{name} = {sanitize(value)} must have {len(args)} values")
         return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if typing.get_origin(annotation) is typing.Literal:
         for choice in args:
@@ -165,15 +167,15 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
                 return choice
     # numpy's numbers count as well, but become plain ones, which is what config.toml can hold.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
-        if abs(int(value)) > LARGEST:
-            raise RequestError(f"{name} = {shown(value)} is too large a number; give less")
+        if abs(int(value)) > MAX_INT:
+            raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")
         return int(value)
     elif annotation is float and type(value) is not bool and isinstance(value, Real):
         return _finite(value, name)
     elif type(value) is annotation or (annotation is Path and isinstance(value, Path)):
         return value
     remedy = "; leave the quotes away" if annotation in (int, float) and _spells(annotation, value) else ""
-    raise RequestError(f"{name} = {shown(value)} is {amiss(annotation, value)}{remedy}")
+    raise RequestError(f"{name} = {sanitize(value)} is {describe_mismatch(annotation, value)}{remedy}")
 
 
 def _finite(value: Real, name: str) -> float:
@@ -182,15 +184,15 @@ def _finite(value: Real, name: str) -> float:
     except OverflowError:  # a whole number beyond all floating-point ones
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{name} = {shown(value)} must be a finite number")
+        raise RequestError(f"{name} = {sanitize(value)} must be a finite number")
     if abs(number) > _LARGEST_FLOAT:
-        raise RequestError(f"{name} = {shown(value)} is too large a number; give less")
+        raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")
     return number
 
 
 def _spells(annotation: Any, value: object) -> bool:
     """Whether a text says what should have been given without quotes."""
     try:
-        return isinstance(value, str) and from_words(annotation, [value]) is not None
-    except Unfit:
+        return isinstance(value, str) and parse_value(annotation, [value]) is not None
+    except FormatError:
         return False

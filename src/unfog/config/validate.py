@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from unfog.config.paths import why
+from unfog.config.paths import reason_of
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.data.decode import colour
 from unfog.data.sources.label_tables import find_table
 from unfog.data.sources.locate import locate
@@ -41,21 +41,21 @@ def check_request(config: Config) -> None:
     if len(given) > 1:
         raise RequestError(f"the length is given {len(given)} times ({given}); give one of --steps, --images, --budget")
     if training.budget:
-        seconds(training.budget)
+        parse_duration(training.budget)
     check_device(training.device)
     colour(config.data.background)
     check_sampler(config.sampler, config.diffusion.schedule)
     require(config.log.sinks)
-    factor = check_codec(config)
+    factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
-        check_side(config.network, config.data.size // factor, factor)
+        check_network_size(config.network, config.data.size // factor, factor)
     if not config.fingerprint:
         check_source(config.source)
         if locate(config.source).kind != "zip":  # whose own tables are seen when it is opened
             find_table(config.data.labels, Path(config.source))
 
 
-def check_side(network: Architecture, side: int, factor: int) -> None:
+def check_network_size(network: Architecture, side: int, factor: int) -> None:
     """RequestError unless the network takes what it sees at this side: pixels, or latents of `factor` pixels each."""
     try:
         network.check(side)
@@ -65,7 +65,7 @@ def check_side(network: Architecture, side: int, factor: int) -> None:
         raise RequestError(f"{error}; these are latents, of {factor} pixels each: {side * factor} pixels") from None
 
 
-def check_codec(config: Config) -> int:
+def check_autoencoder(config: Config) -> int:
     """Pixels across one of what the network sees: 1, or the factor of the codec.
 
     Raises:
@@ -73,18 +73,18 @@ def check_codec(config: Config) -> int:
     """
     if config.autoencoder.factor and config.data.size:
         config.autoencoder.check(config.data.size)
-    if not config.codec:
+    if not config.autoencoder_folder:
         return 1
-    described, data = describe(config.codec), config.data
+    described, data = describe(config.autoencoder_folder), config.data
     for name in ("jitter", "crop", "augment"):
         if getattr(data, name):
             raise RequestError(
                 f"data.{name} = {getattr(data, name)} changes pixels, and latents are encoded once from images as they "
-                f"are; leave it away, or train without --codec (--flip is possible)"
+                f"are; leave it away, or train without --autoencoder (--flip is possible)"
             )
     if data.channels not in (0, described.image_channels):
         raise RequestError(
-            f"data.channels = {data.channels}, but the codec in {config.codec} is for images of "
+            f"data.channels = {data.channels}, but the codec in {config.autoencoder_folder} is for images of "
             f"{described.image_channels}; leave --data.channels away, or take another codec"
         )
     if data.size:
@@ -95,7 +95,7 @@ def check_codec(config: Config) -> int:
 def check_device(name: str) -> None:
     """RequestError unless a device could be called so, and be there as far as can be told without asking torch."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
-        raise RequestError(f"device = {shown(name)} is not one of auto, cpu, cuda, cuda:1, mps")
+        raise RequestError(f"device = {sanitize(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
     if (name.startswith("cuda") and torch.endswith("+cpu")) or (name == "mps" and sys.platform != "darwin"):
         raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
@@ -110,7 +110,7 @@ def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
         )
 
 
-def changed_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
+def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
     """A run's sampler with another kind or number of steps, where given. Levels tuned for what it was are left."""
     changes: dict[str, Any] = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
     other = update(sampler, changes, "sampler")
@@ -130,16 +130,16 @@ def check_source(source: str) -> None:
             open_source(source)  # which says what is wrong
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(
-            f"{shown(source)} cannot be read: {why(error)}; give a folder of images, or fashion"
+            f"{sanitize(source)} cannot be read: {reason_of(error)}; give a folder of images, or fashion"
         ) from None
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     if not match or float(match[1]) <= 0:
-        raise RequestError(f"budget = {shown(text)} is no time span; write 90s, 10m, 2h or 1d")
+        raise RequestError(f"budget = {sanitize(text)} is no time span; write 90s, 10m, 2h or 1d")
     span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     if span > _TEN_YEARS:
-        raise RequestError(f"budget = {shown(text)} is over ten years; give less")
+        raise RequestError(f"budget = {sanitize(text)} is over ten years; give less")
     return span

@@ -19,15 +19,15 @@ _NUMBER = re.compile(
     r"[+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE
 )
 _LONGEST = 60  # characters of a value that a message repeats
-LARGEST = 2**63 - 1
+MAX_INT = 2**63 - 1
 """What TOML, and so config.toml, can hold."""
 
 
-class Unfit(ValueError):
+class FormatError(ValueError):
     """A value is not what is wanted. The message goes on after "which is": "no whole number; write 1000"."""
 
 
-def shown(value: object) -> str:
+def sanitize(value: object) -> str:
     """A value as a message repeats it: in one line, quoted where it is a text, and not at any length."""
     try:
         text = repr(value)
@@ -44,7 +44,7 @@ def suggest(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(known)}"
 
 
-def without_none(annotation: Any) -> Any:
+def strip_optional(annotation: Any) -> Any:
     """`X` of `X | None`; other types as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
@@ -52,51 +52,55 @@ def without_none(annotation: Any) -> Any:
     return annotation
 
 
-def wanted(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """What a value of this type is, in words: "a whole number", "one of fp32, bf16"."""
-    annotation = without_none(annotation)
+    annotation = strip_optional(annotation)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin is tuple:
-        return f"a list of {len(args)}" if args[-1] is not Ellipsis else f"a list, of which each is {wanted(args[0])}"
+        return (
+            f"a list of {len(args)}"
+            if args[-1] is not Ellipsis
+            else f"a list, of which each is {describe_type(args[0])}"
+        )
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}
     return names[annotation]
 
 
-def amiss(annotation: Any, value: object) -> str:
+def describe_mismatch(annotation: Any, value: object) -> str:
     """What goes after "is" about a value that is not of this type: "no whole number"."""
-    text = wanted(annotation)
+    text = describe_type(annotation)
     article, _, rest = text.partition(" ")
     close = ""
-    if typing.get_origin(without_none(annotation)) is typing.Literal:
-        choices = list(map(str, typing.get_args(without_none(annotation))))
+    if typing.get_origin(strip_optional(annotation)) is typing.Literal:
+        choices = list(map(str, typing.get_args(strip_optional(annotation))))
         match = difflib.get_close_matches(str(value)[:_LONGEST], choices, n=1)
         close = f"; did you mean {match[0]}?" if match else ""
     return (f"no {rest}" if article == "a" else f"not {text}") + close
 
 
-def from_words(annotation: Any, words: Sequence[str]) -> Any:
+def parse_value(annotation: Any, words: Sequence[str]) -> Any:
     """The value of this type that one word, or for a list several, stand for. Unfit if they stand for none."""
-    annotation = without_none(annotation)
+    annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
-        return tuple(from_words(args[0], [word]) for word in words)
+        return tuple(parse_value(args[0], [word]) for word in words)
     (word,) = words
     if typing.get_origin(annotation) is typing.Literal:
         choices = {str(choice): choice for choice in args}
         if word in choices:
             return choices[word]
-        raise Unfit(amiss(annotation, word))
+        raise FormatError(describe_mismatch(annotation, word))
     if annotation is bool:
         if word.lower() in _BOOLEANS:
             return _BOOLEANS[word.lower()]
-        raise Unfit(amiss(bool, word))
+        raise FormatError(describe_mismatch(bool, word))
     if annotation is int:
         return _whole(word.strip())
     if annotation is float:
         if not _NUMBER.fullmatch(word.strip()):
-            raise Unfit("no number; write it as 0.001 or 1e-3")
+            raise FormatError("no number; write it as 0.001 or 1e-3")
         return float(word)
     return Path(os.path.expanduser(word)) if annotation is Path else annotation(word)  # --out=~/x, as shells leave it
 
@@ -105,8 +109,8 @@ def _whole(word: str) -> int:
     if not _WHOLE.fullmatch(word):
         plain = word.replace(",", "")
         value = float(plain) if _NUMBER.fullmatch(plain) else math.nan
-        remedy = f"{int(value)}" if value.is_integer() and abs(value) <= LARGEST else "it in digits, such as 1000"
-        raise Unfit(f"no whole number; write {remedy}")
+        remedy = f"{int(value)}" if value.is_integer() and abs(value) <= MAX_INT else "it in digits, such as 1000"
+        raise FormatError(f"no whole number; write {remedy}")
     if len(word) > 25:
-        raise Unfit("too large a number; give less")
+        raise FormatError("too large a number; give less")
     return int(word)

@@ -51,7 +51,7 @@ class Data:
     cache_limit: str = "10gb"
     """Of shards far away whose images are decoded as they come, so much is kept on disk (500mb, 50gb; 0 = nothing)."""
 
-    lost_shards: float = 0.05
+    failed_shards: float = 0.05
     """Of shards whose images are decoded as they come, the share that may fail, others in their place; 0 = none."""
 
     def __post_init__(self) -> None:
@@ -71,8 +71,8 @@ class Data:
         if not 0 <= self.augment <= 1:
             raise RequestError(f"augment = {self.augment} is not a chance from 0 to 1; 0.12 to 0.15 is usual")
         bytes_of(self.cache_limit)
-        if not 0 <= self.lost_shards <= 0.5:
-            raise RequestError(f"lost_shards = {self.lost_shards} is not a share from 0 to 0.5; 0.05 is usual")
+        if not 0 <= self.failed_shards <= 0.5:
+            raise RequestError(f"failed_shards = {self.failed_shards} is not a share from 0 to 0.5; 0.05 is usual")
         if not 0 <= self.held_out <= 0.5:
             raise RequestError(f"held_out = {self.held_out} is not a fraction from 0 to 0.5; 0.05 is usual")
 

@@ -126,7 +126,7 @@ def measurable(run: Run, asked: EvaluationRequest, prepared: Dataset, features: 
         for name in METRICS
         if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
-    if run.config.codec and "bits" in metrics:
+    if run.config.autoencoder_folder and "bits" in metrics:
         # A bound on latents says nothing of pixels: the codec's share is missing, and it has no density of them.
         if asked.metrics:
             raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")
@@ -163,7 +163,9 @@ def reference_of(run: Run, asked: EvaluationRequest, prepared: Dataset, stop: St
         images, what = prepared.held_out, "held-out images"
     elif asked.reference:
         data = replace(run.config.data, held_out=0.0, labels="none")
-        config = replace(run.config, source=asked.reference, data=data, fingerprint="", classes=(), codec="")
+        config = replace(
+            run.config, source=asked.reference, data=data, fingerprint="", classes=(), autoencoder_folder=""
+        )
         other, _ = load_images(config, stop)
         images, what = other.train, sanitize(asked.reference)
     else:

@@ -13,7 +13,7 @@ from torch import nn
 from unfog.config.paths import path_text
 from unfog.config.schema import Config
 from unfog.config.toml import of_type, update
-from unfog.config.validate import changed_sampler
+from unfog.config.validate import override_sampler
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Observe, Sampler
 from unfog.errors import RequestError
@@ -69,7 +69,7 @@ class Run:
         if self.config.autoencoder.factor:
             raise RequestError(
                 f"{self.folder.path} is a codec, which draws nothing by itself; train a network on its latents: unfog "
-                f"train SOURCE --codec {self.folder.path}"
+                f"train SOURCE --autoencoder {self.folder.path}"
             )
         step = of_type(int | None, step, "step")
         ema = of_type(float | None, ema, "ema")
@@ -116,7 +116,7 @@ class Run:
 
     def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
         """The run's own sampler, with another kind or number of steps where given."""
-        return changed_sampler(self.config.sampler, kind, steps)
+        return override_sampler(self.config.sampler, kind, steps)
 
     def sample(
         self,

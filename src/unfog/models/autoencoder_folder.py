@@ -67,28 +67,32 @@ def describe(path: str) -> Described:
     whole = Path(path).expanduser()
     folder = next((whole / place for place in PLACES if (whole / place / CONFIG).is_file()), None)
     if folder is None and (whole / "config.toml").is_file():
-        raise RequestError(f"codec = {path} has no codec yet: `unfog resume {path}` if it is one in training")
+        raise RequestError(
+            f"autoencoder_folder = {path} has no codec yet: `unfog resume {path}` if it is one in training"
+        )
     if folder is None:
         raise RequestError(
-            f"codec = {path} holds no {CONFIG}; give the folder of an AutoencoderKL or AutoencoderTiny, or of "
-            "what `unfog train-codec` made"
+            f"autoencoder_folder = {path} holds no {CONFIG}; give the folder of an AutoencoderKL or AutoencoderTiny, or "
+            "of what `unfog train-autoencoder` made"
         )
     try:
         config = _read(folder / CONFIG)
         kind = config.get("_class_name")
         if kind not in WEIGHTS:
-            raise RequestError(f"codec = {folder} is a {kind!r:.60}, not one of {', '.join(WEIGHTS)}")
+            raise RequestError(f"autoencoder_folder = {folder} is a {kind!r:.60}, not one of {', '.join(WEIGHTS)}")
         factor, channels, image_channels = _sizes(kind, config)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise RequestError(f"codec = {folder}: {CONFIG} cannot be used: {type(error).__name__} {error}") from None
+        raise RequestError(
+            f"autoencoder_folder = {folder}: {CONFIG} cannot be used: {type(error).__name__} {error}"
+        ) from None
     if image_channels not in (1, 3) or not 1 <= factor <= 64 or not 1 <= channels <= 1024:
         sizes = f"image channels {image_channels}, factor {factor}, latent channels {channels}"
-        raise RequestError(f"codec = {folder} has {sizes}; images have 1 or 3 channels")
+        raise RequestError(f"autoencoder_folder = {folder} has {sizes}; images have 1 or 3 channels")
     found = Described(folder, kind, config, factor, channels, image_channels)
     if not found.weights.is_file():
         pickles = [one.name for one in folder.iterdir() if one.suffix in _PICKLES]
         why = f" and {pickles[0]} is a pickle, which is never read; save it with safetensors" if pickles else ""
-        raise RequestError(f"codec = {folder} has no {found.weights.name}{why}")
+        raise RequestError(f"autoencoder_folder = {folder} has no {found.weights.name}{why}")
     return found
 
 

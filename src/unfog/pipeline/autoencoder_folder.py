@@ -105,7 +105,7 @@ def _put(made: Path, folder: Path) -> None:
 
 def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> str:
     """Copy the codec into the run folder, so that the run needs no other; returns where it is from now on."""
-    described, own = describe(config.codec), folder.path / AUTOENCODER_FOLDER
+    described, own = describe(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
         beside = own.with_name(f".{AUTOENCODER_FOLDER}-partial")
         shutil.rmtree(beside, ignore_errors=True)
@@ -122,7 +122,7 @@ def _check(described: Described, config: Config) -> None:
     if described.sha256() != config.latents.sha256:
         raise RequestError(
             f"the codec in {described.folder} is not the one that this run began with (sha256 differs); bring that "
-            "back, or say where it is: unfog resume RUN --codec FOLDER"
+            "back, or say where it is: unfog resume RUN --autoencoder FOLDER"
         )
 
 
@@ -133,8 +133,8 @@ def _opened(place: str, sha256: str, device: torch.device) -> ImageAutoencoder:
 
 def open_run_autoencoder(config: Config, device: torch.device) -> ImageAutoencoder:
     """The codec of a run, which is opened once. RequestError if it is not the one that the run began with."""
-    _check(describe(config.codec), config)
-    return _opened(config.codec, config.latents.sha256, device)
+    _check(describe(config.autoencoder_folder), config)
+    return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
 def latent_decoder(config: Config, device: torch.device) -> Decode:
@@ -143,7 +143,7 @@ def latent_decoder(config: Config, device: torch.device) -> Decode:
     Raises:
         RequestError: the codec is not the one that the run began with.
     """
-    if not config.codec:
+    if not config.autoencoder_folder:
         return lambda x0: x0
     return partial(_decoded, open_run_autoencoder(config, device), latent_normalisation(config), config.latents.factor)
 
@@ -162,7 +162,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     A latent is unknown where any of its pixels is, so that none is kept that speaks of what is to be painted over; what
     is known of those pixels comes back with `Edit.keep`.
     """
-    if edit is None or not config.codec:
+    if edit is None or not config.autoencoder_folder:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()

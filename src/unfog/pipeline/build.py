@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.schema import Config
-from unfog.config.validate import check_side
+from unfog.config.validate import check_network_size
 from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.augmentation.nonleaking import CONDITIONS
 from unfog.data.dataset import Dataset
@@ -30,7 +30,7 @@ from unfog.training.state import TrainState
 
 def input_shape(config: Config) -> tuple[int, int, int]:
     """(C, H, W) of what the network sees: pixels, or latents. The one place that knows."""
-    if not config.codec:
+    if not config.autoencoder_folder:
         return config.data.channels, config.data.size, config.data.size
     side = config.data.size // config.latents.factor
     return config.latents.channels, side, side
@@ -38,7 +38,7 @@ def input_shape(config: Config) -> tuple[int, int, int]:
 
 def build_augmentation(config: Config) -> Augmentation:
     """What training does to what the stream gives, pixels or stored latents."""
-    return latent_normalisation(config) if config.codec else Augment.of(config.data)
+    return latent_normalisation(config) if config.autoencoder_folder else Augment.of(config.data)
 
 
 def latent_normalisation(config: Config) -> Normalise:
@@ -49,7 +49,7 @@ def latent_normalisation(config: Config) -> Normalise:
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """From what the stream gives to what the network sees of it, with nothing done to it at random."""
-    if not config.codec:
+    if not config.autoencoder_folder:
         return to_model_range
     normalise = latent_normalisation(config)
     return lambda stored: normalise.forward(stored[:, 0])
@@ -57,7 +57,7 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
 
 def zero_batch(config: Config, images: int) -> Tensor:
     """As many as the stream gives at once, all zero: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
-    if config.codec:
+    if config.autoencoder_folder:
         return torch.zeros((images, 1 + config.data.flip, *input_shape(config)), dtype=torch.float16)
     return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
 
@@ -89,7 +89,7 @@ def build_network(config: Config) -> Network | AutoencoderModel:
     if config.network is None:
         raise RequestError("network = auto has to be settled before a network can be built")
     channels, side, _ = input_shape(config)
-    check_side(config.network, side, config.latents.factor if config.codec else 1)
+    check_network_size(config.network, side, config.latents.factor if config.autoencoder_folder else 1)
     with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
         torch.manual_seed(config.training.seed)
         told = CONDITIONS if config.data.augment else 0
@@ -123,7 +123,7 @@ def build_state(
         network.compile()  # in place, so that the names of the weights stay what they are
     elif config.training.compile:
         compile_blocks(network)
-    precision, second = Precision(config.training.precision, device), config.averages.profile(config.ema)
+    precision, second = Precision(config.training.precision, device), config.ema_snapshots.profile(config.ema)
     followed = config.diffusion.follows_losses and not config.autoencoder.factor
     levels = Levels(device) if followed else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
@@ -132,7 +132,7 @@ def build_state(
 def build_intervals(config: Config, state: TrainState) -> Every:
     """What follows a step when; snapshots of averages only where their profiles are known."""
     every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
-    return Every(*every, averages=config.averages.every if state.widths else 0)
+    return Every(*every, averages=config.ema_snapshots.every if state.widths else 0)
 
 
 def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:

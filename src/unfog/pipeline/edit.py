@@ -12,7 +12,7 @@ from PIL import Image
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.data.augmentation.augment import to_model_range
 from unfog.data.decode import ImageInfo, colour, decode
 from unfog.data.prepare import silence_pillow
@@ -85,7 +85,7 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
         with silence_pillow():
             return decode(opener, size, channels, colour(background))
     except ImageError as error:
-        named = shown(str(path)) if path else "the array"
+        named = sanitize(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 

@@ -33,14 +33,14 @@ def apply_autoencoder_settings(config: Config) -> Config:
     Raises:
         RequestError: it is another codec than the run began with, or one for other images.
     """
-    if not config.codec:
+    if not config.autoencoder_folder:
         return config
-    described = describe(config.codec)
+    described = describe(config.autoencoder_folder)
     digest, stored = described.sha256(), config.latents
     if stored.sha256 and stored.sha256 != digest:
         raise RequestError(
-            f"the codec in {config.codec} is not the one that this run was trained with (sha256 differs), so its "
-            "latents mean something else; bring that one back, or start a new run"
+            f"the codec in {config.autoencoder_folder} is not the one that this run was trained with (sha256 differs), "
+            "so its latents mean something else; bring that one back, or start a new run"
         )
     latents = replace(stored, sha256=digest, factor=described.factor, channels=described.channels)
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
@@ -59,7 +59,7 @@ def add_latents(
         stop: called now and then; it may raise.
         few: encode some of the images, for those who want no more than that.
     """
-    if not config.codec:
+    if not config.autoencoder_folder:
         return prepared, config
     check_multiple(config.data.size, config.latents.factor)
     sets = [_few_images(prepared.train), _few_images(prepared.held_out)] if few else [prepared.train, prepared.held_out]

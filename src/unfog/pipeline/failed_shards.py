@@ -25,7 +25,7 @@ _SHARD = "shard"
 def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
     """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
     begun = lost if lost is not None else {} if config.fingerprint else None
-    return RemotePolicy(bytes_of(config.data.cache_limit), config.data.lost_shards, begun)
+    return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
 
 
 def read_failed_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:

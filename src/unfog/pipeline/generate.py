@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unfog.config.schema import Config, check_interval
+from unfog.config.schema import Config, check_guidance_interval
 from unfog.diffusion.denoiser import Denoiser, Guided
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.guidance import Autoguided, Labelled, Within
@@ -46,7 +46,7 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
             raise RequestError(f"guidance = {self.guidance} must be a finite number; 1 to 3 is usual")
-        check_interval(self.interval)
+        check_guidance_interval(self.interval)
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")
@@ -113,7 +113,7 @@ def generate_images(
 
 def _without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
     """The sampler, which clips guesses to the range of pixels only where it is pixels that are drawn."""
-    return replace(sampler, clip=False) if config.codec else sampler
+    return replace(sampler, clip=False) if config.autoencoder_folder else sampler
 
 
 class _CallCounter:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.schema import Config
-from unfog.config.validate import seconds
+from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
@@ -85,7 +85,7 @@ class AutoSettings:
         # Sizes that the usual one cannot halve often enough get the next that can.
         name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} {'latents' if self.config.codec else 'pixels'}")
+        self._note("network", name, f"{reason} at {size} {'latents' if self.config.autoencoder_folder else 'pixels'}")
 
     def resolve_microbatch(self, resuming: bool = False) -> None:
         """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.
@@ -177,7 +177,7 @@ class AutoSettings:
         if not images:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
-            possible = seconds(budget) / pace * training.batch
+            possible = parse_duration(budget) / pace * training.batch
             images = seen + self._trained_of(possible)
             reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
@@ -223,11 +223,11 @@ class AutoSettings:
         if config.log.every == 0:
             config = replace(config, log=replace(config.log, every=min(50, round_down_to_125(steps / 20))))
             self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
-        if config.averages.every > 0 and config.averages.profile(config.ema) is None:
-            config = replace(config, averages=replace(config.averages, every=-1))
-            self._note("averages.every", -1, "averages of a fixed decay cannot be rebuilt into others")
-        if config.averages.every == 0:
-            config = replace(config, averages=replace(config.averages, every=self._averages_every(config, steps)))
+        if config.ema_snapshots.every > 0 and config.ema_snapshots.profile(config.ema) is None:
+            config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
+            self._note("ema_snapshots.every", -1, "averages of a fixed decay cannot be rebuilt into others")
+        if config.ema_snapshots.every == 0:
+            config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=self._averages_every(config, steps)))
         config, open_ones = _with_intervals(config)
         if open_ones:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)
@@ -236,15 +236,15 @@ class AutoSettings:
 
     def _averages_every(self, config: Config, steps: int) -> int:
         """Some 24 snapshots, from which `unfog ema-sweep` finds the best length; none where nobody would sweep."""
-        if steps < WORTH_AVERAGES or config.averages.profile(config.ema) is None:
+        if steps < WORTH_AVERAGES or config.ema_snapshots.profile(config.ema) is None:
             return -1
         every = max(1, round(steps / AVERAGES))
         takes = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
         if takes > free_bytes(Path.cwd()) / 4:
-            self._note("averages.every", -1, f"{size(takes)} would be over a quarter of the disk that is free")
+            self._note("ema_snapshots.every", -1, f"{size(takes)} would be over a quarter of the disk that is free")
             return -1
         reason = f"{size(takes)} of snapshots, from which unfog ema-sweep rebuilds an average of any length"
-        self._note("averages.every", every, reason)
+        self._note("ema_snapshots.every", every, reason)
         return every
 
     def seconds_per_step(self) -> float:

@@ -12,10 +12,10 @@ from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
-from unfog.training.settings import MOST_AVERAGES, Averages, Checkpoint
+from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, Checkpoint
 from unfog.training.state import TrainState
 
-NO_SNAPSHOTS = Averages(every=-1)
+NO_SNAPSHOTS = EmaSnapshots(every=-1)
 _COPIES = 4  # of the weights in a checkpoint: themselves, their EMA, and the two moments of AdamW
 _RECORDS = 16 * 10**6  # bytes for previews, metrics and logs
 
@@ -41,7 +41,7 @@ class DiskSpace(NamedTuple):
         return self.checkpoints * self.checkpoint + self.snapshots + _RECORDS
 
 
-def disk_space_needed(parameters: int, keep: Checkpoint, steps: int, averages: Averages = NO_SNAPSHOTS) -> DiskSpace:
+def disk_space_needed(parameters: int, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS) -> DiskSpace:
     """Return the disk space for a run of `steps` steps with `parameters` fp32 numbers."""
     # Besides those that are kept: the best one, two to roll back to, and one that is being written.
     checkpoints = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
@@ -52,11 +52,11 @@ def disk_space_needed(parameters: int, keep: Checkpoint, steps: int, averages: A
 def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
     """Return the bytes of all EMA snapshots of a run."""
     # Two averages in float16 each time; one more snapshot than is kept while one is deleted, and one at the end.
-    return 4 * parameters * (min(steps // every, MOST_AVERAGES + 1) + 1) if every > 0 else 0
+    return 4 * parameters * (min(steps // every, MAX_EMA_SNAPSHOTS + 1) + 1) if every > 0 else 0
 
 
 def check_disk_room(
-    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: Averages = NO_SNAPSHOTS
+    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS
 ) -> str:
     """A line on what the checkpoints and the snapshots of averages of a new run will need.
 

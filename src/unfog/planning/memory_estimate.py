@@ -169,8 +169,8 @@ def _trace_key(config: Config) -> Config:
     training = Training(precision=given.precision, clip=given.clip, shard=given.shard)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
-    averages = replace(config.averages, every=min(config.averages.every, 0))  # whether there are any
-    return replace(config, training=training, optimizer=optimizer, averages=averages, **asides)
+    averages = replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 0))  # whether there are any
+    return replace(config, training=training, optimizer=optimizer, ema_snapshots=averages, **asides)
 
 
 def _persistent_bytes(step: Peak) -> int:
@@ -215,7 +215,7 @@ def trace_step(
             recorder.begin()  # as no device has it whole: see `Shards`
         network.checkpointing = checkpointing
         recorder.kind = "workspace"
-        second = config.averages.profile(config.ema)
+        second = config.ema_snapshots.profile(config.ema)
         state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
         for average in filter(None, (state.ema, state.second)):
             recorder.name("average", map(local, [*average.parameters, *average.buffers]))

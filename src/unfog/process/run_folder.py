@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from unfog.config.paths import check_out, why
-from unfog.config.schema import Config, shareable
+from unfog.config.paths import check_out, reason_of
+from unfog.config.schema import Config, redact_urls
 from unfog.config.toml import read_toml, to_toml
 from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
@@ -112,7 +112,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Store the configuration; whole or not at all. A URL's secrets, which a resume needs, are in it alone."""
-        write_atomic(self.config_file, to_toml(config).encode(), private=config != shareable(config))
+        write_atomic(self.config_file, to_toml(config).encode(), private=config != redact_urls(config))
 
     def read_config(self) -> Config:
         """The stored configuration. RequestError if this is no run, or one whose configuration was damaged."""
@@ -123,8 +123,8 @@ class RunFolder:
                 f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
                 "`unfog train` printed into it"
             )
-        if config.codec and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
-            config = replace(config, codec=str((self.path / AUTOENCODER_FOLDER).absolute()))  # wherever the run is now
+        if config.autoencoder_folder and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
+            config = replace(config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute()))  # wherever the run is now
         return config
 
     def check_writable(self) -> None:
@@ -144,7 +144,7 @@ class RunFolder:
         except OSError as error:
             for line in found():
                 say(f"  {line}")
-            raise RunError(f"{self.path} cannot be written to: {why(error)}; what was found is above") from None
+            raise RunError(f"{self.path} cannot be written to: {reason_of(error)}; what was found is above") from None
 
     def check_is_run(self) -> None:
         """RequestError if this is no run."""

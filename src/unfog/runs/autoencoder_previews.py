@@ -71,4 +71,5 @@ def export_autoencoder(folder: RunFolder, config: Config) -> str:
     checkpoint.load_weights(saved.folder, "ema", network)
     described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
     measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
-    return f"  codec     {described.folder} of step {saved.step:,}{measured}: unfog train SOURCE --codec {folder.path}"
+    made = f"{described.folder} of step {saved.step:,}{measured}"
+    return f"  codec     {made}: unfog train SOURCE --autoencoder {folder.path}"

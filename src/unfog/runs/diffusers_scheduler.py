@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
@@ -35,7 +35,7 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     steps, betas = scheduler.get("num_train_timesteps", 1000), scheduler.get("beta_schedule", "linear")
     zero = bool(scheduler.get("rescale_betas_zero_snr", False))
     if not isinstance(steps, int) or steps < 2:
-        raise RequestError(f"the scheduler's num_train_timesteps = {shown(steps)} is no number of steps; {_REMEDY}")
+        raise RequestError(f"the scheduler's num_train_timesteps = {sanitize(steps)} is no number of steps; {_REMEDY}")
     if betas == "linear":
         ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
         # Ours are stated for 1,000 steps.
@@ -45,13 +45,13 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
         schedule = Cosine(steps=steps, zero_terminal=zero)
     else:
         raise RequestError(
-            f"the scheduler's beta_schedule = {shown(betas)} has no equivalent; there is linear and squaredcos_cap_v2; "
-            f"{_REMEDY}"
+            f"the scheduler's beta_schedule = {sanitize(betas)} has no equivalent; there is linear and "
+            f"squaredcos_cap_v2; {_REMEDY}"
         )
     predicted = scheduler.get("prediction_type", "epsilon")
     if predicted not in _TARGETS:
         raise RequestError(
-            f"the scheduler's prediction_type = {shown(predicted)} has no equivalent; there is {', '.join(_TARGETS)}; "
-            f"{_REMEDY}"
+            f"the scheduler's prediction_type = {sanitize(predicted)} has no equivalent; there is "
+            f"{', '.join(_TARGETS)}; {_REMEDY}"
         )
     return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])

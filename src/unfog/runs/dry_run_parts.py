@@ -76,7 +76,7 @@ def shortened(config: Config, steps: int) -> Config:
         preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
         evaluate=shortened_evaluation(config.evaluate, steps),
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
-        averages=replace(config.averages, every=min(config.averages.every, 1)),
+        ema_snapshots=replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 1)),
     )
 
 
@@ -136,7 +136,7 @@ def check_room(folder: Path, session: Session) -> None:
     """NoRoomError unless all the checkpoints that a rehearsal keeps at a time find room."""
     parameters = sum(p.numel() for p in session.state.model.parameters())
     room, free = (
-        disk_space_needed(parameters, session.config.checkpoint, 0, session.config.averages),
+        disk_space_needed(parameters, session.config.checkpoint, 0, session.config.ema_snapshots),
         free_bytes(folder),
     )
     if free < room.maximum:

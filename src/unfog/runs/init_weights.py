@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from unfog.config.init import Init
-from unfog.config.paths import why
+from unfog.config.paths import reason_of
 from unfog.config.schema import Config
-from unfog.config.spec_strings import spell
+from unfog.config.spec_strings import format_spec
 from unfog.config.toml import update
-from unfog.config.values import shown
+from unfog.config.values import sanitize
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.export.diffusers_folder import read_folder
@@ -76,11 +76,15 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
     theirs = _describe_source(init, base.diffusion, known).config
-    codec = base.codec or theirs.codec
+    codec = base.autoencoder_folder or theirs.autoencoder_folder
     data = replace(base.data, size=theirs.data.size, channels=theirs.data.channels)
-    if (asked := table.get("codec", base.codec)) and not theirs.codec:  # the folder speaks of latents, then
+    if (
+        asked := table.get("autoencoder_folder", base.autoencoder_folder)
+    ) and not theirs.autoencoder_folder:  # the folder speaks of latents, then
         data = replace(data, size=theirs.data.size * describe(str(asked)).factor, channels=0)
-    return replace(base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, codec=codec)
+    return replace(
+        base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, autoencoder_folder=codec
+    )
 
 
 def adopt_latent_statistics(config: Config) -> Config:
@@ -92,13 +96,14 @@ def adopt_latent_statistics(config: Config) -> Config:
     found = _describe_source(config.init, config.diffusion) if config.init.folder else None
     if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
         return config
-    theirs, codec = found.config, describe(config.codec).sha256() if config.codec else ""
-    known = theirs.latents.sha256 if theirs.codec else ""
+    theirs, codec = found.config, describe(config.autoencoder_folder).sha256() if config.autoencoder_folder else ""
+    known = theirs.latents.sha256 if theirs.autoencoder_folder else ""
     if codec != known:
         saw = "latents of another codec" if codec and known else "latents" if known else "pixels"
         raise RequestError(
-            f"the weights in {config.init.folder} know {saw}, and with codec = {shown(config.codec)} they would see "
-            "something else; leave --codec away, or start from other weights"
+            f"the weights in {config.init.folder} know {saw}, and with "
+            f"autoencoder_folder = {sanitize(config.autoencoder_folder)} they would see "
+            "something else; leave --autoencoder away, or start from other weights"
         )
     return replace(config, latents=theirs.latents) if codec else config
 
@@ -114,10 +119,12 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
     folder = Path(init.folder).expanduser()
     try:
         if not folder.is_dir():
-            raise RequestError(f"init = {shown(init.folder)} is no folder; give a run, or a folder of diffusers")
+            raise RequestError(f"init = {sanitize(init.folder)} is no folder; give a run, or a folder of diffusers")
         return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
     except (OSError, ValueError) as error:
-        raise RequestError(f"init = {shown(init.folder)} cannot be read: {why(error)}; give another folder") from None
+        raise RequestError(
+            f"init = {sanitize(init.folder)} cannot be read: {reason_of(error)}; give another folder"
+        ) from None
 
 
 def _in_run(init: Init, folder: Path) -> _WeightsSource:
@@ -125,8 +132,8 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
     config = run.read_config()
     if config.autoencoder.factor:
         raise RequestError(
-            f"init = {shown(init.folder)} is a codec, and a network that draws cannot start from its weights; train on "
-            f"its latents: --codec {shown(init.folder)}"
+            f"init = {sanitize(init.folder)} is a codec, and a network that draws cannot start from its weights; train "
+            f"on its latents: --autoencoder {sanitize(init.folder)}"
         )
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find(run.checkpoints, which, warn)  # type: ignore[arg-type]
@@ -159,12 +166,12 @@ def load_initial_weights(config: Config) -> InitialWeights:
     assert theirs is not None  # a run's is settled
     if mine is None or replace(mine, dropout=theirs.dropout) != theirs:
         raise RequestError(
-            f"network = {spell(mine)} is not that of {config.init.folder}, {spell(theirs)}; leave --network away, or "
-            "change no more of it than dropout"
+            f"network = {format_spec(mine)} is not that of {config.init.folder}, {format_spec(theirs)}; leave "
+            "--network away, or change no more of it than dropout"
         )
     (channels, side, _), (known, known_side, _) = input_shape(config), input_shape(found.config)
     if channels != known:
-        what = "the codec's latents have" if config.codec else "data.channels ="
+        what = "the codec's latents have" if config.autoencoder_folder else "data.channels ="
         raise RequestError(
             f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; leave that away"
         )
@@ -199,7 +206,7 @@ def _objective_choice(found: _WeightsSource, config: Config) -> Choice:
                 objective_from_scheduler(found.scheduler, config.diffusion),
                 "as its scheduler_config.json says",
             )
-    before, now = ([spell(part) for part in (d.path, d.schedule, d.target)] for d in (told, config.diffusion))
+    before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (told, config.diffusion))
     if now != before:
         reason = f"as given; the weights were trained with {', '.join(before)}"
     return Choice("objective", ", ".join(now), reason)

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from unfog.config.schema import Config, shareable
+from unfog.config.schema import Config, redact_urls
 from unfog.config.toml import to_toml
 from unfog.errors import Interrupted, RunError
 from unfog.process.heartbeat import Heartbeat, folder_identity
@@ -32,7 +32,7 @@ class Saver:
     def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Heartbeat, recorder: Recorder):
         self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
         self.writer = Writer(folder.checkpoints, config.checkpoint)
-        self.averages = AverageWriter(config.averages)
+        self.averages = AverageWriter(config.ema_snapshots)
         self.identity = folder_identity(folder.path)
         self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
@@ -81,7 +81,7 @@ class Saver:
                 )
                 return
             anchor = self._is_anchor(state, step)
-            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(shareable(self.config))), post)
+            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(redact_urls(self.config))), post)
             self.pulse.save_started()
         self.stall_seconds += time.perf_counter() - started
         if self.before is not None:

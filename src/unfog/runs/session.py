@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from unfog.config.resume_rules import keys_of
-from unfog.config.schema import Config, shareable
+from unfog.config.resume_rules import settings_digests
+from unfog.config.schema import Config, redact_urls
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
@@ -109,7 +109,7 @@ class Session:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
         else:
             self._load(saved)
-        self.state.adopt(keys_of(self.config))
+        self.state.adopt(settings_digests(self.config))
         with self._recorder() as recorder:
             self.attach(recorder)
             if saved is not None:
@@ -158,7 +158,7 @@ class Session:
             self.config.log,
             self.steps,
             self.step,
-            asdict(shareable(self.config)),
+            asdict(redact_urls(self.config)),
             logged,
             self.stop.undivided,
         )
@@ -193,7 +193,7 @@ class Session:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
         self.recorder.event("data", self.step, summary=self.prepared.report.line())
-        if self.config.averages.every > 0 and not self.state.pure:
+        if self.config.ema_snapshots.every > 0 and not self.state.pure:
             say("  no snapshots of averages are taken: the two have not been kept alike since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from unfog.config.resume_rules import DRAWS, check_changes
+from unfog.config.resume_rules import SAMPLING, check_changes
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source
@@ -73,11 +73,11 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         auto.resolve()
         resolve_metrics(auto, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
-        if config.codec:
-            auto.config = replace(auto.config, codec=copy_autoencoder_into_run(folder, auto.config))
+        if config.autoencoder_folder:
+            auto.config = replace(auto.config, autoencoder_folder=copy_autoencoder_into_run(folder, auto.config))
         session = Session(folder, auto.config, prepared, device, stop, pulse, initial and initial.state, world)
         room = check_disk_room(
-            folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.averages
+            folder.checkpoints, session.state, session.config.checkpoint, session.steps, session.config.ema_snapshots
         )
         say(f"  {room}")
         write_launch_file(folder)
@@ -118,9 +118,9 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
         prepared, config = load_images(config, stop, lost=read_failed_shards(saved))
-        if saved and not saved.holds(checkpoint.SECOND) and config.averages.every == 0:
+        if saved and not saved.holds(checkpoint.SECOND) and config.ema_snapshots.every == 0:
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
-            config = replace(config, averages=replace(config.averages, every=-1))
+            config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
         auto = resolve_for_resume(config, prepared, device, saved, stop, world.size)
         if saved and saved.images >= auto.config.training.images and not checkpoint.read_state(saved.folder)["due"]:
@@ -130,8 +130,8 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # it was killed after its last checkpoint
                 finish_run(folder, True, auto.config)
             return folder, True
-        if config.codec:
-            auto.config = replace(auto.config, codec=copy_autoencoder_into_run(folder, auto.config))
+        if config.autoencoder_folder:
+            auto.config = replace(auto.config, autoencoder_folder=copy_autoencoder_into_run(folder, auto.config))
         # Of a run that has saved nothing yet.
         weights = load_initial_weights(auto.config).state if config.init.folder and saved is None else None
         session = Session(folder, auto.config, prepared, device, stop, pulse, weights, world)
@@ -150,7 +150,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 
 def apply_sampling_settings(folder: RunFolder, stored: Config, asked: Config, step: int) -> None:
     """Store what a run that is at its end draws by from now on, and record it; say what else was asked for in vain."""
-    changed = replace(stored, **{name: getattr(asked, name) for name in DRAWS})
+    changed = replace(stored, **{name: getattr(asked, name) for name in SAMPLING})
     if lines := check_changes(stored, changed):
         folder.write_config(changed)
         with closing(Events(folder.events)) as events:
@@ -158,7 +158,7 @@ def apply_sampling_settings(folder: RunFolder, stored: Config, asked: Config, st
                 say(f"  changed: {line}")
                 events.write("changed", step, {"setting": line})
     # A length that is passed already is said by whoever asks; of averages, nobody may have asked.
-    silent = (*(f"training.{name}: " for name in LENGTH), "averages.every: 0 -> -1")
+    silent = (*(f"training.{name}: " for name in LENGTH), "ema_snapshots.every: 0 -> -1")
     for line in check_changes(changed, asked, force=True):
         if not line.startswith(silent):
             say(f"  not applied: {line}, as nothing is left to train")

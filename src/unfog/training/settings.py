@@ -119,12 +119,12 @@ class Optimizer:
             raise RequestError(f"betas = {self.betas} must be from 0 up to, not including, 1; 0.9 0.999 is usual")
 
 
-MOST_AVERAGES = 48
+MAX_EMA_SNAPSHOTS = 48
 """Snapshots that are kept; beyond, every other one goes."""
 
 
 @dataclass(frozen=True)
-class Averages:
+class EmaSnapshots:
     """Snapshots of two averages, from which `unfog ema-sweep` rebuilds one of any length after training."""
 
     every: int = 0
@@ -133,7 +133,7 @@ class Averages:
     """Width of the second average, which only these snapshots need. 0: half of that of --ema."""
 
     def __post_init__(self) -> None:
-        check_interval("averages.every", self.every)
+        check_interval("ema_snapshots.every", self.every)
         if self.second:
             PowerEma(self.second)
 

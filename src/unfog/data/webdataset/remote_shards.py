@@ -245,7 +245,7 @@ def too_many(source: str, lost: Mapping[str, str], count: int) -> str:
     """What to say where more shards of `count` are lost, name -> reason, than may be."""
     named = "; ".join(f"{sanitize(name)} {reason}" for name, reason in list(lost.items())[:_NAMED])
     return (
-        f"{len(lost)} of {count} shards of {sanitize(source)} cannot be used, more than data.lost_shards allows: "
+        f"{len(lost)} of {count} shards of {sanitize(source)} cannot be used, more than data.failed_shards allows: "
         f"{named}{'; ...' * (len(lost) > _NAMED)}. Bring them back and `unfog resume`, or allow more: "
-        "--data.lost-shards 0.1"
+        "--data.failed-shards 0.1"
     )

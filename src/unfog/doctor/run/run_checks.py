@@ -73,7 +73,7 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
     skipped: list[str] = []
-    weights, broken = newest_weights(folder, config.codec, skipped)
+    weights, broken = newest_weights(folder, config.autoencoder_folder, skipped)
     record = record.without(broken)
     prepared = images_of(config, skipped)
     usual = usual_rate(config)
@@ -112,7 +112,7 @@ def newest_weights(folder: RunFolder, codec: str, skipped: list[str]) -> tuple[W
             none = "no checkpoint is whole" if broken and saved is None else "nothing that was trained is saved yet"
             skipped.append(f"what needs weights, as {none}")
             return None, broken
-        config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), codec=codec)
+        config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=codec)
         networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             checkpoint.load_weights(saved.folder, kind, network)

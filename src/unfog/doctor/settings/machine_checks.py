@@ -89,7 +89,7 @@ def _wait(device: torch.device) -> None:
 def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Whether the checkpoints of the run will fit where `folder` is or will be."""
     steps = config.training.images // config.training.batch
-    room, free = disk_space_needed(parameters, config.checkpoint, steps, config.averages), free_bytes(folder)
+    room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
     facts = {"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free}
     most = size(room.checkpoints * room.checkpoint)
     said = f"{room.checkpoints} checkpoints of {size(room.checkpoint)} make {most} at most, and {size(free)} are free"

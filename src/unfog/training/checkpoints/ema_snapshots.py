@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unfog.training.checkpoints.posthoc_ema import SAID, kept_in
 from unfog.training.checkpoints.snapshot import sync, system_errors
-from unfog.training.settings import MOST_AVERAGES, Averages
+from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots
 from unfog.training.state import TrainState
 
 
@@ -39,7 +39,7 @@ def spacing(every: int, step: int) -> int:
 
     A function of position, so that a run that was interrupted keeps the same ones.
     """
-    while every > 0 and step // every > MOST_AVERAGES:
+    while every > 0 and step // every > MAX_EMA_SNAPSHOTS:
         every *= 2
     return every
 
@@ -104,7 +104,7 @@ def forget_after(folder: Path, step: int) -> None:
 class AverageWriter:
     """Writes one snapshot after the other by a thread."""
 
-    def __init__(self, settings: Averages):
+    def __init__(self, settings: EmaSnapshots):
         self.settings = settings
         self._thread: threading.Thread | None = None
         self._failed: deque[tuple[int, str]] = deque()

@@ -106,7 +106,7 @@ def mixture(kept: Sequence[Kept], width: float, step: int | None = None) -> Mixt
     if not kept:
         raise RequestError(
             "this run has no snapshots of its averages to rebuild another from; runs of 200 steps or more keep them, "
-            "and shorter ones that are begun with --averages.every N"
+            "and shorter ones that are begun with --ema-snapshots.every N"
         )
     last = kept[-1]
     step = last.step if step is None else step
