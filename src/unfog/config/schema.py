@@ -62,7 +62,7 @@ class Config:
     network: Network = None
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
     autoencoder_folder: str = ""
-    """Train on the latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
+    """Train on latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
     label_dropout: float = 0.1
     """Share of training images that are shown without their class, so that sampling can use --guidance."""
     diffusion: Diffusion = Diffusion()

@@ -72,8 +72,8 @@ def describe(path: str) -> Described:
         )
     if folder is None:
         raise RequestError(
-            f"autoencoder_folder = {path} holds no {CONFIG}; give the folder of an AutoencoderKL or AutoencoderTiny, or "
-            "of what `unfog train-autoencoder` made"
+            f"autoencoder_folder = {path} holds no {CONFIG}; give the folder of an AutoencoderKL or AutoencoderTiny, "
+            "or of what `unfog train-autoencoder` made"
         )
     try:
         config = _read(folder / CONFIG)

@@ -227,7 +227,9 @@ class AutoSettings:
             config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
             self._note("ema_snapshots.every", -1, "averages of a fixed decay cannot be rebuilt into others")
         if config.ema_snapshots.every == 0:
-            config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=self._averages_every(config, steps)))
+            config = replace(
+                config, ema_snapshots=replace(config.ema_snapshots, every=self._averages_every(config, steps))
+            )
         config, open_ones = _with_intervals(config)
         if open_ones:
             told = ", ".join(f"{name} {getattr(config, name).every}" for name in open_ones)

@@ -12,7 +12,7 @@ from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.reporting.progress import size
 from unfog.training.checkpoints.writer import free_bytes
-from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, Checkpoint
+from unfog.training.settings import MAX_EMA_SNAPSHOTS, Checkpoint, EmaSnapshots
 from unfog.training.state import TrainState
 
 NO_SNAPSHOTS = EmaSnapshots(every=-1)
@@ -41,7 +41,9 @@ class DiskSpace(NamedTuple):
         return self.checkpoints * self.checkpoint + self.snapshots + _RECORDS
 
 
-def disk_space_needed(parameters: int, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS) -> DiskSpace:
+def disk_space_needed(
+    parameters: int, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS
+) -> DiskSpace:
     """Return the disk space for a run of `steps` steps with `parameters` fp32 numbers."""
     # Besides those that are kept: the best one, two to roll back to, and one that is being written.
     checkpoints = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
