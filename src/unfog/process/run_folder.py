@@ -124,7 +124,9 @@ class RunFolder:
                 "`unfog train` printed into it"
             )
         if config.autoencoder_folder and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
-            config = replace(config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute()))  # wherever the run is now
+            config = replace(
+                config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute())
+            )  # wherever the run is now
         return config
 
     def check_writable(self) -> None:
