@@ -1,21 +1,74 @@
-"""What a network looks like, as plain values. Imports no torch, so that `--help` stays quick."""
+"""Settings of the networks, as plain values. Imports no torch, so that `--help` stays quick."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from unfog.errors import RequestError
+from unfog.models.unet_levels import (
+    check_condition,
+    check_halving,
+    check_heads,
+    check_levels,
+    common_divisor,
+    describe_levels,
+    level_bounds,
+)
+
+
+class SizeBound(NamedTuple):
+    """Upper bounds on the numbers (not bytes) of a network."""
+
+    weights: float
+    activations: float
+    """Kept of each image for the backward pass."""
+
+
+class NetworkSettings:
+    """Base of the settings of every network; a new network overrides what does not hold for it."""
+
+    kind: ClassVar[str]
+    """Name on the command line and in config.toml."""
+    fixed_norm_weights: ClassVar[bool] = False
+    """Weights are normalised after every step, so that weight decay would only shrink the gains."""
+    prefers_channels_last: ClassVar[bool] = False
+    """Most of the time goes into convolutions, which some devices compute faster in that memory format."""
+    reference_lr: ClassVar[float] = 3e-3
+    """Learning rate of AdamW for a million parameters at batch 64 (docs/decisions/0007-default-recipe.md)."""
+    lr_exponent: ClassVar[float] = 0.5
+    """The learning rate falls as the number of parameters to the power of minus this."""
+    muon_lr_factor: ClassVar[float] = 1.0
+    """Learning rate of Muon over that of AdamW."""
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
+
+    def layout(self, height: int, width: int) -> str:
+        """Describe for people how the network works on images of this size."""
+        return f"for {width}x{height} pixels"
+
+    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+        """Return bounds for images [channels, side, side]; infinite, which is always right, makes planning slower.
+
+        Args:
+            channels: of the images.
+            side: of the images, in pixels.
+            conditions: rows of the embeddings of class and augmentation.
+        """
+        return SizeBound(float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
-class UNet:
+class UNet(NetworkSettings):
     """A U-Net of residual blocks (DDPM, appendix B), equal key by key to what diffusers calls UNet2DModel.
 
     Level i works at 1/2^i of the image's height and width. Raises `RequestError` for contradictions.
     """
 
     kind: ClassVar[str] = "unet"
+    prefers_channels_last: ClassVar[bool] = True
+    muon_lr_factor: ClassVar[float] = 2.0
     channels: tuple[int, ...] = (64, 96, 128)
     """Channels of each level, full resolution first; one level more halves the resolution once more."""
     blocks: int = 1
@@ -45,16 +98,16 @@ class UNet:
 
     def __post_init__(self) -> None:
         """Refuse values that contradict each other, or that no network has."""
-        _check_levels(self.channels, self.blocks, self.attention)
-        _check_condition(self.dropout, self.time_scale)
+        check_levels(self.channels, self.blocks, self.attention)
+        check_condition(self.dropout, self.time_scale)
         self._check_ranges()
         for channels in self.channels:
             if self.norm_groups < 1 or channels % self.norm_groups:
                 raise RequestError(
                     f"channels = {channels} is not a multiple of norm_groups = {self.norm_groups}; "
-                    f"try norm_groups = {_common_divisor(self.channels, 32)}"
+                    f"try norm_groups = {common_divisor(self.channels, 32)}"
                 )
-        _check_heads(self.attending(), self.head_channels)
+        check_heads(self.attending(), self.head_channels)
 
     def _check_ranges(self) -> None:
         if not 0 < self.norm_eps <= 1:
@@ -68,22 +121,36 @@ class UNet:
         return levels + self.channels[-1:] * self.mid_attention
 
     def check(self, size: int | tuple[int, int]) -> None:
-        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
-        _check_halving(len(self.channels), size)
+        check_halving(len(self.channels), size)
 
     def layout(self, height: int, width: int) -> str:
-        """How it works on images of this size, for people."""
-        return _levels_of(len(self.channels), height, width)
+        return describe_levels(len(self.channels), height, width)
+
+    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+        first = self.channels[0]
+        weights, activations = 4.0 * first * (conditions + 5 * first + 1), 0.0  # 5: the embedding of the noise level
+        for level in level_bounds(self.channels, self.blocks, self.head_channels, side):
+            wide, own, lowest = level.widest, level.channels, level.number == len(self.channels) - 1
+            attends = self.attention[level.number] or (self.mid_attention and lowest)
+            weights += level.blocks * (9 * wide * own + 9 * own**2 + 8 * first * own + 5 * own**2 * attends)
+            activations += level.blocks * level.pixels * (6 * wide + 12 * own + 16 * own * attends)
+            activations += level.attention_maps * attends
+        return SizeBound(weights, activations)
 
 
 @dataclass(frozen=True)
-class MPUNet:
+class MPUNet(NetworkSettings):
     """A U-Net that keeps every activation and weight at unit magnitude (Karras et al. 2024, EDM2, config G).
 
     Level i works at 1/2^i of the image's height and width. Raises `RequestError` for contradictions.
     """
 
     kind: ClassVar[str] = "mpunet"
+    fixed_norm_weights: ClassVar[bool] = True
+    prefers_channels_last: ClassVar[bool] = True
+    reference_lr: ClassVar[float] = 3e-2  # docs/decisions/0013-networks.md
+    # Weights have the same length in every size; the fourth root goes through Karras et al. (2024, table 6).
+    lr_exponent: ClassVar[float] = 0.25
     channels: tuple[int, ...] = (48, 80, 144)
     """Channels of each level, full resolution first; one level more halves the resolution once more."""
     blocks: int = 1
@@ -99,21 +166,30 @@ class MPUNet:
 
     def __post_init__(self) -> None:
         """Refuse values that contradict each other, or that no network has."""
-        _check_levels(self.channels, self.blocks, self.attention)
-        _check_condition(self.dropout, self.time_scale)
-        _check_heads(tuple(c for c, attends in zip(self.channels, self.attention) if attends), self.head_channels)
+        check_levels(self.channels, self.blocks, self.attention)
+        check_condition(self.dropout, self.time_scale)
+        check_heads(tuple(c for c, attends in zip(self.channels, self.attention) if attends), self.head_channels)
 
     def check(self, size: int | tuple[int, int]) -> None:
-        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
-        _check_halving(len(self.channels), size)
+        check_halving(len(self.channels), size)
 
     def layout(self, height: int, width: int) -> str:
-        """How it works on images of this size, for people."""
-        return _levels_of(len(self.channels), height, width)
+        return describe_levels(len(self.channels), height, width)
+
+    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+        width = max(self.channels)
+        weights, activations = float(width * (conditions + self.channels[0])), 0.0
+        for level in level_bounds(self.channels, self.blocks, self.head_channels, side):
+            # Every block is taken to be as wide as all that it might be joined with.
+            wide, own, attends = level.widest, level.channels, self.attention[level.number]
+            weights += level.blocks * wide * (9 * wide + width + 5 * own * attends)
+            activations += level.blocks * level.pixels * (14 * wide + 30 * own * attends)
+            activations += level.attention_maps * attends
+        return SizeBound(weights, activations)
 
 
 @dataclass(frozen=True)
-class DiT:
+class DiT(NetworkSettings):
     """A transformer over patches of the image (Peebles & Xie 2023), with today's blocks: RMSNorm, SwiGLU, rotary
     positions in two dimensions, normalised queries and keys.
 
@@ -121,6 +197,7 @@ class DiT:
     """
 
     kind: ClassVar[str] = "dit"
+    reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md
     width: int = 256
     """Channels of a token."""
     depth: int = 6
@@ -138,7 +215,7 @@ class DiT:
 
     def __post_init__(self) -> None:
         """Refuse values that contradict each other, or that no network has."""
-        _check_condition(self.dropout, self.time_scale)
+        check_condition(self.dropout, self.time_scale)
         if not (8 <= self.width <= 16384 and 1 <= self.depth <= 200):
             raise RequestError(
                 f"width = {self.width} and depth = {self.depth} make no network; width is from 8 to 16384, depth from "
@@ -153,7 +230,6 @@ class DiT:
             )
 
     def check(self, size: int | tuple[int, int]) -> None:
-        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
         for side in (size, size) if isinstance(size, int) else size:
             if side < self.patch or side % self.patch:
                 nearest = max(1, round(side / self.patch)) * self.patch
@@ -162,74 +238,19 @@ class DiT:
                 )
 
     def layout(self, height: int, width: int) -> str:
-        """How it works on images of this size, for people."""
         tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
         return f"in {self.depth} blocks over {tokens} pixels"
+
+    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+        width, tokens, heads = self.width, (side / self.patch) ** 2, self.width / self.head_channels
+        values = self.patch**2 * 2 * max(1, channels)  # of a patch, in and out
+        weights = width * (self.depth * 19.0 * (width + 8) + 12 * width + conditions + 2 * values)
+        activations = self.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)
+        return SizeBound(weights, activations)
 
 
 Architecture = UNet | MPUNet | DiT
 ARCHITECTURES = (UNet, MPUNet, DiT)
-
-
-def _check_levels(channels: tuple[int, ...], blocks: int, attention: tuple[bool, ...]) -> None:
-    """Raise `RequestError` unless these make the levels of a U-Net."""
-    if len(channels) > 12 or max(channels, default=0) > 16384 or blocks > 100:
-        raise RequestError(
-            f"channels = {list(channels)[:16]} and blocks = {blocks} are beyond any network; "
-            "there are at most 12 levels, 16384 channels and 100 blocks"
-        )
-    if min(channels, default=0) < 4 or blocks < 1:
-        raise RequestError(
-            f"channels = {list(channels)} and blocks = {blocks} make no network; "
-            "give at least one level of 4 channels, and one block"
-        )
-    if len(attention) != len(channels):
-        raise RequestError(
-            f"attention has {len(attention)} entries for {len(channels)} levels of channels; "
-            "give one true or false for each level"
-        )
-
-
-def _check_condition(dropout: float, time_scale: float) -> None:
-    """Raise `RequestError` unless these are in range."""
-    if not 0 <= dropout < 1:
-        raise RequestError(f"dropout = {dropout} is no probability below 1; try 0.1")
-    if not 1e-6 <= time_scale <= 1e6:
-        raise RequestError(f"time_scale = {time_scale} must be from 1e-6 to 1e6; 1 leaves timesteps as they are")
-
-
-def _check_heads(attending: tuple[int, ...], head_channels: int) -> None:
-    """Raise `RequestError` unless the channels of all places with attention are whole heads."""
-    if head_channels < 0:
-        raise RequestError(f"head_channels = {head_channels} must not be negative; 0 is one head, 32 is usual")
-    for channels in attending:
-        if head_channels and channels % head_channels:
-            raise RequestError(
-                f"channels = {channels} with attention is not a multiple of head_channels = "
-                f"{head_channels}; try {_common_divisor(attending, 32)}, or 0 for one head"
-            )
-
-
-def _check_halving(levels: int, size: int | tuple[int, int]) -> None:
-    """Raise `RequestError` unless both sides can be halved between that many levels."""
-    factor = 2 ** (levels - 1)
-    for side in (size, size) if isinstance(size, int) else size:
-        # A single pixel at the lowest level could not be normalised when one image is sampled.
-        if side < 2 * factor or side % factor:
-            nearest = max(2, round(side / factor)) * factor
-            raise RequestError(
-                f"size = {side} is no multiple of {factor} from {2 * factor} on, as {levels} levels "
-                f"need; try size = {nearest}, or fewer levels"
-            )
-
-
-def _levels_of(levels: int, height: int, width: int) -> str:
-    return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
-
-
-def _common_divisor(values: tuple[int, ...], limit: int) -> int:
-    """Return the largest number up to `limit` that divides all `values`."""
-    return next(n for n in range(limit, 0, -1) if all(value % n == 0 for value in values))
 
 
 SIZES: dict[str, Architecture] = {

@@ -15,7 +15,7 @@ from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, Architecture, MPUNet, UNet
+from unfog.models.settings import SIZES, Architecture
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.disk import snapshot_bytes
 from unfog.planning.microbatch import choose_microbatch, memory_per_process, required_memory
@@ -138,7 +138,7 @@ class AutoSettings:
         if self.config.training.memory_format != "auto":
             return
         name: MemoryFormat = "contiguous"
-        if isinstance(self.config.network, UNet | MPUNet):
+        if self.config.network is not None and self.config.network.prefers_channels_last:
             name, reason = usual_format(self._device, self.config.training.precision)
             self._note("memory_format", name, reason)
         self.config = replace(self.config, training=replace(self.config.training, memory_format=name))
@@ -165,7 +165,8 @@ class AutoSettings:
     def resolve_weight_decay(self) -> None:
         """None for weights of fixed length: they are brought back to it after each step, so that decay would only
         shrink the gains that they are multiplied by."""
-        if isinstance(self.config.network, MPUNet) and self.config.optimizer.weight_decay:
+        network = self.config.network
+        if network is not None and network.fixed_norm_weights and self.config.optimizer.weight_decay:
             self.config = replace(self.config, optimizer=replace(self.config.optimizer, weight_decay=0.0))
             self._note("optimizer.weight_decay", 0, "the weights of this network have a fixed length")
 

@@ -22,7 +22,6 @@ from unfog.errors import RequestError
 from unfog.export.diffusers_folder import read_folder
 from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
 from unfog.models.autoencoder_folder import describe
-from unfog.models.settings import MPUNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.auto_settings import Choice
 from unfog.process.run_folder import RunFolder, printable
@@ -254,7 +253,7 @@ def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _Weights
         state[_BIAS] = state[_BIAS] + state.pop(_CLASSES)[-1]
         return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
     # There rows have unit magnitude, and the noise condition is scaled where there are any.
-    scaled = isinstance(config.network, MPUNet)
+    scaled = config.network is not None and config.network.fixed_norm_weights
     if _CLASSES not in fresh or (scaled and not before):
         raise RequestError(
             f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "

@@ -7,19 +7,14 @@ import math
 import numpy as np
 
 from unfog.config.schema import Config, Network
-from unfog.models.settings import DiT, MPUNet
+from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import amount
 from unfog.training.ema_schedules import EmaProfile
 from unfog.training.optimizer_settings import Custom, Method, Muon
 from unfog.training.settings import learning_rate
 
-REFERENCE_LR, REFERENCE_BATCH = 3e-3, 64
-"""Measured with a million parameters (docs/decisions/0007-default-recipe.md)."""
-MP_LR, DIT_LR = 3e-2, 5e-3
-"""The same of the magnitude-preserving U-Net and of the transformer (docs/decisions/0013-networks.md)."""
-OF_MUON = 2.0
-"""Times the rate of AdamW, for the U-Net, of which it was measured; the others keep theirs."""
+REFERENCE_BATCH = 64
 FINE_TUNING = 0.3
 """Of the usual rate, for weights that are trained already: more would undo what these know."""
 LINEAR_UP_TO = 512
@@ -37,12 +32,9 @@ def usual_learning_rate(parameters: int, batch: int, network: Network = None, me
     The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
     slowly: by the fourth root, which goes through what Karras et al. (2024, table 6) use from 125M to 1.5B.
     """
-    millions = max(parameters / 1e6, 1)
-    if isinstance(network, MPUNet):
-        return MP_LR * math.sqrt(batch / REFERENCE_BATCH / math.sqrt(millions))
-    of_unet = REFERENCE_LR * (OF_MUON if isinstance(method, Muon) else 1.0)
-    reference = DIT_LR if isinstance(network, DiT) else of_unet
-    return reference * math.sqrt(batch / REFERENCE_BATCH / millions)
+    millions, network = max(parameters / 1e6, 1), network or UNet()
+    reference = network.reference_lr * (network.muon_lr_factor if isinstance(method, Muon) else 1.0)
+    return reference * math.sqrt(batch / REFERENCE_BATCH) / math.pow(millions, network.lr_exponent)
 
 
 def fine_tuning(config: Config) -> float:
