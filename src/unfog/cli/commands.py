@@ -96,7 +96,7 @@ def ended(folder: RunFolder, done: bool) -> int:
 
     say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
     what = "sample" if done else "resume"
-    if done and folder.read_config().autoencoder.factor:
+    if done and folder.read_config().trains_autoencoder:
         what = "train SOURCE --autoencoder"
     say(f"  next      unfog {what} {shlex.quote(str(folder.path))}")
     result(str(folder.path))

@@ -158,7 +158,7 @@ def ema_sweep(
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(path)
     config, kept, n = folder.read_config(), kept_in(folder.averages), n or USUAL_N[metric]
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
     asked = _rebuildable_widths(kept, config, widths, step)
     step = mixture(kept, asked[0], step).step

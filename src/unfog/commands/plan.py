@@ -293,7 +293,7 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
         there = isinstance(prepared.train.pixels, np.ndarray)
         when = "in the cache already" if there else "which the run decodes first"
         lines.append(f"{size(decoded_bytes(prepared, config))} of decoded images, {when}")
-    if config.autoencoder_folder:
+    if config.uses_latents:
         count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
         lines.append(f"{size(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch

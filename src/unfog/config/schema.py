@@ -106,6 +106,16 @@ class Config:
             )
 
     @property
+    def trains_autoencoder(self) -> bool:
+        """True for a run of `unfog train-codec`, which trains an autoencoder instead of a diffusion model."""
+        return self.autoencoder.factor > 0
+
+    @property
+    def uses_latents(self) -> bool:
+        """True if the network sees latents of the autoencoder in `autoencoder_folder` rather than pixels."""
+        return bool(self.autoencoder_folder)
+
+    @property
     def usual_guidance(self) -> float:
         """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
         the network never sees a picture without its class. Any other asks the network twice."""

@@ -77,8 +77,4 @@ def check_guide(config: Config, other: Config) -> None:
 def _network_inputs(config: Config) -> tuple[object, ...]:
     """What makes numbers mean the same picture to two networks; () for pixels."""
     latents = config.latents
-    return (
-        (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data)
-        if config.autoencoder_folder
-        else ()
-    )
+    return (latents.sha256, latents.mean, latents.deviation, config.diffusion.sigma_data) if config.uses_latents else ()

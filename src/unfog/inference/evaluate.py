@@ -126,7 +126,7 @@ def measurable(run: Run, asked: EvaluationRequest, prepared: Dataset, features: 
         for name in METRICS
         if name not in ON_REQUEST and (features is not None or name in (*PIXEL_METRICS, *LOSSES))
     )
-    if run.config.autoencoder_folder and "bits" in metrics:
+    if run.config.uses_latents and "bits" in metrics:
         # A bound on latents says nothing of pixels: the codec's share is missing, and it has no density of them.
         if asked.metrics:
             raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")

@@ -66,7 +66,7 @@ class Run:
         if weights not in ("ema", "raw"):
             raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
         self.weights, self.device = weights, choose_device(device)
-        if self.config.autoencoder.factor:
+        if self.config.trains_autoencoder:
             raise RequestError(
                 f"{self.folder.path} is a codec, which draws nothing by itself; train a network on its latents: unfog "
                 f"train SOURCE --autoencoder {self.folder.path}"

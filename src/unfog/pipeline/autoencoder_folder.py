@@ -143,7 +143,7 @@ def latent_decoder(config: Config, device: torch.device) -> Decode:
     Raises:
         RequestError: the codec is not the one that the run began with.
     """
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return lambda x0: x0
     return partial(_decoded, open_run_autoencoder(config, device), latent_normalisation(config), config.latents.factor)
 
@@ -162,7 +162,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     A latent is unknown where any of its pixels is, so that none is kept that speaks of what is to be painted over; what
     is known of those pixels comes back with `Edit.keep`.
     """
-    if edit is None or not config.autoencoder_folder:
+    if edit is None or not config.uses_latents:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()

@@ -30,7 +30,7 @@ from unfog.training.state import TrainState
 
 def input_shape(config: Config) -> tuple[int, int, int]:
     """(C, H, W) of what the network sees: pixels, or latents. The one place that knows."""
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return config.data.channels, config.data.size, config.data.size
     side = config.data.size // config.latents.factor
     return config.latents.channels, side, side
@@ -38,7 +38,7 @@ def input_shape(config: Config) -> tuple[int, int, int]:
 
 def build_augmentation(config: Config) -> Augmentation:
     """What training does to what the stream gives, pixels or stored latents."""
-    return latent_normalisation(config) if config.autoencoder_folder else Augment.of(config.data)
+    return latent_normalisation(config) if config.uses_latents else Augment.of(config.data)
 
 
 def latent_normalisation(config: Config) -> Normalise:
@@ -49,7 +49,7 @@ def latent_normalisation(config: Config) -> Normalise:
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
     """From what the stream gives to what the network sees of it, with nothing done to it at random."""
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return to_model_range
     normalise = latent_normalisation(config)
     return lambda stored: normalise.forward(stored[:, 0])
@@ -57,7 +57,7 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
 
 def zero_batch(config: Config, images: int) -> Tensor:
     """As many as the stream gives at once, all zero: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
-    if config.autoencoder_folder:
+    if config.uses_latents:
         return torch.zeros((images, 1 + config.data.flip, *input_shape(config)), dtype=torch.float16)
     return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
 
@@ -65,7 +65,7 @@ def zero_batch(config: Config, images: int) -> Tensor:
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """What training minimises: the objective of the diffusion, which may follow the losses measured so far by noise
     level, or that of a codec."""
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         return CodecLoss(config.autoencoder.kl, config.autoencoder.pyramid)
     return build_objective(config).following(levels)
 
@@ -82,14 +82,14 @@ def build_network(config: Config) -> Network | AutoencoderModel:
     Raises:
         RequestError: the network does not fit the image size, or is not chosen yet.
     """
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.training.seed)
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
         raise RequestError("network = auto has to be settled before a network can be built")
     channels, side, _ = input_shape(config)
-    check_network_size(config.network, side, config.latents.factor if config.autoencoder_folder else 1)
+    check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
     with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
         torch.manual_seed(config.training.seed)
         told = CONDITIONS if config.data.augment else 0
@@ -124,7 +124,7 @@ def build_state(
     elif config.training.compile:
         compile_blocks(network)
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.profile(config.ema)
-    followed = config.diffusion.follows_losses and not config.autoencoder.factor
+    followed = config.diffusion.follows_losses and not config.trains_autoencoder
     levels = Levels(device) if followed else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 

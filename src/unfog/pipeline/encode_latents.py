@@ -33,7 +33,7 @@ def apply_autoencoder_settings(config: Config) -> Config:
     Raises:
         RequestError: it is another codec than the run began with, or one for other images.
     """
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return config
     described = describe(config.autoencoder_folder)
     digest, stored = described.sha256(), config.latents
@@ -59,7 +59,7 @@ def add_latents(
         stop: called now and then; it may raise.
         few: encode some of the images, for those who want no more than that.
     """
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return prepared, config
     check_multiple(config.data.size, config.latents.factor)
     sets = [_few_images(prepared.train), _few_images(prepared.held_out)] if few else [prepared.train, prepared.held_out]

@@ -113,7 +113,7 @@ def generate_images(
 
 def _without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
     """The sampler, which clips guesses to the range of pixels only where it is pixels that are drawn."""
-    return replace(sampler, clip=False) if config.autoencoder_folder else sampler
+    return replace(sampler, clip=False) if config.uses_latents else sampler
 
 
 class _CallCounter:

@@ -72,7 +72,7 @@ class AutoSettings:
 
     def resolve_network(self) -> None:
         """A network for the device and the image size. RequestError if the one that was asked for does not fit it."""
-        if self.config.autoencoder.factor:
+        if self.config.trains_autoencoder:
             return
         size = input_shape(self.config)[1]
         if self.config.network is not None:
@@ -85,7 +85,7 @@ class AutoSettings:
         # Sizes that the usual one cannot halve often enough get the next that can.
         name = next((n for n in (wanted, "small", "tiny") if _image_size_fits(SIZES[n], size)), wanted)
         self.config = replace(self.config, network=SIZES[name])
-        self._note("network", name, f"{reason} at {size} {'latents' if self.config.autoencoder_folder else 'pixels'}")
+        self._note("network", name, f"{reason} at {size} {'latents' if self.config.uses_latents else 'pixels'}")
 
     def resolve_microbatch(self, resuming: bool = False) -> None:
         """Fewer images at once where memory does not suffice for the batch; the gradient stays that of the batch.

@@ -123,7 +123,7 @@ class RunFolder:
                 f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
                 "`unfog train` printed into it"
             )
-        if config.autoencoder_folder and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
+        if config.uses_latents and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
             config = replace(
                 config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute())
             )  # wherever the run is now

@@ -79,7 +79,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     data = replace(base.data, size=theirs.data.size, channels=theirs.data.channels)
     if (
         asked := table.get("autoencoder_folder", base.autoencoder_folder)
-    ) and not theirs.autoencoder_folder:  # the folder speaks of latents, then
+    ) and not theirs.uses_latents:  # the folder speaks of latents, then
         data = replace(data, size=theirs.data.size * describe(str(asked)).factor, channels=0)
     return replace(
         base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, autoencoder_folder=codec
@@ -95,8 +95,8 @@ def adopt_latent_statistics(config: Config) -> Config:
     found = _describe_source(config.init, config.diffusion) if config.init.folder else None
     if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
         return config
-    theirs, codec = found.config, describe(config.autoencoder_folder).sha256() if config.autoencoder_folder else ""
-    known = theirs.latents.sha256 if theirs.autoencoder_folder else ""
+    theirs, codec = found.config, describe(config.autoencoder_folder).sha256() if config.uses_latents else ""
+    known = theirs.latents.sha256 if theirs.uses_latents else ""
     if codec != known:
         saw = "latents of another codec" if codec and known else "latents" if known else "pixels"
         raise RequestError(
@@ -129,7 +129,7 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
 def _in_run(init: Init, folder: Path) -> _WeightsSource:
     run = RunFolder(folder)
     config = run.read_config()
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         raise RequestError(
             f"init = {sanitize(init.folder)} is a codec, and a network that draws cannot start from its weights; train "
             f"on its latents: --autoencoder {sanitize(init.folder)}"
@@ -170,7 +170,7 @@ def load_initial_weights(config: Config) -> InitialWeights:
         )
     (channels, side, _), (known, known_side, _) = input_shape(config), input_shape(found.config)
     if channels != known:
-        what = "the codec's latents have" if config.autoencoder_folder else "data.channels ="
+        what = "the codec's latents have" if config.uses_latents else "data.channels ="
         raise RequestError(
             f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; leave that away"
         )

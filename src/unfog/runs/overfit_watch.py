@@ -43,7 +43,7 @@ class OverfittingMonitor:
         Losses on training images are measured only where the held-out loss has risen, so it costs nothing before.
         """
         if (
-            self.config.autoencoder.factor
+            self.config.trains_autoencoder
             or self.warned
             or "held_out_loss" not in measured
             or len(self.prepared.held_out) < FEWEST

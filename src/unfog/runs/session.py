@@ -68,7 +68,7 @@ class Session:
         self.saved: Path | None = None
         """The checkpoint that a divided state is read from."""
         self.objective = build_objective(config)
-        previews = AutoencoderPreviews if config.autoencoder.factor else Previews
+        previews = AutoencoderPreviews if config.trains_autoencoder else Previews
         self.looks = previews(config, self.state, self.objective, build_held_out_set(prepared, config, device), stop)
         self.evaluation = EvaluationHook(folder, config, prepared, self.looks, device)
         self.recorder: Recorder

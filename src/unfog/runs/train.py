@@ -73,7 +73,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         auto.resolve()
         resolve_metrics(auto, prepared.train, device)
         stop.leave_if_requested()  # nothing has begun, so there is nothing to save
-        if config.autoencoder_folder:
+        if config.uses_latents:
             auto.config = replace(auto.config, autoencoder_folder=copy_autoencoder_into_run(folder, auto.config))
         session = Session(folder, auto.config, prepared, device, stop, pulse, initial and initial.state, world)
         room = check_disk_room(
@@ -130,7 +130,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # it was killed after its last checkpoint
                 finish_run(folder, True, auto.config)
             return folder, True
-        if config.autoencoder_folder:
+        if config.uses_latents:
             auto.config = replace(auto.config, autoencoder_folder=copy_autoencoder_into_run(folder, auto.config))
         # Of a run that has saved nothing yet.
         weights = load_initial_weights(auto.config).state if config.init.folder and saved is None else None
@@ -236,14 +236,14 @@ def find_resume_point(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[
 
 def setting_findings(session: Session, device: torch.device) -> list[Finding]:
     """What is to be said of the settings; of a codec nothing, as what is known is known of diffusion."""
-    if session.config.autoencoder.factor:
+    if session.config.trains_autoencoder:
         return []
     return examine_settings(session.config, session.prepared, device, folder=session.folder.path)
 
 
 def finish_run(folder: RunFolder, done: bool, config: Config) -> bool:
     """What follows a run: of a codec, the folder that others train with. Returns `done`."""
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         say(export_autoencoder(folder, config))
     return done
 

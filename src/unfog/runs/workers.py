@@ -85,7 +85,7 @@ def run_worker() -> None:
             if config.training.shard:
                 checkpoints = Path(told["checkpoints"])
                 check_visible(checkpoints, "where each process of a divided run writes its part of a checkpoint", world)
-            if config.autoencoder_folder:
+            if config.uses_latents:
                 check_visible(Path(config.autoencoder_folder), "the run's codec", world)
             prepared, found = load_images(config, stop, lost=told["lost"])
             if found.fingerprint != config.fingerprint:

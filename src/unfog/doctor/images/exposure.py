@@ -170,7 +170,7 @@ def _sigma_data(survey: Survey, config: Config) -> Finding:
     rms = float(np.sqrt((variance + mean**2).mean()))
     facts = {"sigma_data": sigma, "root_mean_square": rms, "configured": assumed}
     measured = f"the images deviate by {sigma:.2f} from their mean (sigma_data)"
-    if config.autoencoder_folder:
+    if config.uses_latents:
         evidence = f"{measured}; the network sees latents, which are scaled to the configured {assumed:g}"
         return Finding("data.sigma_data", "fine", evidence, facts=facts)
     diffusion = config.diffusion

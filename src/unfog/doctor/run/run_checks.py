@@ -66,7 +66,7 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
         RequestError: it is no run, its settings cannot be read, or there is no such device.
     """
     config = folder.read_config()
-    if config.autoencoder.factor:
+    if config.trains_autoencoder:
         raise RequestError(
             f"{folder.path} is a codec; `unfog report {folder.path}` shows its losses and what comes back of images"
         )

@@ -90,7 +90,7 @@ def examine_settings(
 def first_seen(config: Config, prepared: Dataset) -> Tensor:
     """Some images as the network sees them, [B, C, H, W]."""
     stored = some(prepared.as_network_input.train)[:8]
-    if not config.autoencoder_folder:
+    if not config.uses_latents:
         return to_model_range(stored)
     return Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data).forward(stored[:, 0])
 
