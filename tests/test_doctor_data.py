@@ -19,8 +19,8 @@ from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
-from unfog.doctor.images.data_checks import examine_data, glance
-from unfog.doctor.images.pixel_statistics import survey
+from unfog.doctor.images.image_checks import check_images, quick_check_images
+from unfog.doctor.images.pixel_statistics import scan_images
 from unfog.doctor.images.size_checks import recommended_size
 from unfog.reporting.findings import Finding, write_findings
 
@@ -64,7 +64,7 @@ def with_train(prepared: Dataset, **changed: object) -> Dataset:
 
 
 def test_a_clean_set_raises_no_alarm(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
-    findings = examine_data(clean[1], Config())
+    findings = check_images(clean[1], Config())
     assert {f.code: str(f) for f in findings if f.severity in ("warning", "fatal")} == {}
     looked_at = {"count", "ledger", "converted", "sizes", "upscaled", "crop", "label_bounds", "balance", "equal"}
     looked_at |= {"range", "blank", "exposure", "grey_as_rgb", "channels", "sigma_data", "duplicates"}
@@ -77,7 +77,7 @@ def test_each_planted_fault_is_found_and_no_other(
     clean: tuple[Path, Dataset], tmp_path: Path, fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def presentable(prepared: Dataset, config: Config) -> list[Finding]:
-        findings = examine_data(prepared, config)
+        findings = check_images(prepared, config)
         write_findings(tmp_path / "page", fault.name, findings)  # whose facts are to be plain values
         assert all(str(finding).isprintable() for finding in findings)
         return findings
@@ -100,7 +100,7 @@ def test_the_benchmark_can_tell_that_a_fault_is_missed(clean: tuple[Path, Datase
 def test_every_file_of_the_hostile_corpus_is_accounted_for(corpus, tmp_path: Path) -> None:  # noqa: F811
     folder, expected = corpus
     prepared = prepare(open_source(folder), Data(size=16, cache="memory"))
-    found = by_code(examine_data(prepared, Config()))
+    found = by_code(check_images(prepared, Config()))
     lost = {name: said for name, said in expected.items() if isinstance(said, str)}
     facts = found["data.ledger"].facts
     assert {name.encode("utf-8", "surrogateescape"): why for name, why in facts["quarantined"]} == {
@@ -129,7 +129,7 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
     images = ImageSet(pixels, None, tuple(f"{i}.png" for i in range(len(pixels))), ())
     prepared = Dataset(Data(size=32, channels=3), images, replace(images, pixels=pixels[:0], names=()), ledger)
     started = time.process_time()
-    found = by_code(glance(prepared, Config()))
+    found = by_code(quick_check_images(prepared, Config()))
     assert time.process_time() - started < 1  # measured 0.1
     assert found["data.blank"].severity == "warning"
     assert found["data.blank"].facts["looked_at"] == 1000
@@ -138,7 +138,9 @@ def test_glance_is_quick_and_sees_what_a_sample_shows() -> None:
 
 
 def test_glance_at_a_small_set_is_the_whole_examination(clean: tuple[Path, Dataset]) -> None:
-    assert [str(f) for f in glance(clean[1], Config())] == [str(f) for f in examine_data(clean[1], Config())]
+    assert [str(f) for f in quick_check_images(clean[1], Config())] == [
+        str(f) for f in check_images(clean[1], Config())
+    ]
 
 
 def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path: Path) -> None:
@@ -146,15 +148,15 @@ def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path:
     folder = tmp_path / "clothes"
     shutil.copytree(clean[0], folder)
     lazy = prepare(open_source(folder), Data(cache="none"))
-    found, expected = by_code(examine_data(lazy, Config())), by_code(examine_data(clean[1], Config()))
+    found, expected = by_code(check_images(lazy, Config())), by_code(check_images(clean[1], Config()))
     for code in ("data.near_duplicates", "data.leakage", "data.channels", "data.blank", "data.balance"):
         assert str(found[code]) == str(expected[code])
     damaged = sorted(folder.rglob("*.png"))[5:8]
     for path in damaged:
         path.write_bytes(path.read_bytes()[:200])
     lazy = prepare(open_source(folder), Data(cache="none", size=28, channels=3))
-    assert "data.duplicates" not in by_code(glance(lazy, Config()))  # 64 images, as decoding takes time
-    found = by_code(examine_data(lazy, Config()))
+    assert "data.duplicates" not in by_code(quick_check_images(lazy, Config()))  # 64 images, as decoding takes time
+    found = by_code(check_images(lazy, Config()))
     names = [name for name, _ in found["data.ledger"].facts["quarantined"]]
     assert names == [path.relative_to(folder).as_posix() for path in damaged]
     assert found["data.ledger"].facts["used"] == 397
@@ -164,20 +166,20 @@ def test_images_may_be_decoded_on_the_fly(clean: tuple[Path, Dataset], tmp_path:
 def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = survey(clean[1])
+    once = scan_images(clean[1])
     monkeypatch.setattr("unfog.doctor.images.pixel_statistics._PIECE_BYTES", 7 * 3 * 28 * 28)
     calls: list[tuple[int, int]] = []
-    pieces = survey(clean[1], progress=lambda done, total: calls.append((done, total)))
-    for a, b in zip(once.seen, pieces.seen):
+    pieces = scan_images(clean[1], progress=lambda done, total: calls.append((done, total)))
+    for a, b in zip(once.statistics, pieces.statistics):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(once.tones, pieces.tones)
+    np.testing.assert_array_equal(once.histogram, pieces.histogram)
     assert calls[0] == (7, 400)
     assert calls[-1] == (400, 400)
 
 
 def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -> None:
     x = clean[1].train.pixels / 127.5 - 1
-    facts = by_code(examine_data(clean[1], Config()))
+    facts = by_code(check_images(clean[1], Config()))
     np.testing.assert_allclose(facts["data.channels"].facts["mean"], x.mean((0, 2, 3)), atol=1e-9)
     np.testing.assert_allclose(facts["data.channels"].facts["std"], x.std((0, 2, 3)), atol=1e-9)
     centred = x - x.mean((0, 2, 3), keepdims=True)
@@ -186,16 +188,19 @@ def test_measured_moments_are_those_of_the_pixels(clean: tuple[Path, Dataset]) -
 
 def test_latents_have_the_deviation_that_is_configured(clean: tuple[Path, Dataset]) -> None:
     config = replace(Config(), diffusion=Diffusion(target=EdmF(), sigma_data=3.0))
-    assert by_code(glance(clean[1], config))["data.sigma_data"].severity == "warning"
+    assert by_code(quick_check_images(clean[1], config))["data.sigma_data"].severity == "warning"
     assert (
-        by_code(glance(clean[1], replace(config, autoencoder_folder="somewhere")))["data.sigma_data"].severity == "fine"
+        by_code(quick_check_images(clean[1], replace(config, autoencoder_folder="somewhere")))[
+            "data.sigma_data"
+        ].severity
+        == "fine"
     )
 
 
 def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> None:
     labels = clean[1].train.labels.copy()  # type: ignore[union-attr]
     labels[[3, 5]] = 10, -1
-    found = by_code(glance(with_train(clean[1], labels=labels), Config()))
+    found = by_code(quick_check_images(with_train(clean[1], labels=labels), Config()))
     assert found["data.label_bounds"].severity == "fatal"
     assert found["data.label_bounds"].facts == {"outside": 2}
 
@@ -221,7 +226,7 @@ def test_crop_is_measured_on_the_originals(clean: tuple[Path, Dataset]) -> None:
     sides[7] = 30, 120
     prepared = with_train(clean[1], sides=sides)
     prepared = replace(prepared, held_out=replace(prepared.held_out, sides=sides[10 : 10 + len(prepared.held_out)]))
-    facts = by_code(glance(prepared, Config()))["data.crop"].facts
+    facts = by_code(quick_check_images(prepared, Config()))["data.crop"].facts
     assert facts["worst"] == pytest.approx(0.75)
     assert facts["mean"] == pytest.approx((399 * 0.25 + 0.75) / 400)
     assert facts["over_half"] == 1
@@ -233,5 +238,5 @@ def test_few_images_are_graded() -> None:
         images = replace(whole.train, pixels=whole.train.pixels[:count], labels=None, names=whole.train.names[:count])
         images = replace(images, sides=images.sides[:count], grey=images.grey[:count])
         none = replace(images, pixels=images.pixels[:0], names=(), sides=images.sides[:0], grey=images.grey[:0])
-        found = by_code(glance(replace(whole, train=images, held_out=none), Config()))
+        found = by_code(quick_check_images(replace(whole, train=images, held_out=none), Config()))
         assert found["data.count"].severity == severity, count

@@ -15,9 +15,15 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
-from unfog.doctor.images.duplicates import copy_findings, find_copies
-from unfog.doctor.images.near_duplicates import candidates, compare, groups, perceptual_hash, thumbnails
-from unfog.doctor.images.pixel_statistics import survey
+from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
+from unfog.doctor.images.near_duplicates import (
+    candidate_pairs,
+    compare_thumbnails,
+    connected_groups,
+    perceptual_hash,
+    thumbnails,
+)
+from unfog.doctor.images.pixel_statistics import scan_images
 
 CLOTHES = FashionSource().tiles[:, None]
 
@@ -66,7 +72,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
     hashes = generator.integers(0, 2**64, 20_000, np.uint64, endpoint=False)
     flips = [sum(1 << int(b) for b in generator.choice(64, 6, replace=False)) for _ in range(200)]
     hashes[:200] = hashes[-200:] ^ np.array(flips, np.uint64)
-    found = {tuple(pair) for pairs in candidates(hashes) for pair in pairs.tolist()}
+    found = {tuple(pair) for pairs in candidate_pairs(hashes) for pair in pairs.tolist()}
     planted = {(i, 19_800 + i) for i in range(200)}
     assert len(planted & found) >= 190
     assert all(bits(hashes[[a]], hashes[[b]])[0] <= 9 for a, b in found)
@@ -75,7 +81,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
 def test_many_equal_hashes_take_no_longer() -> None:
     """What is alike by nature, as blank pages or passport photographs are, must not cost the square of its number."""
     started = time.process_time()
-    pairs = sum(map(len, candidates(np.zeros(20_000, np.uint64))))
+    pairs = sum(map(len, candidate_pairs(np.zeros(20_000, np.uint64))))
     assert pairs <= 20 * 12 * 20_000
     assert time.process_time() - started < 10  # measured 0.5
 
@@ -86,7 +92,7 @@ def test_groups_are_connected_components(pairs: list[tuple[int, int]]) -> None:
     for a, b in pairs:
         group = {one: group[a] if which == group[b] else which for one, which in group.items()}
     sets = [[one for one in group if group[one] == which] for which in set(group.values())]
-    found = groups(np.array(pairs, np.int64).reshape(-1, 2))
+    found = connected_groups(np.array(pairs, np.int64).reshape(-1, 2))
     assert sorted(group.tolist() for group in found) == sorted(sorted(one) for one in sets)
     assert [len(group) for group in found] == sorted(map(len, found), reverse=True)
 
@@ -101,13 +107,13 @@ def rgb(*shape: int) -> np.ndarray:
 def test_a_changed_part_is_no_copy_and_noise_is() -> None:
     images = rgb(100)
     noisy = np.clip(images + np.random.default_rng(2).normal(0, 6, images.shape), 0, 255).astype(np.uint8)
-    assert compare(thumbnails(images), thumbnails(noisy)).copy.all()
+    assert compare_thumbnails(thumbnails(images), thumbnails(noisy)).duplicate.all()
     part = images.copy()
     part[:, :, 12:22, 12:22] = part[:, :, 12:22, 12:22] // 2 + 100  # as another face, or another skin
-    look = compare(thumbnails(images), thumbnails(part))
-    assert look.copy.mean() <= 0.02
-    other = compare(thumbnails(images), thumbnails(np.roll(images, 1, 0)))
-    assert not other.alike.any()
+    look = compare_thumbnails(thumbnails(images), thumbnails(part))
+    assert look.duplicate.mean() <= 0.02
+    other = compare_thumbnails(thumbnails(images), thumbnails(np.roll(images, 1, 0)))
+    assert not other.similar.any()
 
 
 def test_what_is_mostly_white_is_not_alike_for_that() -> None:
@@ -119,13 +125,13 @@ def test_what_is_mostly_white_is_not_alike_for_that() -> None:
         ImageDraw.Draw(page).text((32, 32), text, "black", ImageFont.load_default(20), anchor="mm")
         images.append(np.asarray(page)[None])
     pages = np.stack(images)
-    copies = find_copies(survey(as_prepared(pages, pages[:0])))
-    assert not copies.same
-    assert len(copies.again) == 0
-    assert len(copies.alike) <= 25  # of 71,253 pairs: "Pn" and "Ph"
+    copies = find_duplicates(scan_images(as_prepared(pages, pages[:0])))
+    assert not copies.equal
+    assert len(copies.resaved) == 0
+    assert len(copies.similar) <= 25  # of 71,253 pairs: "Pn" and "Ph"
     twice = np.concatenate([pages, [saved(page, 75) for page in pages[:20]]])
-    copies = find_copies(survey(as_prepared(twice, twice[:0])))
-    assert copies.again.tolist() == [[i, i + len(pages)] for i in range(20)]
+    copies = find_duplicates(scan_images(as_prepared(twice, twice[:0])))
+    assert copies.resaved.tolist() == [[i, i + len(pages)] for i in range(20)]
 
 
 def test_what_shares_a_sky_is_not_alike_for_that() -> None:
@@ -134,8 +140,8 @@ def test_what_shares_a_sky_is_not_alike_for_that() -> None:
     faint = np.random.default_rng(4).normal(0, 8, (100, 1, 16, 16))
     skies = (sky + faint).astype(np.float32)
     assert np.corrcoef(skies[0].ravel(), skies[1].ravel())[0, 1] > 0.97
-    assert not compare(skies, np.roll(skies, 1, 0)).alike.any()
-    assert compare(skies, skies + 5).copy.all()
+    assert not compare_thumbnails(skies, np.roll(skies, 1, 0)).similar.any()
+    assert compare_thumbnails(skies, skies + 5).duplicate.all()
 
 
 def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
@@ -146,8 +152,8 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
     held_out[3] = train[40]
     held_out[[4, 5]] = saved(train[50], 75)
     train[60:65] = 255  # blank ones equal each other, and are no copies
-    looked = survey(as_prepared(train, held_out))
-    found = {f.code: f for f in copy_findings(looked, find_copies(looked))}
+    looked = scan_images(as_prepared(train, held_out))
+    found = {f.code: f for f in check_duplicates(looked, find_duplicates(looked))}
     assert found["data.duplicates"].facts["groups"] == [["train/0", "train/1", "train/2"]]
     assert found["data.duplicates"].facts["copies"] == 2
     assert found["data.near_duplicates"].facts["groups"] == [["train/10", "train/20"]]
@@ -159,20 +165,20 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
 
 
 def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.doctor.images.duplicates.MOST_NAMES", 5)
+    monkeypatch.setattr("unfog.doctor.images.duplicate_checks.MOST_NAMES", 5)
     train = CLOTHES[:40].copy()
     train[20:] = train[:20]
-    looked = survey(as_prepared(train, train[:0]))
-    found = copy_findings(looked, find_copies(looked))[0]
+    looked = scan_images(as_prepared(train, train[:0]))
+    found = check_duplicates(looked, find_duplicates(looked))[0]
     assert found.facts["copies"] == 20
     assert sum(map(len, found.facts["groups"])) == 5
 
 
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.doctor.images.duplicates._MOST_PAIRS", 10)
+    monkeypatch.setattr("unfog.doctor.images.duplicate_checks._MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
-    looked = survey(as_prepared(trousers, trousers[:0]))
-    copies = find_copies(looked)
+    looked = scan_images(as_prepared(trousers, trousers[:0]))
+    copies = find_duplicates(looked)
     assert not copies.complete
-    found = copy_findings(looked, replace(copies, alike=np.array([[0, 1]])))[1]
+    found = check_duplicates(looked, replace(copies, alike=np.array([[0, 1]])))[1]
     assert "at least 1 of 1,000" in found.evidence

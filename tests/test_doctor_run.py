@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.doctor.run.run_checks import examine_run
+from unfog.doctor.run.run_checks import check_run
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
@@ -62,7 +62,7 @@ def run(trained, tmp_path):
 
 
 def examined(run, **more):
-    return {finding.code: finding for finding in examine_run(RunFolder(run), "cpu", **{"samples": 32, **more})}
+    return {finding.code: finding for finding in check_run(RunFolder(run), "cpu", **{"samples": 32, **more})}
 
 
 def rewrite_average(run, change):
@@ -234,13 +234,13 @@ def test_a_checkpoint_that_a_live_run_removes_meanwhile_was_read_before(run, mon
     """The images are read after the weights, which takes long; until then the run has made newer ones."""
     import unfog.doctor.run.run_checks as examination
 
-    images_of = examination.images_of
+    images_of = examination._load_run_images
 
     def meanwhile(config, skipped):
         shutil.rmtree(run / "checkpoints")
         return images_of(config, skipped)
 
-    monkeypatch.setattr(examination, "images_of", meanwhile)
+    monkeypatch.setattr(examination, "_load_run_images", meanwhile)
     found = examined(run, samples=8)
     assert {"run.ema_behind", "run.overfitting", "run.tint"} <= found.keys()
 
@@ -274,7 +274,7 @@ def test_records_full_of_nonsense_are_survived(run):
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is not a run"):
-        examine_run(RunFolder(tmp_path), "cpu")
+        check_run(RunFolder(tmp_path), "cpu")
 
 
 def test_the_generator_of_the_caller_is_left_alone(run):

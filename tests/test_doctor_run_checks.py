@@ -15,19 +15,28 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
-from unfog.doctor.run.cost_checks import _round_down, _round_up, data_wait, memory, noise_scale, overhead, pace, unused
-from unfog.doctor.run.loss_checks import (
-    Looked,
-    answers,
-    average_against_raw,
-    ema_horizon,
-    held_out_history,
-    losses,
-    overfitting,
+from unfog.doctor.run.cost_checks import (
+    _round_down,
+    _round_up,
+    check_data_wait,
+    check_memory,
+    check_noise_scale,
+    check_overhead,
+    check_speed,
+    check_unused_images,
 )
-from unfog.doctor.run.loss_trends import loss, loss_trend, rate, run_trends, stability
-from unfog.doctor.run.run_record import AFRESH, RunRecord
-from unfog.doctor.run.run_status import how_it_ended, where_it_is
+from unfog.doctor.run.loss_checks import (
+    LossImages,
+    baseline_losses,
+    check_ema,
+    check_overfitting,
+    ema_window,
+    held_out_history,
+    measure_losses,
+)
+from unfog.doctor.run.run_record import FRESH_START_SETTINGS, RunRecord
+from unfog.doctor.run.status_checks import check_state, final_state
+from unfog.doctor.run.trend_checks import check_learning_rate, check_loss, check_stability, check_trends, loss_trend
 from unfog.training.ema_schedules import FixedEma, PowerEma
 
 LR = 1e-3
@@ -65,35 +74,38 @@ def test_the_fall_with_twice_the_images_is_that_of_the_power_law(tmp_path, expon
 
 def test_a_falling_loss_says_train_longer_and_what_to_expect(tmp_path):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)))
-    found = loss(record, 0.3, 0.4)
+    found = check_loss(record, 0.3, 0.4)
     assert (found.code, found.severity) == ("run.loss", "hint")
     assert f"unfog resume {tmp_path} --steps 2000" in found.remedy
     assert float(found.remedy.rsplit(" ", 1)[1]) == pytest.approx(2000**-0.2, rel=0.02)
-    assert loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
-    assert loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity == "fine"
+    assert check_loss(record, 0.3, 0.4, by_heart=True).severity == "fine"
+    assert (
+        check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: step**-0.2)), steps=2000), 0.3, 0.4).severity
+        == "fine"
+    )
 
 
 def test_a_loss_that_has_levelled_off_is_fine_and_a_rising_one_is_not(tmp_path):
-    flat = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
+    flat = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2, 0.03))), 0.3, 0.4)
     assert flat.severity == "fine"
     assert "levelled off" in flat.evidence
-    rising = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    rising = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
     assert rising.severity == "warning"
     assert "rises" in rising.evidence
 
 
 def test_a_loss_no_network_would_need_is_fatal(tmp_path):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: 1.4)))
-    assert loss(record, 0.8, 1.3).code == "run.not_learning"
-    assert loss(record, 0.99, 0.99).severity == "fatal"
-    assert loss(record, 0.8, 1.3).remedy.endswith(f"unfog find-lr photos --config {tmp_path / 'config.toml'}")
+    assert check_loss(record, 0.8, 1.3).code == "run.not_learning"
+    assert check_loss(record, 0.99, 0.99).severity == "fatal"
+    assert check_loss(record, 0.8, 1.3).remedy.endswith(f"unfog find-lr photos --config {tmp_path / 'config.toml'}")
     early = a_record(tmp_path, lines(steps=120, loss=noisy(lambda step: 1.4)))
-    assert loss(early, 0.8, 1.3).severity == "warning"
+    assert check_loss(early, 0.8, 1.3).severity == "warning"
 
 
 def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
-    assert loss(a_record(tmp_path), None, None) is None
-    few = loss(a_record(tmp_path, lines(steps=60, loss=lambda step: 1 / step)), None, None)
+    assert check_loss(a_record(tmp_path), None, None) is None
+    few = check_loss(a_record(tmp_path, lines(steps=60, loss=lambda step: 1 / step)), None, None)
     assert "too early" in few.evidence
     # Resumed from a record whose beginning is lost: no doubling is left in it.
     late = a_record(tmp_path, lines(loss=lambda step: 0.2)[-8:])
@@ -103,14 +115,14 @@ def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
 def test_a_rate_is_never_blamed_alone(tmp_path):
     well = lines(loss=noisy(lambda step: step**-0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
     for usual in (LR / 100, LR * 4, LR, None):
-        assert rate(a_record(tmp_path, well), usual, 0.3).code == "run.lr"
-    assert rate(a_record(tmp_path, well), LR / 100, 1.2).code == "run.lr_high"
-    low = rate(a_record(tmp_path, well), LR * 100, 0.3)
+        assert check_learning_rate(a_record(tmp_path, well), usual, 0.3).code == "run.lr"
+    assert check_learning_rate(a_record(tmp_path, well), LR / 100, 1.2).code == "run.lr_high"
+    low = check_learning_rate(a_record(tmp_path, well), LR * 100, 0.3)
     assert (low.code, low.severity) == ("run.lr_low", "warning")
     assert f"--lr {LR * 100:.2g}" in low.remedy
-    assert rate(a_record(tmp_path, well), LR * 15, 0.3).severity == "hint"
+    assert check_learning_rate(a_record(tmp_path, well), LR * 15, 0.3).severity == "hint"
     done = lines(loss=noisy(lambda step: 0.2), gradient_norm=lambda step: 0.3, lr=lambda step: LR)
-    assert rate(a_record(tmp_path, done), LR * 100, 0.3).code == "run.lr", "it has learned what there is"
+    assert check_learning_rate(a_record(tmp_path, done), LR * 100, 0.3).code == "run.lr", "it has learned what there is"
 
 
 def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path):
@@ -118,7 +130,7 @@ def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path)
         return 2.0 + step / 50
 
     wild = lines(loss=noisy(lambda step: 0.5 + step / 1000), gradient_norm=grows, lr=lambda step: LR)
-    found = {f.code: f for f in run_trends(a_record(tmp_path, wild), LR / 10, 0.5, 0.6)}
+    found = {f.code: f for f in check_trends(a_record(tmp_path, wild), LR / 10, 0.5, 0.6)}
     assert found["run.lr_high"].severity == "warning"
     assert f"--lr {LR / 10:.2g}" in found["run.lr_high"].remedy
     assert found["run.gradient"].facts["clipped"] == 1.0
@@ -135,13 +147,13 @@ def test_refused_steps_name_the_images_that_did_it(tmp_path):
         }
         for step in (100, 200, 300)
     ]
-    found = stability(a_record(tmp_path, lines(loss=lambda step: 0.5), events))
+    found = check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), events))
     assert found.severity == "hint"
     assert found.facts["images"]["bad.png"] == 3
     assert found.remedy.endswith("bad.png")
-    assert tuple(found.exhibits[0].table[1][i] for i in (0, 3, 4)) == ("100", "bad.png, 100.png", "0.50, 0.25")
+    assert tuple(found.figures[0].table[1][i] for i in (0, 3, 4)) == ("100", "bad.png, 100.png", "0.50, 0.25")
     back = {"kind": "rolled_back", "step": 400, "reason": "it rose", "lr": LR / 4}
-    found = stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
+    found = check_stability(a_record(tmp_path, lines(loss=lambda step: 0.5), [back]), usual_lr=LR / 10)
     assert found.severity == "warning"
     assert found.facts["lr_scale"] == pytest.approx(0.25)
     assert f"--lr {LR / 10:.2g}" in found.remedy
@@ -157,7 +169,7 @@ def diverging(path, lr, scale=1.0, **more):
 @pytest.mark.parametrize("times", [1 / 100, 1 / 15, 1 / 6, 1 / 4, 1, 1.3, 2, 20])
 def test_a_lower_rate_is_a_lower_one(tmp_path, times, scale):
     record = diverging(tmp_path, LR * times, scale)
-    better = record.better_rate(LR)
+    better = record.lower_learning_rate(LR)
     assert better is None or better < record.config.optimizer.lr
     assert better is None or better <= record.config.optimizer.lr * record.lr_scale
     assert (better is None) == (times * scale < 1 / 5)
@@ -167,7 +179,7 @@ def test_a_rate_far_below_the_usual_one_is_not_to_blame(tmp_path):
     record = diverging(tmp_path, LR / 15)
     for precision, remedy in (("bf16", f"unfog resume {tmp_path} --precision fp32"), ("fp32", "unfog doctor photos")):
         training = replace(record.config.training, precision=precision)
-        found = where_it_is(replace(record, config=replace(record.config, training=training)), LR)
+        found = check_state(replace(record, config=replace(record.config, training=training)), LR)
         assert found.remedy.endswith(remedy)
         assert "--lr" not in found.remedy
 
@@ -182,11 +194,11 @@ def test_what_a_resume_took_back_did_not_happen(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     beat = {"alive": True, "step": 520, "doing": "training"}
     record = RunRecord.read(tmp_path, a_record(tmp_path).config, beat)
-    assert "at step 520" in where_it_is(record).evidence
-    assert stability(record).facts["refused"] == 1
+    assert "at step 520" in check_state(record).evidence
+    assert check_stability(record).facts["refused"] == 1
     with (tmp_path / "events.jsonl").open("a") as file:  # it all comes again
         file.write(f"{json.dumps(refused)}\n{json.dumps(back)}\n")
-    again = stability(RunRecord.read(tmp_path, record.config, beat))
+    again = check_stability(RunRecord.read(tmp_path, record.config, beat))
     assert (again.facts["refused"], again.facts["rolled_back"]) == (2, 1)
     assert again.facts["images"] == {"a.png": 1, "b.png": 1}
 
@@ -197,25 +209,25 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
     rows = lines(loss=lambda step: 0.5, gradient_norm=lambda step: 0.3, lr=lambda step: LR)
     record = a_record(tmp_path, rows, [*backs, *change, {"kind": "resumed", "step": 400}])
     assert record.lr_scale == 1
-    found = {finding.code: finding for finding in run_trends(record, LR, 0.3, 0.5)}
+    found = {finding.code: finding for finding in check_trends(record, LR, 0.3, 0.5)}
     assert found["run.lr"].severity == found["run.unstable"].severity == "fine"
     assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
     other = [{"kind": "changed", "step": 400, "setting": "preview.every: 10 -> 100"}]
-    assert stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
+    assert check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
 
 
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
     """The settings that a run may change and that its roll-backs depend on."""
     kept = (*changes.INDIFFERENT, *changes.EXACTLY, "evaluate.")
     forgetting = {name for name in (*changes.FREE, *changes.WITH_FORCE) if not changes.among(kept, name)}
-    assert set(AFRESH) == (forgetting - {"fingerprint"}) | {"images"}
+    assert set(FRESH_START_SETTINGS) == (forgetting - {"fingerprint"}) | {"images"}
 
 
 # Where it is.
 
 
 @pytest.mark.parametrize(
-    ("kinds", "beat", "state", "severity"),
+    ("kinds", "heartbeat", "state", "severity"),
     [
         ("started finished", None, "finished", "fine"),
         ("started finished resumed", {"alive": True, "doing": "training"}, "running", "fine"),
@@ -231,19 +243,19 @@ def test_roll_backs_are_forgotten_where_the_run_forgets_them():
         ("", {"alive": False, "doing": "failed: RequestError", "age": 9.0}, "failed", "warning"),
     ],
 )
-def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds, beat, state, severity):
+def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds, heartbeat, state, severity):
     events = [{"kind": kind, "step": 40} for kind in kinds.split()]
-    record = a_record(tmp_path, lines(steps=40), events, beat=beat)
-    assert how_it_ended(record)[0] == state
-    assert where_it_is(record).severity == severity
-    assert state != "killed" or "RequestError" not in where_it_is(record).evidence
+    record = a_record(tmp_path, lines(steps=40), events, heartbeat=heartbeat)
+    assert final_state(record)[0] == state
+    assert check_state(record).severity == severity
+    assert state != "killed" or "RequestError" not in check_state(record).evidence
 
 
 def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
     record = a_record(tmp_path, lines(steps=800), [{"kind": "started", "step": 0}])
     for every, better in ((100, 50), (-1, 200)):
         config = replace(record.config, checkpoint=replace(record.config.checkpoint, every=every))
-        assert where_it_is(replace(record, config=config)).remedy.endswith(f"--checkpoint.every {better}")
+        assert check_state(replace(record, config=config)).remedy.endswith(f"--checkpoint.every {better}")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +272,7 @@ def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
 )
 def test_a_failure_says_what_to_do(tmp_path, reason, severity, remedy):
     events = [{"kind": "started", "step": 0}, {"kind": "failed", "step": 40, "reason": reason}]
-    found = where_it_is(a_record(tmp_path, lines(steps=40), events), LR / 10)
+    found = check_state(a_record(tmp_path, lines(steps=40), events), LR / 10)
     assert found.severity == severity
     assert remedy in found.remedy
 
@@ -269,7 +281,7 @@ def test_where_one_image_is_too_much_checkpointing_is_what_is_left(tmp_path):
     events = [{"kind": "failed", "step": 40, "reason": "OutOfMemoryError: CUDA out of memory"}]
     record = a_record(tmp_path, lines(steps=40), events)
     record = replace(record, config=replace(record.config, training=replace(record.config.training, microbatch=1)))
-    assert where_it_is(record).remedy.endswith("--training.checkpointing")
+    assert check_state(record).remedy.endswith("--training.checkpointing")
 
 
 # What it costs.
@@ -279,7 +291,7 @@ def test_where_one_image_is_too_much_checkpointing_is_what_is_left(tmp_path):
 def test_waiting_for_data_is_weighed_by_time_and_without_the_start(tmp_path, share, severity):
     rows = lines(data_wait=lambda step: share)
     rows[0]["data_wait"] = 1.0
-    found = data_wait(a_record(tmp_path, rows))
+    found = check_data_wait(a_record(tmp_path, rows))
     assert found.facts["share"] == pytest.approx(share)
     assert found.severity == severity
     assert severity == "fine" or "unfog pack photos" in found.remedy
@@ -287,7 +299,7 @@ def test_waiting_for_data_is_weighed_by_time_and_without_the_start(tmp_path, sha
 
 def test_a_short_wait_between_two_logs_is_a_short_wait(tmp_path):
     rows = [{"step": step, "data_wait": wait} for step, wait in ((10, 0.0), (20, 0.0), (40, 0.5), (1000, 0.0))]
-    assert data_wait(a_record(tmp_path, rows)).facts["share"] == pytest.approx(0.5 * 20 / 990)
+    assert check_data_wait(a_record(tmp_path, rows)).facts["share"] == pytest.approx(0.5 * 20 / 990)
 
 
 def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
@@ -297,7 +309,7 @@ def test_an_interval_is_proposed_that_costs_five_percent(tmp_path):
         row["seconds"] = row["step"] * 0.3
     record = a_record(tmp_path, rows, events, steps=100_000)
     record = replace(record, config=replace(record.config, preview=replace(record.config.preview, every=20)))
-    found = overhead(record)
+    found = check_overhead(record)
     assert found.severity == "warning"
     assert found.facts["share"] == pytest.approx(200 / 300)
     assert found.remedy == f"unfog resume {tmp_path} --preview.every 1000"
@@ -308,7 +320,7 @@ def test_metrics_of_drawn_pictures_are_no_training(tmp_path):
     events = [{"kind": "measured", "step": step, "seconds": 9.0} for step in range(100, 1001, 100)]
     record = a_record(tmp_path, lines(images_per_second=lambda step: 3200.0), events, steps=10_000)
     evaluate = replace(record.config.evaluate, metrics=("kid",), metrics_every=100)
-    found = overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
+    found = check_overhead(replace(record, config=replace(record.config, evaluate=evaluate)))
     assert found.facts["share"] == pytest.approx(0.9)
     assert found.remedy == f"unfog resume {tmp_path} --evaluate.metrics-every 2000"
 
@@ -317,12 +329,15 @@ def test_images_are_packed_as_the_run_has_them(tmp_path):
     record = a_record(tmp_path, lines(data_wait=lambda step: 0.4))
     data = replace(record.config.data, size=128, channels=1, background="#000000", flip=True)
     record = replace(record, config=replace(record.config, data=data))
-    assert "unfog pack photos OUT --size 128 --data.channels 1 --data.background '#000000'," in data_wait(record).remedy
+    assert (
+        "unfog pack photos OUT --size 128 --data.channels 1 --data.background '#000000',"
+        in check_data_wait(record).remedy
+    )
 
 
 def test_a_run_that_slows_down_is_told(tmp_path):
-    assert pace(a_record(tmp_path, lines(images_per_second=noisy(lambda step: 300, 0.1)))).severity == "fine"
-    slow = pace(a_record(tmp_path, lines(images_per_second=lambda step: 300 if step < 500 else 100)))
+    assert check_speed(a_record(tmp_path, lines(images_per_second=noisy(lambda step: 300, 0.1)))).severity == "fine"
+    slow = check_speed(a_record(tmp_path, lines(images_per_second=lambda step: 300 if step < 500 else 100)))
     assert slow.severity == "hint"
     assert (slow.facts["before"], slow.facts["now"]) == (300, 100)
 
@@ -330,7 +345,7 @@ def test_a_run_that_slows_down_is_told(tmp_path):
 @pytest.mark.parametrize(("scale", "severity"), [(1.5, "hint"), (20, "fine"), (200, "fine"), (5000, "hint")])
 def test_a_batch_unlike_the_noise_scale_is_told(tmp_path, scale, severity):
     columns = {"gradient_signal": lambda step: 2.0, "gradient_noise": noisy(lambda step: 2.0 * scale, 0.3)}
-    found = noise_scale(a_record(tmp_path, lines(noise_scale=noisy(lambda step: scale, 0.3), **columns)))
+    found = check_noise_scale(a_record(tmp_path, lines(noise_scale=noisy(lambda step: scale, 0.3), **columns)))
     assert found.facts["noise_scale"] == pytest.approx(scale, rel=0.1)
     assert found.severity == severity
     if severity == "hint":
@@ -342,7 +357,7 @@ def test_windows_in_which_the_gradient_drowned_count_as_well(tmp_path):
     """The ratio of means over all windows: those with a negative estimate would else be left out, and it be too low."""
     signal = lambda step: 3.0 if step % 40 else -1.0  # noqa: E731
     columns = {"noise_scale": lambda step: 10 / 3 if step % 40 else None, "gradient_signal": signal}
-    found = noise_scale(a_record(tmp_path, lines(**columns, gradient_noise=lambda step: 10.0)))
+    found = check_noise_scale(a_record(tmp_path, lines(**columns, gradient_noise=lambda step: 10.0)))
     assert found.facts["noise_scale"] == pytest.approx(250 / 23)  # of the later half, 12 windows of 3 and 13 of -1
 
 
@@ -352,34 +367,34 @@ def drowned(signal, noise):
 
 
 def test_a_gradient_without_noise_or_without_signal_is_no_accident(tmp_path):
-    still = noise_scale(a_record(tmp_path, drowned(1.0, -1e-6)))
+    still = check_noise_scale(a_record(tmp_path, drowned(1.0, -1e-6)))
     assert (still.severity, still.facts["noise_scale"]) == ("hint", 0.0)
     assert "--batch 2 " in still.remedy.replace(",", " ")
-    noise = noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
+    noise = check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
     assert (noise.severity, noise.facts["noise_scale"]) == ("hint", None)
     assert "larger than can be measured" in noise.evidence
     assert "--batch 256 --microbatch 32" in noise.remedy
-    assert noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
+    assert check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
     words = [row | {"gradient_noise": "much"} for row in drowned(1.0, 10.0)]
-    assert noise_scale(a_record(tmp_path, words)) is None
+    assert check_noise_scale(a_record(tmp_path, words)) is None
 
 
 def test_memory_that_did_not_suffice_is_told(tmp_path):
-    assert memory(a_record(tmp_path)) is None
+    assert check_memory(a_record(tmp_path)) is None
     events = [{"kind": "out_of_memory", "step": 3, "microbatch": n, "checkpointing": False} for n in (16, 8)]
-    found = memory(a_record(tmp_path, events=events))
+    found = check_memory(a_record(tmp_path, events=events))
     assert (found.severity, found.facts["times"]) == ("hint", 2)
     assert found.remedy.endswith("--microbatch 8")
     events.append({"kind": "out_of_memory", "step": 3, "microbatch": 1, "checkpointing": True})
-    again = memory(a_record(tmp_path, events=events)).remedy
+    again = check_memory(a_record(tmp_path, events=events)).remedy
     assert again.endswith("--microbatch 1 --training.checkpointing")
 
 
 def test_unused_images_are_counted(tmp_path):
-    assert unused(a_record(tmp_path, data={"found": 100, "used": 100})).severity == "fine"
-    assert unused(a_record(tmp_path, data={"found": 1000, "used": 990})).severity == "hint"
-    assert unused(a_record(tmp_path, data={"found": 100, "used": 80})).severity == "warning"
-    assert unused(a_record(tmp_path, data={"found": "?"})) is None
+    assert check_unused_images(a_record(tmp_path, data={"found": 100, "used": 100})).severity == "fine"
+    assert check_unused_images(a_record(tmp_path, data={"found": 1000, "used": 990})).severity == "hint"
+    assert check_unused_images(a_record(tmp_path, data={"found": 100, "used": 80})).severity == "warning"
+    assert check_unused_images(a_record(tmp_path, data={"found": "?"})) is None
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -409,7 +424,7 @@ def test_what_no_learning_loses_is_what_it_is_measured_to(diffusion):
     x0 = (torch.randn(4000, 1, 2, 2, generator=generator) * 0.3 - 0.4).clamp(-1, 1)
     noise = torch.randn(x0.shape, generator=generator)
     levels = torch.tensor([0.1, 0.5, 0.9])
-    zero, linear = answers(diffusion, x0, levels)
+    zero, linear = baseline_losses(diffusion, x0, levels)
     for i, u in enumerate(levels):
         logsnr = diffusion.schedule(u.expand(len(x0)))
         x_t, y = diffusion.add_noise(x0, noise, logsnr), diffusion.network_target(x0, noise, logsnr)
@@ -432,29 +447,29 @@ def test_pixels_that_are_always_the_same_need_no_guessing():
     alpha, sigma = 1 - levels, levels  # of the flow path, whose target is eps - x0
     diffusion = Diffusion(path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
     expected = spread**2 / (alpha**2 * spread**2 + sigma**2) * (inside / 16) ** 2
-    assert answers(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
-    one = answers(diffusion, x0[:1], levels)[1]
+    assert baseline_losses(diffusion, x0, levels)[1] == pytest.approx(expected.numpy(), rel=0.02)
+    one = baseline_losses(diffusion, x0[:1], levels)[1]
     assert (one > 0.1).all(), "one image says nothing of how they vary, which is not that they do not"
 
 
 def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):
-    found = overfitting(a_record(tmp_path), np.full((4, 30), 0.3), np.full((4, 1), 0.9))
+    found = check_overfitting(a_record(tmp_path), np.full((4, 30), 0.3), np.full((4, 1), 0.9))
     assert found.facts["error"] is None
     assert json.dumps(dict(found.facts), allow_nan=False)
     assert found.evidence.startswith("1 held-out image lose")
     assert found.severity == "fine"
-    behind = average_against_raw(a_record(tmp_path), np.full((4, 1), 0.9), np.full((4, 1), 0.3), 10, "training images")
+    behind = check_ema(a_record(tmp_path), np.full((4, 1), 0.9), np.full((4, 1), 0.3), 10, "training images")
     assert behind.facts["error"] is None
 
 
 def test_a_remedy_does_something_to_a_finished_run(tmp_path):
     half = a_record(tmp_path, lines(steps=500))
-    assert half.go_on("--lr 1") == f"unfog resume {tmp_path} --lr 1"
-    assert a_record(tmp_path, lines()).go_on("--lr 1") == f"unfog resume {tmp_path} --lr 1 --steps 2000"
-    rising = loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
+    assert half.resume_command("--lr 1") == f"unfog resume {tmp_path} --lr 1"
+    assert a_record(tmp_path, lines()).resume_command("--lr 1") == f"unfog resume {tmp_path} --lr 1 --steps 2000"
+    rising = check_loss(a_record(tmp_path, lines(loss=noisy(lambda step: 0.2 + step / 2000))), 0.3, 0.4)
     assert "--steps 2000" in rising.remedy
     refused = [{"kind": "step_refused", "step": 100, "layer": "x"}]
-    assert "--precision fp32 --steps 2000" in stability(a_record(tmp_path, lines(), refused)).remedy
+    assert "--precision fp32 --steps 2000" in check_stability(a_record(tmp_path, lines(), refused)).remedy
 
 
 def test_an_image_meets_the_same_noise_whatever_the_batch():
@@ -465,10 +480,10 @@ def test_an_image_meets_the_same_noise_whatever_the_batch():
         return objective.at(lambda x, c, label: network(x), x0, label, DIFFUSIONS[0].schedule(u), noise)
 
     x0, levels, seen = torch.rand(7, 1, 4, 4) * 2 - 1, torch.tensor([0.2, 0.8]), []
-    one = losses(loss_at, Looked(x0, None), levels, 3, progress=seen.append)
+    one = measure_losses(loss_at, LossImages(x0, None), levels, 3, progress=seen.append)
     assert sum(seen) == 14
-    assert np.allclose(one, losses(loss_at, Looked(x0, None), levels, 100), rtol=1e-5)
-    assert np.allclose(one[:, :5], losses(loss_at, Looked(x0[:5], None), levels, 2), rtol=1e-5)
+    assert np.allclose(one, measure_losses(loss_at, LossImages(x0, None), levels, 100), rtol=1e-5)
+    assert np.allclose(one[:, :5], measure_losses(loss_at, LossImages(x0[:5], None), levels, 2), rtol=1e-5)
     assert len({round(float(value), 6) for value in one.flat}) == 14
 
 
@@ -480,12 +495,12 @@ def test_overfitting_needs_a_gap_and_is_grave_when_the_held_out_loss_rises(tmp_p
 
     rising = a_record(tmp_path, lines(held_out_loss=lambda step: 0.3 + abs(step - 400) / 4000))
     falling = a_record(tmp_path, lines(held_out_loss=lambda step: 0.5 - step / 4000))
-    assert overfitting(rising, measured(0.3), measured(0.45)).severity == "warning"
-    assert overfitting(rising, measured(0.3), measured(0.45)).facts["lowest_at"] == 400
-    assert overfitting(falling, measured(0.3), measured(0.45)).severity == "hint"
-    assert overfitting(rising, measured(0.3), measured(0.3)).severity != "warning", "it rises, but not by heart"
-    assert overfitting(falling, measured(0.3), measured(0.3)).severity == "fine"
-    assert "--best" in overfitting(rising, measured(0.3), measured(0.45)).remedy
+    assert check_overfitting(rising, measured(0.3), measured(0.45)).severity == "warning"
+    assert check_overfitting(rising, measured(0.3), measured(0.45)).facts["lowest_at"] == 400
+    assert check_overfitting(falling, measured(0.3), measured(0.45)).severity == "hint"
+    assert check_overfitting(rising, measured(0.3), measured(0.3)).severity != "warning", "it rises, but not by heart"
+    assert check_overfitting(falling, measured(0.3), measured(0.3)).severity == "fine"
+    assert "--best" in check_overfitting(rising, measured(0.3), measured(0.45)).remedy
     bumpy = a_record(tmp_path, lines(held_out_loss=noisy(lambda step: 0.5 - step / 4000, 0.005)))
     assert held_out_history(bumpy)[2] < 0.01
 
@@ -499,7 +514,7 @@ def test_a_held_out_loss_of_no_step_is_left_out(tmp_path):
 def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
     record = a_record(tmp_path)
     for ema, updates, low, high in ((PowerEma(), 1000, 100, 150), (FixedEma(), 300, 25, 40), (FixedEma(), 1, 1, 1)):
-        horizon = ema_horizon(replace(record, config=replace(record.config, ema=ema)), updates)
+        horizon = ema_window(replace(record, config=replace(record.config, ema=ema)), updates)
         assert low <= horizon <= high
 
 

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.doctor.run.color_statistics import blank, comparison, measure, saturated, tint
-from unfog.inference.nearest_images import COPY, features, memorised, nearest
+from unfog.doctor.run.color_statistics import (
+    check_blank,
+    check_saturation,
+    check_tint,
+    color_statistics,
+    comparison_figure,
+)
+from unfog.inference.nearest_images import COPY, _pixel_features, check_memorization, find_nearest
 
 # Copies.
 
@@ -25,38 +31,40 @@ def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
     bank, queries = blobs(300, 0), blobs(5, 1)
     queries[0] = bank[17][:, :, ::-1]
     queries[1] = bank[250]
-    found = nearest(torch.from_numpy(queries), bank)
-    plain, mirrored = (features(torch.from_numpy(b.copy())).double() for b in (bank, bank[..., ::-1]))
-    wanted = features(torch.from_numpy(queries)).double()
+    found = find_nearest(torch.from_numpy(queries), bank)
+    plain, mirrored = (_pixel_features(torch.from_numpy(b.copy())).double() for b in (bank, bank[..., ::-1]))
+    wanted = _pixel_features(torch.from_numpy(queries)).double()
     both = torch.minimum(*((wanted[:, None] - b[None]).square().mean(2).sqrt() for b in (plain, mirrored)))
     assert torch.equal(found.image[:, :10], both.argsort(1)[:, :10])
     assert torch.allclose(found.distance.double(), both.sort(1).values[:, : found.distance.shape[1]], atol=1e-3)
     assert found.image[0, 0] == 17
     assert found.image[1, 0] == 250
     assert found.distance[:2, 0].max() < 1e-3
-    itself = nearest(torch.from_numpy(bank[:5]), bank, rows=range(5))
+    itself = find_nearest(torch.from_numpy(bank[:5]), bank, rows=range(5))
     assert not (itself.image == torch.arange(5)[:, None]).any()
     assert itself.distance.isfinite().all()
 
 
 def test_the_nearest_are_found_across_chunks(monkeypatch):
     bank, queries = blobs(100, 0), torch.from_numpy(blobs(4, 1))
-    whole = nearest(queries, bank)
+    whole = find_nearest(queries, bank)
     monkeypatch.setattr("unfog.inference.nearest_images.CHUNK", 7)
-    parts = nearest(queries, bank)
+    parts = find_nearest(queries, bank)
     assert torch.equal(whole.image, parts.image)
     assert torch.allclose(whole.distance, parts.distance)
 
 
 def verdict(drawn, bank, unseen=None):
-    found = nearest(torch.from_numpy(drawn), bank)
+    found = find_nearest(torch.from_numpy(drawn), bank)
     if unseen is None:
         rows = range(min(len(bank), 256))
-        usual = nearest(torch.from_numpy(bank[: len(rows)]), bank, rows=rows)
+        usual = find_nearest(torch.from_numpy(bank[: len(rows)]), bank, rows=rows)
     else:
-        usual = nearest(torch.from_numpy(unseen), bank)
+        usual = find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
-    return memorised(pictures, found, usual, bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1), "others", len(bank))
+    return check_memorization(
+        pictures, found, usual, bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1), "others", len(bank)
+    )
 
 
 @pytest.mark.parametrize("count", [20, 140, 1000])
@@ -115,7 +123,7 @@ def test_a_few_copies_among_many_are_a_hint():
     mixed = np.concatenate([blobs(60, 5), bank[:4]])
     found = verdict(mixed, bank, blobs(256, 6))
     assert (found.severity, found.facts["copies"]) == ("hint", 4)
-    assert found.exhibits[0].picture is not None
+    assert found.figures[0].image is not None
     assert COPY == 0.5
 
 
@@ -129,7 +137,9 @@ def solid(count, seed, spread=60, shift=(0, 0, 0)):
 
 
 def tinted(drawn, data, labels=(None, None)):
-    return tint(measure(drawn, labels[0]), measure(data, labels[1]), comparison(drawn, data))
+    return check_tint(
+        color_statistics(drawn, labels[0]), color_statistics(data, labels[1]), comparison_figure(drawn, data)
+    )
 
 
 def test_solid_colours_are_within_tolerance_and_tinted_ones_are_not():
@@ -173,13 +183,15 @@ def test_classes_of_other_sizes_are_no_tint():
 def test_noise_blank_and_clipped_pictures_are_found():
     data = blobs(200, 0).transpose(0, 2, 3, 1)
     fresh, random = blobs(64, 1).transpose(0, 2, 3, 1), np.random.default_rng(0)
-    shown = comparison(fresh, data)
-    assert blank(measure(fresh), measure(data), shown).severity == "fine"
+    shown = comparison_figure(fresh, data)
+    assert check_blank(color_statistics(fresh), color_statistics(data), shown).severity == "fine"
     noise = (fresh + random.normal(0, 40, fresh.shape)).clip(0, 255).astype(np.uint8)
-    assert "noise" in blank(measure(noise), measure(data), shown).evidence
-    assert blank(measure(np.full_like(fresh, 90)), measure(data), shown).severity == "warning"
-    assert blank(measure(np.full_like(fresh, 90)), measure(data), shown, "wait").severity == "hint"
+    assert "noise" in check_blank(color_statistics(noise), color_statistics(data), shown).evidence
+    assert check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown).severity == "warning"
+    assert (
+        check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown, "wait").severity == "hint"
+    )
     harsh = np.where(fresh > 128, 255, 0).astype(np.uint8)
-    assert saturated(measure(harsh), measure(data)).severity == "warning"
-    assert saturated(measure(fresh), measure(data)).severity == "fine"
-    assert saturated(measure(harsh), measure(harsh[:32])).severity == "fine"
+    assert check_saturation(color_statistics(harsh), color_statistics(data)).severity == "warning"
+    assert check_saturation(color_statistics(fresh), color_statistics(data)).severity == "fine"
+    assert check_saturation(color_statistics(harsh), color_statistics(harsh[:32])).severity == "fine"

@@ -20,14 +20,14 @@ from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNorm
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
-from unfog.doctor.run.run_checks import usual_rate
+from unfog.doctor.run.run_checks import usual_learning_rate_of
 from unfog.doctor.settings import learning_rate_checks as rate_checks
 from unfog.doctor.settings import machine_checks as machine
-from unfog.doctor.settings.learning_rate_checks import half_from, share_before, usual_learning_rate
+from unfog.doctor.settings.learning_rate_checks import ema_half_window, ema_share_before, usual_learning_rate
 from unfog.doctor.settings.machine_checks import check_precision
-from unfog.doctor.settings.noise_checks import check_range, check_timesteps, some
-from unfog.doctor.settings.overfit_one_batch import LEARNED, STUCK, Lesson, overfit_one_batch
-from unfog.doctor.settings.settings_checks import examine_settings
+from unfog.doctor.settings.noise_checks import check_range, check_timesteps, evenly_spread_pixels
+from unfog.doctor.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
+from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import Interrupted, RequestError
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning import disk
@@ -64,7 +64,7 @@ def settled(prepared, name="default", **settings):
 
 
 def examined(config, prepared, **more):
-    return {f.code: f for f in examine_settings(config, prepared, CPU, **more)}
+    return {f.code: f for f in check_settings(config, prepared, CPU, **more)}
 
 
 def severe(findings):
@@ -109,13 +109,13 @@ def test_a_rate_is_judged_by_no_other_optimizer(fashion):
     found = examined(config, fashion)["settings.lr"]
     assert found.severity == "fine"
     assert "torch.optim.Adadelta" in found.evidence
-    assert usual_rate(config) is None
+    assert usual_learning_rate_of(config) is None
 
 
 def test_trained_weights_have_a_usual_rate_of_their_own(fashion):
     config = settled(fashion)
     tuned = replace(config, init=replace(config.init, folder="runs/flowers"))
-    assert usual_rate(tuned) == pytest.approx(0.3 * usual_rate(config))
+    assert usual_learning_rate_of(tuned) == pytest.approx(0.3 * usual_learning_rate_of(config))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_labels_beyond_the_classes_are_fatal(fashion):
 
 def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monkeypatch):
     augment = unfog.data.augmentation.augment.Augment()
-    assert check_range(some(fashion.train), augment).severity == "fine"
+    assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fine"
     for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
         monkeypatch.setattr(unfog.data.augmentation.augment, "to_model_range", wrong)
-        assert check_range(some(fashion.train), augment).severity == "fatal"
+        assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fatal"
 
 
 def test_timesteps_that_leave_out_zero_are_fatal(monkeypatch):
@@ -258,7 +258,7 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "free_bytes", lambda folder: free)  # noqa: B023
         assert machine.check_disk(config, parameters, tmp_path).severity == severity
         if severity == "fatal":
-            with pytest.raises(RequestError, match=machine.size(2 * room.checkpoint)):
+            with pytest.raises(RequestError, match=machine.format_bytes(2 * room.checkpoint)):
                 disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.ema_snapshots)
         else:
             line = disk.check_disk_room(tmp_path, state, config.checkpoint, steps, config.ema_snapshots)
@@ -308,9 +308,11 @@ def test_shares_of_the_average_are_those_of_the_recursion(profile):
             decay = profile.decay(n)
             value = decay * value + (1 - decay) * (n <= until)
         initial = np.prod([profile.decay(n) for n in range(1, steps + 1)])  # of weight 1 before the first update
-        assert share_before(profile, until, steps) == pytest.approx(value + initial, rel=0.01, abs=1e-12)
-        half = half_from(profile, steps)
-        assert share_before(profile, steps - half, steps) <= 0.5 <= share_before(profile, steps - half + 1, steps)
+        assert ema_share_before(profile, until, steps) == pytest.approx(value + initial, rel=0.01, abs=1e-12)
+        half = ema_half_window(profile, steps)
+        assert (
+            ema_share_before(profile, steps - half, steps) <= 0.5 <= ema_share_before(profile, steps - half + 1, steps)
+        )
 
 
 DIFFUSIONS = {
@@ -345,8 +347,8 @@ def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
     assert found.severity == "fine", str(found)
     assert found.facts["loss_to_blind"] < LEARNED
     assert found.facts["loss_to_first"] < STUCK / 2
-    assert found.exhibits[0].picture is not None
-    assert found.exhibits[1].svg
+    assert found.figures[0].image is not None
+    assert found.figures[1].svg
 
 
 def cut(network):
@@ -443,10 +445,10 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
     objective = Objective(DIFFUSIONS["default"])
     pixels = np.full((8, 1, 16, 16), 255, np.uint8)
     pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
-    of_white = Lesson.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
-    alone = Lesson.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
+    of_white = OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
+    alone = OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
     alone.noise = of_white.noise[:, :, 6:10, 6:10]
-    assert torch.allclose(of_white.blind(), alone.blind() * (4 / 16) ** 2, rtol=1e-4)
+    assert torch.allclose(of_white.pixelwise_loss(), alone.pixelwise_loss() * (4 / 16) ** 2, rtol=1e-4)
 
 
 def test_a_slow_learner_is_no_fault(fashion):

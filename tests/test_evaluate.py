@@ -21,14 +21,14 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import feature_store as store
-from unfog.evaluation.feature_store import entry
+from unfog.evaluation.feature_store import features_folder
 from unfog.evaluation.features import open_features
-from unfog.evaluation.frechet_distance import statistics
-from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired
-from unfog.evaluation.metrics import measure
+from unfog.evaluation.frechet_distance import feature_statistics
+from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired_difference
+from unfog.evaluation.metrics import compare_features
 from unfog.inference.generated import GeneratedSamples
-from unfog.inference.memorization import Unseen, by_features, by_pixels
-from unfog.inference.nearest_images import memorised, nearest_features
+from unfog.inference.memorization import UnseenImages, check_memorization_by_features, check_memorization_by_pixels
+from unfog.inference.nearest_images import check_memorization, find_nearest_features
 from unfog.inference.results import Evaluation, EvaluationRequest
 from unfog.inference.run import Run
 from unfog.pipeline.class_labels import proportional_labels
@@ -112,7 +112,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     generator = torch.Generator().manual_seed(0)
     common = torch.rand(3, 200, generator=generator, dtype=torch.float64) * 10
     better = common - 0.01 - 0.01 * torch.rand(3, 200, generator=generator, dtype=torch.float64)
-    a, b, difference = mean_over_images(common), mean_over_images(better), paired(better, common)
+    a, b, difference = mean_over_images(common), mean_over_images(better), paired_difference(better, common)
     assert abs(a.value - b.value) < min(a.error, b.error)
     assert difference.value < -10 * difference.error
     by_image = (better - common).numpy().mean(0)
@@ -120,7 +120,7 @@ def test_pairs_tell_apart_what_lies_within_each_others_intervals():
     assert difference.error == pytest.approx(by_image.std(ddof=1) / math.sqrt(200))
     assert math.isnan(mean_over_images(common[:, :1]).error)
     with pytest.raises(ValueError, match="same images"):
-        paired(common, better[:, :10])
+        paired_difference(common, better[:, :10])
 
 
 def test_everything_is_measured_stored_and_shown(run, capsys):
@@ -150,9 +150,9 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
 def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
     found = run.evaluate("fid,kid", n=10, features="texture", batch=16)["fd"]
     real, features = _prepared(run).train, open_features("texture")
-    kept = entry(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
+    kept = features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
     x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
-    torch.testing.assert_close(load_file(kept)["covariance"], statistics(x).covariance)
+    torch.testing.assert_close(load_file(kept)["covariance"], feature_statistics(x).covariance)
 
 
 def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, monkeypatch):
@@ -165,7 +165,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
     with pytest.raises(RunError, match="cannot be written"):
         run.evaluate(**asked)
     (folder,) = (run.path / "evaluations" / "drawn").iterdir()
-    drawn = entry(folder.name, 30, open_features("texture"))
+    drawn = features_folder(folder.name, 30, open_features("texture"))
     assert drawn in set(kept.glob("*"))
     monkeypatch.setattr(Evaluation, "write", write)
     compute = store._compute
@@ -176,7 +176,9 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
 
     monkeypatch.setattr(store, "_compute", not_again)
     found = run.evaluate(**asked)
-    real = entry(f"{_prepared(run).train.fingerprint} spread", found["kid"].n_reference, open_features("texture"))
+    real = features_folder(
+        f"{_prepared(run).train.fingerprint} spread", found["kid"].n_reference, open_features("texture")
+    )
     assert real.is_dir()
     assert set(kept.glob("*")) <= before | {real}
     assert run.evaluate(**asked) == found
@@ -192,7 +194,7 @@ def test_values_are_those_of_pictures_drawn_by_hand(run):
     held_out = _prepared(run).held_out
     real = features(torch.from_numpy(np.ascontiguousarray(held_out.pixels[:])))
     fake = features(torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))))
-    expected = measure(["kid", "coverage"], real, fake)
+    expected = compare_features(["kid", "coverage"], real, fake)
     assert [one.value for one in found.measured] == [one.value for one in expected]
     assert [one.n_reference for one in found.measured] == [48, 48]
 
@@ -301,13 +303,13 @@ def test_copies_are_found_in_features_and_unseen_pictures_are_not():
     unseen, fresh = torch.randn(60, 64, generator=generator), torch.randn(40, 64, generator=generator)
     copied = train[:40] + 0.05 * torch.randn(40, 64, generator=generator)
     pictures = np.zeros((40, 8, 8, 1), np.uint8)
-    usual = nearest_features(unseen, train)
+    usual = find_nearest_features(unseen, train)
     for drawn, severity in ((copied, "warning"), (fresh, "fine")):
-        found = nearest_features(drawn, train)
-        finding = memorised(pictures, found, usual, pictures, "held-out images", 140, 1e-3)
+        found = find_nearest_features(drawn, train)
+        finding = check_memorization(pictures, found, usual, pictures, "held-out images", 140, 1e-3)
         assert finding.severity == severity
-    assert nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
-    without_self = nearest_features(train, train, list(range(140)))
+    assert find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
+    without_self = find_nearest_features(train, train, list(range(140)))
     assert (without_self.image[:, 0] != torch.arange(140)).all()
     assert without_self.distance.isfinite().all()
 
@@ -408,7 +410,9 @@ def test_copies_are_told_where_nothing_is_held_out_by_pixels(copied):
     """Training images say then how near an unseen one usually comes, each without itself."""
     prepared, fresh = without_held_out()
     drawn = (prepared.train.pixels[:40] if copied else fresh).transpose(0, 2, 3, 1)
-    assert by_pixels(drawn, prepared, lambda done: None).severity == ("warning" if copied else "fine")
+    assert check_memorization_by_pixels(drawn, prepared, lambda done: None).severity == (
+        "warning" if copied else "fine"
+    )
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -416,8 +420,8 @@ def test_copies_are_told_where_nothing_is_held_out_by_features(copied):
     prepared, fresh = without_held_out()
     drawn = prepared.train.pixels[:40] if copied else fresh
     of, rows = (lambda pixels: torch.from_numpy(pixels).flatten(1) / 255), np.arange(140)
-    real, unseen = of(prepared.train.pixels), of(Unseen(prepared).pixels)
-    found = by_features(drawn.transpose(0, 2, 3, 1), of(drawn), real, rows, unseen, prepared)
+    real, unseen = of(prepared.train.pixels), of(UnseenImages(prepared).pixels)
+    found = check_memorization_by_features(drawn.transpose(0, 2, 3, 1), of(drawn), real, rows, unseen, prepared)
     assert found.severity == ("warning" if copied else "fine")
 
 

@@ -22,7 +22,7 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.evaluation.features import open_features
-from unfog.evaluation.metrics import measure
+from unfog.evaluation.metrics import compare_features
 from unfog.inference.run import Run
 from unfog.pipeline.generate import default_generation, generate_images
 from unfog.pipeline.load_data import load_images
@@ -311,4 +311,4 @@ def test_values_are_those_of_the_average_drawn_by_hand(measured):
     texture = open_features("texture")
     real = texture(torch.from_numpy(train.pixels[evenly_spaced(len(train), 60)]))
     fake = texture(torch.from_numpy(np.ascontiguousarray(pictures)))
-    assert rows[-1]["kid"] == pytest.approx(measure(["kid"], real, fake)[0].value, rel=1e-4)
+    assert rows[-1]["kid"] == pytest.approx(compare_features(["kid"], real, fake)[0].value, rel=1e-4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.evaluation.feature_networks import INCEPTION_FILE, inception_path, parse_file
+from unfog.evaluation.feature_networks import INCEPTION_FILE, inception_path, parse_network_file
 from unfog.evaluation.features import is_inception, open_features
 from unfog.evaluation.resize import antialiased, tf1_bilinear
 
@@ -216,7 +216,7 @@ def test_a_pickle_is_not_run(tmp_path):
 
 
 def test_options_stand_after_the_path():
-    found = parse_file("C:/nets/a.pt.b.pt:size=96,range=unit,resize=tf1")
+    found = parse_network_file("C:/nets/a.pt.b.pt:size=96,range=unit,resize=tf1")
     assert (found.path, found.size, found.range, found.resize) == ("C:/nets/a.pt.b.pt", 96, "unit", "tf1")
 
 

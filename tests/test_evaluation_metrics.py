@@ -10,9 +10,14 @@ from unfog.evaluation import kernel_distance as kernel
 from unfog.evaluation import precision_recall as manifold
 from unfog.evaluation.feature_networks import INCEPTION
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet_distance import extrapolated, frechet_distance, frechet_with_error, statistics
+from unfog.evaluation.frechet_distance import (
+    extrapolate_frechet,
+    feature_statistics,
+    frechet_distance,
+    frechet_with_error,
+)
 from unfog.evaluation.kernel_distance import kernel_distance
-from unfog.evaluation.metrics import METRICS, check_count, measure
+from unfog.evaluation.metrics import METRICS, check_count, compare_features
 
 
 def uniform(n: int, width: int, seed: int) -> Tensor:
@@ -30,23 +35,24 @@ REAL, FAKE = uniform(300, 16, 1), uniform(250, 16, 2) ** 1.5 * 1.2
 def test_figures_equal_those_of_scipy_and_torchmetrics():
     # On the same features: scipy 1.17.1 (`linalg.sqrtm`, `spatial.distance.cdist`), torchmetrics 1.9.0 (`poly_mmd` on
     # the first 250, as it wants sets of one size), in float64.
-    value = {one.metric: one.value for one in measure(list(METRICS), REAL, FAKE)}
+    value = {one.metric: one.value for one in compare_features(list(METRICS), REAL, FAKE)}
     assert value["fd"] == pytest.approx(0.14857970301236, rel=1e-12)
-    assert measure(["kid"], REAL[:250], FAKE)[0].value == pytest.approx(0.005224790338732799, rel=1e-12)
+    assert compare_features(["kid"], REAL[:250], FAKE)[0].value == pytest.approx(0.005224790338732799, rel=1e-12)
     assert value["precision"] == 0.42
     assert value["recall"] == 1.0
     assert value["density"] == pytest.approx(0.2632, rel=1e-12)
     real = REAL[[i * 300 // 250 for i in range(250)]]
     radius = torch.cdist(real, real).topk(6, largest=False).values[:, 5]
     assert value["coverage"] == (torch.cdist(FAKE, real) <= radius).any(0).double().mean()
-    assert "of 250 of each" in measure(["coverage"], REAL, FAKE)[0].note
+    assert "of 250 of each" in compare_features(["coverage"], REAL, FAKE)[0].note
 
 
 def test_coverage_of_two_samples_of_one_distribution_is_naeems_whatever_their_numbers():
     """Naeem et al. 2020, the expectation for k = 5: 1 - prod (n - i) / (2 n - i)."""
     expected = 1 - math.prod((200 - i) / (400 - i) for i in range(1, 6))
     for real, drawn in ((200, 200), (2000, 200), (200, 2000)):
-        found = [measure(["coverage"], normal(real, 8, i), normal(drawn, 8, 50 + i))[0].value for i in range(8)]
+        sets = ((normal(real, 8, i), normal(drawn, 8, 50 + i)) for i in range(8))
+        found = [compare_features(["coverage"], *pair)[0].value for pair in sets]
         assert sum(found) / 8 == pytest.approx(expected, abs=0.02)
 
 
@@ -54,7 +60,8 @@ def test_extrapolated_frechet_distances_of_unequal_numbers_are_not_below_the_tru
     """Gaussians of which one is 0.3 wider and n is 3 times D: D (1.3 - 1)^2."""
     for real in (96, 2000):
         found = [
-            measure(["fd_infinity"], normal(real, 32, i), normal(96, 32, 50 + i, scale=1.3))[0].value for i in range(12)
+            compare_features(["fd_infinity"], normal(real, 32, i), normal(96, 32, 50 + i, scale=1.3))[0].value
+            for i in range(12)
         ]
         assert sum(found) / 12 == pytest.approx(32 * 0.3**2, abs=0.6), real
 
@@ -62,7 +69,7 @@ def test_extrapolated_frechet_distances_of_unequal_numbers_are_not_below_the_tru
 def test_frechet_distance_of_gaussians_that_commute_is_the_closed_form():
     rotation = torch.linalg.qr(normal(6, 6, 0))[0]
     a, b = torch.tensor([4.0, 1, 9, 0, 2, 1]).double(), torch.tensor([1.0, 1, 4, 3, 0, 2]).double()
-    x, y = statistics(normal(10, 6, 1)), statistics(normal(10, 6, 2))
+    x, y = feature_statistics(normal(10, 6, 1)), feature_statistics(normal(10, 6, 2))
     x = x._replace(mean=torch.zeros(6).double(), covariance=rotation @ a.diag() @ rotation.T)
     y = y._replace(mean=torch.ones(6).double() * 0.5, covariance=rotation @ b.diag() @ rotation.T)
     expected = 6 * 0.25 + (a.sqrt() - b.sqrt()).square().sum().item()
@@ -72,7 +79,7 @@ def test_frechet_distance_of_gaussians_that_commute_is_the_closed_form():
 
 def test_a_set_is_at_no_distance_from_itself():
     x = normal(400, 32, 0)
-    value = {one.metric: one.value for one in measure(list(METRICS), x, x.flip(0))}
+    value = {one.metric: one.value for one in compare_features(list(METRICS), x, x.flip(0))}
     assert abs(value["fd"]) < 1e-10
     assert value["precision"] == value["recall"] == value["coverage"] == 1.0
     assert value["kid"] < 0  # without the pairs of a picture with itself
@@ -81,7 +88,7 @@ def test_a_set_is_at_no_distance_from_itself():
 def test_statistics_of_blocks_are_those_of_the_whole(monkeypatch):
     x = normal(1000, 5, 0, place=1e4)  # far from 0, where a one-pass covariance loses half of its digits
     monkeypatch.setattr("unfog.evaluation.frechet_distance.ROWS", 64)
-    found = statistics(x)
+    found = feature_statistics(x)
     assert torch.allclose(found.mean, x.mean(0), rtol=1e-14)
     assert torch.allclose(found.covariance, torch.cov(x.T), rtol=1e-9, atol=1e-12)
 
@@ -101,9 +108,9 @@ def test_the_extrapolated_distance_has_no_bias_where_the_plain_one_does(place):
     plain, beyond = [], []
     for i in range(40):
         x, y = normal(200, 16, 2 * i), normal(200, 16, 2 * i + 1, math.exp(place), place)
-        whole = frechet_distance(statistics(x), statistics(y))
+        whole = frechet_distance(feature_statistics(x), feature_statistics(y))
         plain.append(whole - true)
-        beyond.append(extrapolated(x, y, 4, i, whole) - true)
+        beyond.append(extrapolate_frechet(x, y, 4, i, whole) - true)
     bias, left = torch.tensor(plain), torch.tensor(beyond)
     assert bias.mean() > 10 * bias.std() / 40**0.5
     assert abs(left.mean()) < 3 * left.std() / 40**0.5 + 0.03 * bias.mean()
@@ -151,9 +158,9 @@ def test_kernel_rows_in_blocks_are_those_of_the_whole(monkeypatch):
 
 def test_neighbours_in_blocks_are_those_of_the_whole(monkeypatch):
     names = ["precision", "recall", "density", "coverage"]
-    whole = [one.value for one in measure(names, REAL, FAKE)]
+    whole = [one.value for one in compare_features(names, REAL, FAKE)]
     monkeypatch.setattr(manifold, "ENTRIES", 300 * 7)
-    assert [one.value for one in measure(names, REAL, FAKE)] == whole
+    assert [one.value for one in compare_features(names, REAL, FAKE)] == whole
 
 
 def test_neighbours_tell_fidelity_from_diversity():
@@ -161,13 +168,13 @@ def test_neighbours_tell_fidelity_from_diversity():
     not drawn. Then both, and pictures of nothing besides."""
     real = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=20)])
     names = ["precision", "recall", "density", "coverage"]
-    half = [one.value for one in measure(names, real, normal(200, 4, 2))]
+    half = [one.value for one in compare_features(names, real, normal(200, 4, 2))]
     assert half[0] > 0.9
     assert 0.4 < half[1] < 0.6
     assert half[2] == pytest.approx(1, abs=0.2)
     assert 0.4 < half[3] < 0.6
     noisy = torch.cat([normal(100, 4, 3), normal(100, 4, 4, place=20), normal(200, 4, 5, place=-40)])
-    found = [one.value for one in measure(names, real, noisy)]
+    found = [one.value for one in compare_features(names, real, noisy)]
     assert found[0] == pytest.approx(0.5, abs=0.05)
     assert found[1] > 0.9
     assert found[2] == pytest.approx(0.5, abs=0.1)
@@ -176,13 +183,13 @@ def test_neighbours_tell_fidelity_from_diversity():
 def test_doubled_pictures_count_as_neighbours_at_no_distance():
     """Ten copies of each: every ball has radius 0 and holds its copies, whatever the rounding of a distance."""
     x = normal(20, 64, 0, place=100.0).float().repeat(10, 1)
-    assert [one.value for one in measure(["precision", "coverage"], x, x[:50])] == [1.0, 1.0]
+    assert [one.value for one in compare_features(["precision", "coverage"], x, x[:50])] == [1.0, 1.0]
 
 
 def test_the_interval_of_precision_holds():
     real = normal(300, 4, 0)
-    true = measure(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value
-    found = [measure(["precision"], real, normal(60, 4, 2 + i, 1.5))[0] for i in range(100)]
+    true = compare_features(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value
+    found = [compare_features(["precision"], real, normal(60, 4, 2 + i, 1.5))[0] for i in range(100)]
     assert 88 <= sum(one.low <= true <= one.high for one in found) <= 100
     lowest = manifold.proportion(torch.zeros(50, dtype=torch.bool))
     assert lowest.low == pytest.approx(0, abs=1e-12)
@@ -190,16 +197,16 @@ def test_the_interval_of_precision_holds():
 
 
 def test_a_frechet_distance_of_few_pictures_is_marked_or_refused():
-    few = measure(["fd", "fd_infinity", "kid"], normal(16, 16, 0), normal(500, 16, 1))
+    few = compare_features(["fd", "fd_infinity", "kid"], normal(16, 16, 0), normal(500, 16, 1))
     assert [one.value is None for one in few] == [True, True, False]
     assert "kid holds" in few[0].note
     assert "refused" in str(few[0])
-    some = measure(["fd", "fd_infinity"], normal(31, 16, 0), normal(500, 16, 1))
+    some = compare_features(["fd", "fd_infinity"], normal(31, 16, 0), normal(500, 16, 1))
     assert some[0].value is not None
     assert "compare at equal n" in some[0].note
     assert some[1].value is None
-    assert measure(["fd_infinity"], normal(32, 16, 0), normal(500, 16, 1))[0].value is not None
-    many = measure(["fd"], normal(10_000, 2, 0), normal(10_000, 2, 1))[0]
+    assert compare_features(["fd_infinity"], normal(32, 16, 0), normal(500, 16, 1))[0].value is not None
+    many = compare_features(["fd"], normal(10_000, 2, 0), normal(10_000, 2, 1))[0]
     assert "equal n" not in many.note
 
 
@@ -209,7 +216,7 @@ def test_too_few_pictures_are_refused_beforehand_exactly_where_measuring_would_r
         with pytest.raises(RequestError, match=f"{metric} is refused: 192 pictures .* 192 features of pixels.*-m kid"):
             check_count(metric, 192, pixels, net, "-m")
         check_count(metric, 193, pixels, net, "-m")
-        measured = [measure([metric], normal(n, 192, 0), normal(300, 192, 1))[0].value for n in (192, 193)]
+        measured = [compare_features([metric], normal(n, 192, 0), normal(300, 192, 1))[0].value for n in (192, 193)]
         assert [value is None for value in measured] == [True, False]
     check_count("kid", 10, pixels, net, "-m")
 
@@ -218,17 +225,20 @@ def test_a_figure_says_what_it_is_of():
     device = torch.device("cpu")
     inception = Features("inception", "TF1 bilinear 299", INCEPTION.digest, device, lambda x: x)
     other = Features("net@12345678", "bicubic antialiased 224", "another", device, lambda x: x)
-    fid, infinity = measure(["fd", "fd_infinity"], REAL, FAKE, features=inception)
+    fid, infinity = compare_features(["fd", "fd_infinity"], REAL, FAKE, features=inception)
     assert (fid.metric, infinity.metric) == ("fid", "fid_infinity")
-    assert measure(["fid"], REAL, FAKE, features=other)[0].metric == "fd"
-    assert measure(["fid_infinity"], REAL, FAKE, features=other)[0].metric == "fd_infinity"
+    assert compare_features(["fid"], REAL, FAKE, features=other)[0].metric == "fd"
+    assert compare_features(["fid_infinity"], REAL, FAKE, features=other)[0].metric == "fd_infinity"
     for word in ("n = 250", "reference 300", "features inception", "resize TF1 bilinear 299"):
         assert word in str(fid)
     assert fid.low < fid.value < fid.high
 
 
 def test_known_statistics_of_the_reference_change_nothing():
-    plain, told = measure(["fd"], REAL, FAKE)[0], measure(["fd"], REAL, FAKE, reference=statistics(REAL))[0]
+    plain, told = (
+        compare_features(["fd"], REAL, FAKE)[0],
+        compare_features(["fd"], REAL, FAKE, reference=feature_statistics(REAL))[0],
+    )
     assert plain == told
 
 
@@ -243,7 +253,7 @@ def test_known_statistics_of_the_reference_change_nothing():
 )
 def test_what_cannot_be_compared_is_refused(names, real, fake, match):
     with pytest.raises(RequestError, match=match):
-        measure(names, real, fake)
+        compare_features(names, real, fake)
 
 
 def test_parts_are_drawn_from_all_of_a_set_whatever_its_order():
@@ -256,14 +266,14 @@ def test_parts_are_drawn_from_all_of_a_set_whatever_its_order():
 
 def test_neighbours_do_not_depend_on_where_features_lie():
     names = ["precision", "recall", "density", "coverage"]
-    plain, far = ([one.value for one in measure(names, REAL + at, FAKE + at)] for at in (0, 1e6))
+    plain, far = ([one.value for one in compare_features(names, REAL + at, FAKE + at)] for at in (0, 1e6))
     assert far == plain
 
 
 def test_the_error_of_a_frechet_distance_of_lopsided_features_is_the_jackknife():
     """Of normal features the two terms of a picture's influence do not correlate, so a wrong sign would not show."""
     x, y = normal(400, 2, 0).exp(), 1.5 * normal(300, 2, 1).exp()
-    value = lambda a, b: frechet_distance(statistics(a), statistics(b))  # noqa: E731
+    value = lambda a, b: frechet_distance(feature_statistics(a), feature_statistics(b))  # noqa: E731
     left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(len(x))])
     right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(len(y))])
     variance = (len(x) - 1) * left.var(correction=0) + (len(y) - 1) * right.var(correction=0)
@@ -280,5 +290,5 @@ def test_the_line_is_drawn_through_parts_of_all_of_a_set():
     """Real images come class by class; in that order, halves would be of one class each."""
     x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
     y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
-    whole = frechet_distance(statistics(x), statistics(y))
-    assert abs(extrapolated(x, y, 2, 0, whole) - whole) < 1
+    whole = frechet_distance(feature_statistics(x), feature_statistics(y))
+    assert abs(extrapolate_frechet(x, y, 2, 0, whole) - whole) < 1

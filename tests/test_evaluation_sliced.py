@@ -12,8 +12,8 @@ from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 from unfog.evaluation import sliced_wasserstein as sliced
 from unfog.evaluation.features import open_features
-from unfog.evaluation.metrics import measure
-from unfog.evaluation.sliced_wasserstein import measure_pixels, sliced_wasserstein
+from unfog.evaluation.metrics import compare_features
+from unfog.evaluation.sliced_wasserstein import compare_pixels, sliced_wasserstein
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def of_few_kinds(x: Tensor) -> Tensor:
 def test_real_pictures_are_nearer_than_slightly_worse_ones(clothes):
     """By patches; a grain of 4 of 256 is below what they see."""
     one, other = clothes
-    floor = measure_pixels(["sliced"], one, other)[0].value
+    floor = compare_pixels(["sliced"], one, other)[0].value
     for worse in (blurred, of_few_kinds):
-        assert measure_pixels(["sliced"], one, worse(other))[0].value > 2 * floor
+        assert compare_pixels(["sliced"], one, worse(other))[0].value > 2 * floor
     assert set(sliced_wasserstein(one[:50], one[:50]).values()) == {0}
 
 
@@ -63,8 +63,8 @@ def test_texture_tells_real_pictures_from_slightly_worse_ones(clothes, worse: Ca
     """Without a network, by the intervals of 1,000 pictures alone."""
     one, other = clothes
     features = open_features("texture")
-    floor = measure(["kid"], features(one), features(other))[0]
-    found = measure(["kid"], features(one), features(worse(other)))[0]
+    floor = compare_features(["kid"], features(one), features(other))[0]
+    found = compare_features(["kid"], features(one), features(worse(other)))[0]
     assert floor.low < 0 < floor.high
     assert found.low > floor.high
 
@@ -106,7 +106,7 @@ def test_memory_is_bounded_whatever_the_number_of_pictures(monkeypatch):
     monkeypatch.setattr(sliced, "PATCHES", 100)
     x = torch.zeros(40, 3, 8, 8, dtype=torch.uint8)
     assert len(sliced._patches(x, 8, torch.Generator())) == 80
-    found = measure_pixels(["sliced"], x.repeat(5, 1, 1, 1), x)
+    found = compare_pixels(["sliced"], x.repeat(5, 1, 1, 1), x)
     assert [(one.metric, one.n, one.n_reference) for one in found] == [("sliced", 40, 200), ("sliced_8", 40, 200)]
 
 
@@ -120,4 +120,4 @@ def test_memory_is_bounded_whatever_the_number_of_pictures(monkeypatch):
 )
 def test_what_cannot_be_compared_is_refused(names, shape, match, tmp_path: Path):
     with pytest.raises(RequestError, match=match):
-        measure_pixels(names, torch.zeros(5, 3, *shape[2:]).byte(), torch.zeros(shape).byte())
+        compare_pixels(names, torch.zeros(5, 3, *shape[2:]).byte(), torch.zeros(shape).byte())

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import feature_store as store
-from unfog.evaluation.feature_store import entry, features_of, statistics_of
+from unfog.evaluation.feature_store import compute_features, compute_statistics, features_folder
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet_distance import statistics
+from unfog.evaluation.frechet_distance import feature_statistics
 
 
 class Source:
@@ -44,70 +44,70 @@ def of(embed) -> Features:
 def test_features_are_those_of_all_at_once():
     source, features = Source(70), open_features("pixels")
     seen = []
-    found = features_of(source, features, None, lambda done, total: seen.append((done, total)))
+    found = compute_features(source, features, None, lambda done, total: seen.append((done, total)))
     assert torch.equal(found, features(torch.from_numpy(source.pixels)))
     assert seen == [(20, 70), (40, 70), (60, 70), (70, 70)]
     assert not store.cache_folder().joinpath("features").exists()
 
 
 def test_what_was_interrupted_goes_on_where_it_was():
-    features, plain = open_features("pixels"), features_of(Source(70), open_features("pixels"))
+    features, plain = open_features("pixels"), compute_features(Source(70), open_features("pixels"))
     with pytest.raises(KeyboardInterrupt):
-        features_of(Source(70, fails_at=40), features, "key")
+        compute_features(Source(70, fails_at=40), features, "key")
     source = Source(70)
-    assert torch.equal(features_of(source, features, "key"), plain)
+    assert torch.equal(compute_features(source, features, "key"), plain)
     assert source.asked == [40, 60]
     again = Source(70)
-    assert torch.equal(features_of(again, features, "key"), plain)
+    assert torch.equal(compute_features(again, features, "key"), plain)
     assert again.asked == []
 
 
 def test_an_entry_is_of_these_pictures_by_this_extractor():
     features = open_features("pixels")
     kept = {
-        entry("key", 70, features),
-        entry("other", 70, features),
-        entry("key", 71, features),
-        entry("key", 70, of(features.embed)),
+        features_folder("key", 70, features),
+        features_folder("other", 70, features),
+        features_folder("key", 71, features),
+        features_folder("key", 70, of(features.embed)),
     }
     assert len(kept) == 4
-    features_of(Source(70), features, "key")
+    compute_features(Source(70), features, "key")
     source = Source(70)
-    features_of(source, of(features.embed), "key")
+    compute_features(source, of(features.embed), "key")
     assert len(source.asked) == 4
 
 
 @pytest.mark.parametrize("harm", ["cut", "other shape", "not finite", "nothing"])
 def test_a_damaged_chunk_is_made_again(harm):
     features = open_features("pixels")
-    plain = features_of(Source(70), features, "key")
-    path = entry("key", 70, features) / "00000020.safetensors"
+    plain = compute_features(Source(70), features, "key")
+    path = features_folder("key", 70, features) / "00000020.safetensors"
     if harm in ("cut", "nothing"):
         path.write_bytes(path.read_bytes()[: 500 if harm == "cut" else 0])
     else:
         chunk = torch.zeros(19, 192) if harm == "other shape" else torch.full((20, 192), torch.nan)
         store._write(path, {"features": chunk}, features)
     source = Source(70)
-    assert torch.equal(features_of(source, features, "key"), plain)
+    assert torch.equal(compute_features(source, features, "key"), plain)
     assert source.asked == [20]
 
 
 def test_ranks_compute_their_share_and_read_the_others():
-    features, plain = open_features("pixels"), features_of(Source(110), open_features("pixels"))
+    features, plain = open_features("pixels"), compute_features(Source(110), open_features("pixels"))
     second, seen = Source(110), []
 
     def barrier() -> None:  # the other rank does its part while this one waits
         with pytest.raises(RunError, match="missing"):
-            features_of(second, features, "key", rank=1, world=3)
+            compute_features(second, features, "key", rank=1, world=3)
 
     first = Source(110)
     with pytest.raises(RunError, match="00000040"):
-        features_of(first, features, "key", lambda *now: seen.append(now), rank=0, world=3, barrier=barrier)
+        compute_features(first, features, "key", lambda *now: seen.append(now), rank=0, world=3, barrier=barrier)
     assert first.asked == [0, 60]
     assert second.asked == [20, 80]
     assert seen == [(20, 40), (40, 40)]
     third = Source(110)
-    assert torch.equal(features_of(third, features, "key", rank=2, world=3), plain)
+    assert torch.equal(compute_features(third, features, "key", rank=2, world=3), plain)
     assert third.asked == [40, 100]
 
 
@@ -142,19 +142,19 @@ def test_two_processes_end_with_the_features_of_one(tmp_path: Path):
         for rank, out in enumerate(outs)
     ]
     assert [worker.wait(120) for worker in workers] == [0, 0]
-    plain = features_of(Source(130), open_features(net))
+    plain = compute_features(Source(130), open_features(net))
     for out in outs:
         assert torch.equal(store.load_file(out)["x"], plain)
 
 
 def test_several_processes_need_a_key():
     with pytest.raises(RequestError, match="cache_key"):
-        features_of(Source(20), open_features("pixels"), rank=0, world=2)
+        compute_features(Source(20), open_features("pixels"), rank=0, world=2)
 
 
 def test_nothing_has_no_features():
     with pytest.raises(RequestError, match="no pictures"):
-        features_of(Source(0), open_features("pixels"))
+        compute_features(Source(0), open_features("pixels"))
 
 
 def test_features_that_are_no_numbers_are_not_kept():
@@ -164,24 +164,24 @@ def test_features_that_are_no_numbers_are_not_kept():
         return y
 
     with pytest.raises(RunError, match="no number"):
-        features_of(Source(20), of(broken), "key")
-    assert not entry("key", 20, of(broken)).exists()
+        compute_features(Source(20), of(broken), "key")
+    assert not features_folder("key", 20, of(broken)).exists()
 
 
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
     features, source = open_features("pixels"), Source(30)
-    assert len(features_of(source, features, "key")) == 30
+    assert len(compute_features(source, features, "key")) == 30
     with pytest.raises(RunError, match="set UNFOG_CACHE"):
-        features_of(source, features, "key", rank=0, world=2)
+        compute_features(source, features, "key", rank=0, world=2)
 
 
 def test_statistics_are_kept_and_read():
     features = open_features("pixels")
-    x = features_of(Source(70), features, "key")
-    first, second = statistics_of(x, features, "key"), statistics_of(torch.zeros_like(x), features, "key")
-    assert torch.equal(first.covariance, statistics(x).covariance)
+    x = compute_features(Source(70), features, "key")
+    first, second = compute_statistics(x, features, "key"), compute_statistics(torch.zeros_like(x), features, "key")
+    assert torch.equal(first.covariance, feature_statistics(x).covariance)
     assert torch.equal(first.covariance, second.covariance)
     assert torch.equal(first.mean, second.mean)
     assert second.n == 70

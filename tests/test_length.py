@@ -10,12 +10,12 @@ from unfog.config.presets import preset
 from unfog.data.settings import Data
 from unfog.doctor.settings.length_checks import (
     FOUNDING,
-    KNOWN,
     MILESTONES,
+    PUBLISHED_RUNS,
     check_length,
-    count,
-    length_guide,
+    format_count,
     milestones,
+    training_length_guide,
 )
 
 
@@ -30,22 +30,24 @@ def case(images, pictures=8_000, side=64, batch=64):
 
 
 def test_the_guide_counts_steps_epochs_and_hours_for_this_data_and_pace():
-    found = length_guide(*case(12_800_000), seconds_per_step=0.64)
+    found = training_length_guide(*case(12_800_000), seconds_per_step=0.64)
     assert found.severity == "fine"
-    rows = {row[0]: row[1:] for row in found.exhibits[0].table}
+    rows = {row[0]: row[1:] for row in found.figures[0].table}
     assert rows["this run"] == ["12.8 million", "200,000", "1,600", "1 d 11 h"]
     assert rows["recognisable"] == ["50,000 to 2 million", "781 to 31,250", "6.2 to 250", "8 min 20 s to 5 h 33 min"]
     assert "12.8 million in 1 d 11 h, which is where pictures become good" in found.evidence
 
 
 def test_hours_are_left_out_where_the_pace_is_not_known():
-    found = length_guide(*case(12_800_000))
-    assert found.exhibits[0].table[-1][-1] == "not measured"
-    assert {row[-1] for row in found.exhibits[2].table[1:]} == {"not measured"}
+    found = training_length_guide(*case(12_800_000))
+    assert found.figures[0].table[-1][-1] == "not measured"
+    assert {row[-1] for row in found.figures[2].table[1:]} == {"not measured"}
 
 
 def test_the_usual_table_is_computed_for_this_pace():
-    rows = {(row[0], row[1]): row for row in length_guide(*case(10**6), seconds_per_step=0.64).exhibits[2].table[1:]}
+    rows = {
+        (row[0], row[1]): row for row in training_length_guide(*case(10**6), seconds_per_step=0.64).figures[2].table[1:]
+    }
     assert len(rows) == len(FOUNDING)
     assert rows["10,000 images", "64"][2:] == [
         "200,000", "12.8 million", "1,280", "1 day on a V100", "1 d 11 h"
@@ -66,11 +68,11 @@ def test_the_usual_table_is_computed_for_this_pace():
     ],
 )
 def test_a_length_is_placed(images, place):
-    assert length_guide(*case(images, 10**7)).evidence.endswith(place)
+    assert training_length_guide(*case(images, 10**7)).evidence.endswith(place)
 
 
 def test_small_sets_are_learned_by_heart_before_they_saturate():
-    table = {row[0]: row for row in length_guide(*case(10**5, pictures=500)).exhibits[0].table}
+    table = {row[0]: row for row in training_length_guide(*case(10**5, pictures=500)).figures[0].table}
     assert "by heart" in table["saturated"][3]
     assert "by heart" not in table["recognisable"][3]
 
@@ -86,7 +88,7 @@ def test_milestones_follow_one_another_and_the_side():
 
 def test_ranges_hold_what_is_known():
     """Each published run that says how good it was lies in the range of its level, or beyond a narrow set's."""
-    for known in KNOWN:
+    for known in PUBLISHED_RUNS:
         level = (
             "recognisable" if "recognisable" in known.level else "saturated" if known.level.startswith("FID") else ""
         )
@@ -130,7 +132,7 @@ def test_weights_that_are_trained_already_have_something_recognisable():
     assert check_length(config, prepared).severity == "warning"
     tuned = replace(config, init=Init("runs/flowers"))
     assert check_length(tuned, prepared).severity == "fine"
-    assert "recognised" not in length_guide(tuned, prepared).evidence
+    assert "recognised" not in training_length_guide(tuned, prepared).evidence
     long = replace(tuned, training=replace(tuned.training, images=100_000))
     assert check_length(long, prepared).severity == "warning", "they learn by heart all the same"
 
@@ -140,4 +142,10 @@ def test_the_default_hour_of_a_slow_cpu_is_no_fault():
 
 
 def test_numbers_as_people_say_them():
-    assert [count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == ["0.2", "7", "50,000", "1.5 million", "2.5 billion"]
+    assert [format_count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == [
+        "0.2",
+        "7",
+        "50,000",
+        "1.5 million",
+        "2.5 billion",
+    ]

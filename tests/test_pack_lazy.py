@@ -33,7 +33,7 @@ from unfog.data.sources.source import open_source
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.doctor.run import run_checks as examination
-from unfog.doctor.settings.overfit_one_batch import Lesson
+from unfog.doctor.settings.overfit_one_batch import OverfitBatch
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.data_report import contact_sheet, data_json
@@ -281,11 +281,11 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     assert int(fresh().held_out.take(np.array([last])).rows[0]) == last + 1
     held = build_held_out_set(fresh(), config, cpu)
     probe = find_lr._test_setup(config, fresh(), cpu, stop).probe
-    looked = examination.looked_at(fresh().held_out, cpu, to_model_range)
-    shown, own = examination.pictures_of(fresh().train, (0, 1))
+    looked = examination.loss_images(fresh().held_out, cpu, to_model_range)
+    shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    lesson = Lesson.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
+    lesson = OverfitBatch.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
     assert held is not None
     assert looked is not None
     for x0, label in (

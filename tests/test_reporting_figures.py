@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from unfog.reporting.charts import POINTS, Axis, line_chart
-from unfog.reporting.image_grids import data_uri, grid, legible, png, save_png, strip
+from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -70,11 +70,13 @@ def test_labels_begin_rows_and_are_written(images):
     ],
 )
 def test_a_name_that_the_font_lacks_is_no_row_of_boxes(name, written):
-    assert legible(name, "class 3") == written
+    assert printable_name(name, "class 3") == written
 
 
 def test_strip_lines_levels_up_under_their_captions(images):
-    sheet = strip({"x_t": images[:3], "predicted x0": images[3:6]}, ["t = 999", "t = 500", "t = 0"], scale=4, gap=2)
+    sheet = labelled_strip(
+        {"x_t": images[:3], "predicted x0": images[3:6]}, ["t = 999", "t = 500", "t = 0"], scale=4, gap=2
+    )
     left, top = sheet.shape[1] - (3 * 48 + 2 * 2), sheet.shape[0] - (2 * 40 + 2)
     assert top > 10
     assert left > 20
@@ -84,7 +86,7 @@ def test_strip_lines_levels_up_under_their_captions(images):
             np.testing.assert_array_equal(sheet[y : y + 40 : 4, x : x + 48 : 4], images[3 * row + column])
             assert (sheet[:top, x : x + 48] < 200).any()  # its caption
     with pytest.raises(ValueError, match="captions"):
-        strip({"x_t": images[:3]}, ["one"])
+        labelled_strip({"x_t": images[:3]}, ["one"])
 
 
 @pytest.mark.parametrize("bad", [np.zeros((2, 4, 4, 3), np.float32), np.zeros((0, 4, 4, 3), np.uint8)])
@@ -100,15 +102,15 @@ def test_png_files_are_whole_and_exact(tmp_path, images):
     save_png(path, images[0])
     assert [p.name for p in path.parent.iterdir()] == ["00000010.png"]
     np.testing.assert_array_equal(np.asarray(Image.open(path)), images[0])
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png(images[0][..., :1])))), images[0][..., 0])
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(encode_png(images[0][..., :1])))), images[0][..., 0])
 
 
 def test_data_uri_shrinks_only_what_is_too_wide(tmp_path):
     save_png(tmp_path / "a.png", np.zeros((50, 100, 3), np.uint8))
-    assert data_uri(tmp_path / "a.png", 100)[1] == 100
-    assert data_uri(tmp_path / "a.png", 40)[1] == 40
+    assert png_data_uri(tmp_path / "a.png", 100)[1] == 100
+    assert png_data_uri(tmp_path / "a.png", 40)[1] == 40
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:40])
-    assert data_uri(tmp_path / "b.png", 100) is None
+    assert png_data_uri(tmp_path / "b.png", 100) is None
 
 
 def chart(series, **options):

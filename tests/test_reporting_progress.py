@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from unfog.reporting.progress import Pace, Progress, amount, duration
+from unfog.reporting.progress import Progress, _Rate, format_duration, format_number
 
 SCRIPT = """
 import time
@@ -92,7 +92,7 @@ def test_plain_lines_come_at_most_every_few_seconds(monkeypatch, capsys):
     assert lines[-1].startswith("step 100,000/100,000 · loss 100000")
     middle = lines[len(lines) // 2]
     done = int(re.search(r"step ([\d,]+)/", middle)[1].replace(",", ""))
-    assert f"{duration((100_000 - done) * 0.36)} left" in middle
+    assert f"{format_duration((100_000 - done) * 0.36)} left" in middle
 
 
 def test_short_work_leaves_no_trace(capsys):
@@ -112,7 +112,7 @@ def test_progress_without_an_end_has_no_time_left(capsys):
 
 
 def test_pace_is_exact_for_steady_work_and_follows_a_change():
-    pace = Pace(1000, 0.0)
+    pace = _Rate(1000, 0.0)
     assert math.isnan(pace.rate)
     for second in range(1, 101):
         pace.update(1000 + 5 * second, float(second))
@@ -125,7 +125,7 @@ def test_pace_is_exact_for_steady_work_and_follows_a_change():
 
 
 def test_pauses_count_in_the_time_left():
-    pace, now, done = Pace(0, 0.0), 0.0, 0
+    pace, now, done = _Rate(0, 0.0), 0.0, 0
     for i in range(1, 2001):
         now, done = now + 1 + (50 if i % 100 == 0 else 0), done + 1
         pace.update(done, now)
@@ -146,9 +146,9 @@ def test_pauses_count_in_the_time_left():
     ],
 )
 def test_durations_read_as_people_say_them(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.012345, "0.0123"), (4.5678, "4.57"), (5210.4, "5,210")])
 def test_amounts(value, text):
-    assert amount(value) == text
+    assert format_number(value) == text

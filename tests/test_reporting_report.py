@@ -12,7 +12,7 @@ from unfog.errors import RequestError
 from unfog.reporting.image_grids import grid
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
-from unfog.reporting.report_charts import charts, column, smooth
+from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
 from unfog.reporting.settings import Log
 
 VOID = {"meta", "img", "br"}
@@ -82,7 +82,7 @@ def run_dir(tmp_path):
             step = 10 * (i + 1)
             loss = float("nan") if i == 20 else 1 / (i + 1)
             run.log(step, step * 8, loss=loss, gradient_norm=2.0, lr=1e-4, images_per_second=100.0 + i)
-            run.images(step, "samples", grid(pictures[i], gap=0))
+            run.log_image(step, "samples", grid(pictures[i], gap=0))
         run.log(400, 3200, loss_by_level=[0.5] * 10, held_out_by_level=[0.6] * 10, held_out_loss=0.625)
         run.event("step_refused", 210, gradient_norm=float("inf"))
     (path / "config.toml").write_text(CONFIG)
@@ -172,14 +172,14 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 def test_columns_skip_lines_without_the_value():
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "held_out_loss": 1.0}, {"step": 3, "loss": float("nan")}]
-    steps, values = column(rows, "loss")
+    steps, values = finite_column(rows, "loss")
     assert (steps.tolist(), values.tolist()) == ([1.0], [2.0])
-    assert charts([]) == []
+    assert metric_charts([]) == []
 
 
 def test_smoothing_keeps_a_constant_and_halves_the_noise():
-    np.testing.assert_allclose(smooth(np.full(500, 3.0)), 3.0)
+    np.testing.assert_allclose(smoothed(np.full(500, 3.0)), 3.0)
     noise = np.random.default_rng(0).normal(size=4000)
-    assert smooth(noise)[1000:].std() < 0.2 * noise.std()
+    assert smoothed(noise)[1000:].std() < 0.2 * noise.std()
     ramp = np.linspace(1, 0, 4000)
-    assert np.abs(smooth(ramp) - ramp).max() < 0.03
+    assert np.abs(smoothed(ramp) - ramp).max() < 0.03

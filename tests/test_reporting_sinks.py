@@ -17,7 +17,7 @@ from unfog.reporting import recorder as recorder_module
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.reporting.settings import Log
-from unfog.reporting.trackers import open_sink
+from unfog.reporting.trackers import open_tracker
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 
@@ -32,7 +32,7 @@ def test_tensorboard_reads_back_scalars_lists_and_pictures(tmp_path):
     with Recorder(tmp_path, Log(every=1, sinks=("tensorboard",)), total=3) as run:
         for step in (1, 2, 3):
             run.log(step, step * 10, loss=1 / step, loss_by_level=[0.5, 0.25])
-        run.images(3, "samples", PICTURE)
+        run.log_image(3, "samples", PICTURE)
         read = accumulated(tmp_path / "tensorboard")  # before the end, as after a kill
     assert [(e.step, e.value) for e in read.Scalars("loss")] == [(step, pytest.approx(1 / step)) for step in (1, 2, 3)]
     assert [e.value for e in read.Scalars("loss_by_level/1")] == [0.25] * 3
@@ -43,9 +43,9 @@ def test_tensorboard_reads_back_scalars_lists_and_pictures(tmp_path):
 
 def test_tensorboard_forgets_what_a_resume_writes_again(tmp_path):
     for start, end in ((0, 8), (5, 10)):
-        sink = open_sink("tensorboard", tmp_path, start, {})
+        sink = open_tracker("tensorboard", tmp_path, start, {})
         for step in range(start + 1, end + 1):
-            sink.scalars(step, {"loss": step + start / 100})
+            sink.log_scalars(step, {"loss": step + start / 100})
         sink.close()
         # The files are read in the order of their names, which begin with the second.
         for path in (tmp_path / "tensorboard").glob("events.out.tfevents.[1-9]*"):
@@ -64,7 +64,7 @@ def test_wandb_works_offline_and_keeps_its_id(tmp_path, monkeypatch):
         with Recorder(run_dir, Log(every=1, sinks=("wandb",)), total=4, start=start, config={"lr": 0.1}) as run:
             run.log(start + 1, 10, loss=0.5, loss_by_level=[1.0, 2.0])
             run.log(start + 2, 20, loss=0.25)
-            run.images(start + 2, "samples", PICTURE)
+            run.log_image(start + 2, "samples", PICTURE)
     assert read_events(run_dir / "events.jsonl") == []
     name = f"run-{(run_dir / 'wandb' / 'id').read_text()}.wandb"
     deadline = time.monotonic() + 20
@@ -120,13 +120,13 @@ def test_a_sink_that_raises_is_left_out_and_the_run_goes_on(tmp_path, monkeypatc
             if when == "opening":
                 raise TimeoutError("no route to host")
             return broken
-        return open_sink(name, run_dir, start, config)
+        return open_tracker(name, run_dir, start, config)
 
-    monkeypatch.setattr(recorder_module, "open_sink", open_broken)
+    monkeypatch.setattr(recorder_module, "open_tracker", open_broken)
     with Recorder(tmp_path, Log(every=1, sinks=("wandb", "tensorboard")), total=5) as run:
         for step in range(1, 6):
             run.log(step, step, loss=0.1)
-        run.images(5, "samples", PICTURE)
+        run.log_image(5, "samples", PICTURE)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
     assert len(accumulated(tmp_path / "tensorboard").Scalars("loss")) == 5
     events = read_events(tmp_path / "events.jsonl")
@@ -177,7 +177,7 @@ def test_a_full_disk_is_said_once_and_nothing_raises(tmp_path, capsys, monkeypat
     try:
         for step in range(1, 501):
             run.log(step, step, loss=0.1)
-        run.images(500, "samples", np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+        run.log_image(500, "samples", np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run.close()

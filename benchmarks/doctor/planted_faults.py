@@ -30,7 +30,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
-from unfog.doctor.images.data_checks import examine_data
+from unfog.doctor.images.image_checks import check_images
 from unfog.reporting.findings import Finding
 
 COUNT = 2000
@@ -326,7 +326,7 @@ def examined(folder: str | Path, data: Data, diffusion: Diffusion) -> tuple[list
     config = Config(data=data, diffusion=diffusion)
     prepared = prepare(open_source(folder), data)
     started = time.perf_counter()
-    findings = examine_data(prepared, config)
+    findings = check_images(prepared, config)
     return findings, time.perf_counter() - started
 
 

@@ -29,7 +29,7 @@ from PIL import Image
 import unfog
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.doctor.run.run_checks import examine_run
+from unfog.doctor.run.run_checks import check_run
 from unfog.errors import RunError
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import Finding, write_findings
@@ -265,7 +265,7 @@ def main() -> int:
         run = arguments.out / slug(name)
         train(case, run, arguments.out)
         started = time.perf_counter()
-        findings = examine_run(RunFolder(run), "cpu")
+        findings = check_run(RunFolder(run), "cpu")
         seconds = time.perf_counter() - started
         write_findings(run / "doctor", name, findings)
         word, grave = verdict(case, findings)

@@ -34,7 +34,7 @@ from unfog.data.prepare import prepare
 from unfog.data.sources.source import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
-from unfog.evaluation.metrics import measure
+from unfog.evaluation.metrics import compare_features
 from unfog.inference.autoguidance import open_guide
 from unfog.inference.run import Run
 from unfog.pipeline.class_labels import proportional_labels
@@ -179,7 +179,7 @@ def row(name: str, calls: int, real: Tensor, drawn: Tensor, away: float | None, 
     """Print what a cell comes to."""
     # The kernel is a cubic: features of another scale than Inception's are brought to that of 1.
     scale = 1 if real.shape[1] == 2048 else real.square().mean().sqrt()
-    (fd,), (kid,) = measure(["fd"], real, drawn), measure(["kid"], real / scale, drawn / scale)
+    (fd,), (kid,) = compare_features(["fd"], real, drawn), compare_features(["kid"], real / scale, drawn / scale)
     # FD is refused where there are no more pictures than features.
     values = [(m.value, (m.error or 0) * k, k) for m, k in ((fd, 1), (kid, 1000))]
     told = ["refused" if value is None else f"{value * k:.2f} ± {error:.2f}" for value, error, k in values]

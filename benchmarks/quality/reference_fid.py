@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.evaluation.feature_store import features_of
+from unfog.evaluation.feature_store import compute_features
 from unfog.evaluation.features import open_features
-from unfog.evaluation.metrics import measure
+from unfog.evaluation.metrics import compare_features
 from unfog.reporting.progress import Progress, say
 
 
@@ -49,15 +49,15 @@ def main(train: str, test: str, counts: list[int]) -> None:
             with Progress(f"{count} of {Path(folder).name}", len(files)) as progress:
                 for first in range(0, len(files), 500):
                     part = files[first : first + 500]
-                    chunks.append(features_of(part, features, f"{Path(folder).resolve()} seed 0 from {first}"))
+                    chunks.append(compute_features(part, features, f"{Path(folder).resolve()} seed 0 from {first}"))
                     progress.update(first + len(part))
             found.append(torch.cat(chunks).to(features.device))
         started = time.perf_counter()
-        for one in measure(
+        for one in compare_features(
             ["fid", "fd_infinity", "kid", "precision", "recall", "density", "coverage"], *found, features=features
         ):
             print(one, flush=True)
-        (itself,) = measure(["fid"], found[0], found[0], features=features)
+        (itself,) = compare_features(["fid"], found[0], found[0], features=features)
         print("train against itself:", itself, flush=True)
         say(f"measured in {time.perf_counter() - started:.0f} s")
 

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.metrics import measure
+from unfog.evaluation.metrics import compare_features
 from unfog.reporting.image_grids import grid, save_png
 from unfog.reporting.progress import Progress
 
@@ -70,7 +70,7 @@ def score(cell: Cell, features: Features, images: int) -> None:
     """Measure one cell, and show its first pictures."""
     pictures = np.load(cell.folder / "pictures.npy")
     fake = embedded(features, torch.from_numpy(pictures).permute(0, 3, 1, 2))
-    measured = measure(METRICS, reference(cell, features, images), fake, features=features)
+    measured = compare_features(METRICS, reference(cell, features, images), fake, features=features)
     trained, drawn = (json.loads((cell.folder / f"{name}.json").read_text()) for name in ("trained", "drawn"))
     write(cell.score, {"trained": trained, "drawn": drawn, "measured": [asdict(one) for one in measured]})
     folder = cell.out / "grids"

@@ -94,13 +94,13 @@ def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path)
     session = Session(RunFolder(folder), config, prepared, device, stop, Heartbeat(folder, stop))
     session.stop_requested = lambda: len(marks) > wanted  # type: ignore[method-assign]
     session.attach(Recorder(folder, config.log, total=None))
-    advance = session.recorder.advance
+    advance = session.recorder.update_progress
 
     def note(step: int) -> None:
         advance(step)
         marks.append(now())
 
-    session.recorder.advance = note  # type: ignore[method-assign]
+    session.recorder.update_progress = note  # type: ignore[method-assign]
 
     def steps(count: int) -> list[float]:
         nonlocal wanted

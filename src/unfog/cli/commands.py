@@ -92,14 +92,14 @@ def follows(words: Sequence[str]) -> bool:
 
 def ended(folder: RunFolder, done: bool) -> int:
     """Say where everything is and what comes next; the folder itself is the result, on stdout."""
-    from unfog.reporting.progress import result, say
+    from unfog.reporting.progress import print_result, say
 
     say(f"  pictures  {folder.newest_preview}\n  report    {folder.path / 'report.html'}")
     what = "sample" if done else "resume"
     if done and folder.read_config().trains_autoencoder:
         what = "train SOURCE --autoencoder"
     say(f"  next      unfog {what} {shlex.quote(str(folder.path))}")
-    result(str(folder.path))
+    print_result(str(folder.path))
     # torchrun takes anything but 0 for a failure, after which it would start again what was to stop.
     return 0 if done or "TORCHELASTIC_RUN_ID" in os.environ else 3
 
@@ -118,7 +118,7 @@ def sample(words: Sequence[str]) -> int:
     from unfog.pipeline.edit import build_edit
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, write_images
-    from unfog.reporting.progress import Progress, result, say
+    from unfog.reporting.progress import Progress, print_result, say
 
     parse_labels(request.label, stored.classes)  # before the weights are read
     edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
@@ -149,7 +149,7 @@ def sample(words: Sequence[str]) -> int:
         say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or unused_path(run.path / "pictures")
     write_images(out, pictures, request.label or run.classes, strip, edit)
-    result(str(out))
+    print_result(str(out))
     return 0
 
 
@@ -164,7 +164,7 @@ def evaluate(words: Sequence[str]) -> int:
         check_source(request.reference)
     from unfog.inference.results import EvaluationRequest
     from unfog.inference.run import Run
-    from unfog.reporting.progress import result
+    from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
     from unfog.training.distributed.rendezvous import device_of, is_first
 
@@ -175,7 +175,7 @@ def evaluate(words: Sequence[str]) -> int:
     run = Run(request.run, request.weights, request.checkpoint, device_of(request.device), request.best)
     found = run.evaluate(**vars(asked))
     if is_first():
-        result("\n".join(found.lines()))
+        print_result("\n".join(found.lines()))
         write_report(run.path)
     return 0
 
@@ -200,10 +200,10 @@ def tune(words: Sequence[str]) -> int:
     open_run(request.run).read_config()
     check_device(request.device)
     from unfog.commands.tune import tune as search
-    from unfog.reporting.progress import result
+    from unfog.reporting.progress import print_result
 
     asked = (request.steps, request.sampler, request.pictures, request.tries, request.store, request.device)
-    result(search(request.run, *asked).table())
+    print_result(search(request.run, *asked).table())
     return 0
 
 
@@ -213,10 +213,10 @@ def report(words: Sequence[str]) -> int:
     folder = open_run(
         Path(given.positionals[0])
     )  # and no more: the report of a run with a damaged config.toml is wanted
-    from unfog.reporting.progress import result
+    from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
 
-    result(str(write_report(folder.path)))
+    print_result(str(write_report(folder.path)))
     return 0
 
 
@@ -236,29 +236,29 @@ def doctor(words: Sequence[str]) -> int:
     if out is not None:
         check_out(out, what="the folder of the findings")
     from unfog.commands.doctor import examine_run_folder, examine_source
-    from unfog.reporting.findings import senseless
-    from unfog.reporting.progress import result
+    from unfog.reporting.findings import has_fatal
+    from unfog.reporting.progress import print_result
 
     if config is None:
         device = given.table.get("settings", {}).get("training", {}).get("device", "auto")
         page, findings = examine_run_folder(RunFolder(Path(given.positionals[0])), out, quick, device)
     else:
         page, findings = examine_source(config, out, quick)
-    result(str(page))
-    return 2 if senseless(findings) else 0
+    print_result(str(page))
+    return 2 if has_fatal(findings) else 0
 
 
 def plan(words: Sequence[str]) -> int:
     """`unfog plan`."""
     config, given = asked_for("plan", words)
     from unfog.commands.plan import plan as predict
-    from unfog.reporting.findings import say_findings, senseless
-    from unfog.reporting.progress import result
+    from unfog.reporting.findings import has_fatal, print_findings
+    from unfog.reporting.progress import print_result
 
     planned = predict(config, given.table.get("other", ""), given.table.get("processes", 1))
-    result(json.dumps(planned.to_dict(), indent=2) if given.table.get("json") else "\n".join(planned.lines()))
-    say_findings(planned.findings)
-    return 2 if senseless(planned.findings) else 0
+    print_result(json.dumps(planned.to_dict(), indent=2) if given.table.get("json") else "\n".join(planned.lines()))
+    print_findings(planned.findings)
+    return 2 if has_fatal(planned.findings) else 0
 
 
 def find_lr(words: Sequence[str]) -> int:
@@ -268,10 +268,10 @@ def find_lr(words: Sequence[str]) -> int:
     if out is not None:
         check_out(out, config.source, what="the folder of the plot")
     from unfog.commands.find_lr import find_lr as search
-    from unfog.reporting.progress import result
+    from unfog.reporting.progress import print_result
 
     found = search(config, out or next_folder(config.source, "find-lr"), given.table.get("seconds", 90.0))
-    result(f"{found.suggestion:g}" if found.suggestion else "none")
+    print_result(f"{found.suggestion:g}" if found.suggestion else "none")
     return 0 if found.suggestion else 1
 
 
@@ -282,7 +282,7 @@ def pack(words: Sequence[str]) -> int:
     config = replace(update(Config(), {"data": given.table.get("data", {})}, ""), source=source)
     check_request(config)
     from unfog.commands.pack import pack as write
-    from unfog.reporting.progress import result
+    from unfog.reporting.progress import print_result
 
-    result(str(write(config, Path(out))))
+    print_result(str(write(config, Path(out))))
     return 0

@@ -13,7 +13,7 @@ from unfog.config.toml import update
 from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.process.run_folder import next_folder
-from unfog.reporting.progress import result, say
+from unfog.reporting.progress import print_result, say
 
 
 def slurm(words: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def slurm(words: Sequence[str]) -> int:
         ) from None
     say(f"  run       {run}, which must be on a disk that all nodes share, as the images must")
     say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
-    result(str(file))
+    print_result(str(file))
     return 0
 
 

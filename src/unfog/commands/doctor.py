@@ -14,11 +14,11 @@ from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST
-from unfog.doctor.images.data_checks import examine_data
-from unfog.doctor.run.run_checks import examine_run
-from unfog.doctor.settings.length_checks import length_guide
+from unfog.doctor.images.image_checks import check_images
+from unfog.doctor.run.run_checks import check_run
+from unfog.doctor.settings.length_checks import training_length_guide
 from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
-from unfog.doctor.settings.settings_checks import examine_settings
+from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import RequestError
 from unfog.pipeline.autoencoder_folder import latent_decoder
 from unfog.pipeline.build import build_objective, build_state, without_augmentation
@@ -28,7 +28,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
-from unfog.reporting.findings import Exhibit, Finding, say_findings, write_findings
+from unfog.reporting.findings import Figure, Finding, print_findings, write_findings
 from unfog.reporting.progress import Progress, say
 from unfog.runs.dry_run import dry_run
 from unfog.runs.metrics_hook import resolve_metrics
@@ -79,7 +79,7 @@ def examine_run_folder(
     page = out or next_folder(str(run.path), "doctor")
     check_out(page, what="the folder of the findings")
     with StopSignals(saves=False):
-        findings = examine_run(run, device, samples=0 if quick else 64)
+        findings = check_run(run, device, samples=0 if quick else 64)
     return _tell(page, f"What became of {run.path}", findings), findings
 
 
@@ -92,11 +92,11 @@ def _images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Findin
             progress.total = total
             progress.update(done)
 
-        findings = examine_data(prepared, config, update)
+        findings = check_images(prepared, config, update)
         if (Path(config.source) / MANIFEST).is_file():
             findings.append(_pack(Path(config.source), update))
-    sheet = Exhibit("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
-    return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", exhibits=(sheet,))]
+    sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
+    return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", figures=(sheet,))]
 
 
 def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
@@ -121,9 +121,9 @@ def _prospects(
     for choice in auto.choices:
         say(f"  {choice}")
     config, pace = auto.config, auto.seconds_per_step()
-    findings = examine_settings(config, prepared, device, pace)
+    findings = check_settings(config, prepared, device, pace)
     if findings[0].severity != "fatal":
-        findings.append(length_guide(config, prepared, pace))
+        findings.append(training_length_guide(config, prepared, pace))
         if not quick:
             objective = build_objective(config)
             state = build_state(config, device)
@@ -136,5 +136,5 @@ def _prospects(
 
 def _tell(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
     """Say the findings, write the page, and return its path."""
-    say_findings(findings)
+    print_findings(findings)
     return write_findings(folder, title, findings)

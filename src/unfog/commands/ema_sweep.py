@@ -17,11 +17,11 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import features_of
+from unfog.evaluation.feature_store import compute_features
 from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
-from unfog.evaluation.metrics import Measured, check_count, measure
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
+from unfog.evaluation.metrics import MetricResult, check_count, compare_features
+from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference.ema_weights import SWEEP_FILE, load_ema_weights
 from unfog.inference.held_out_metrics import held_out_losses
 from unfog.pipeline.build import build_held_out_set, build_network
@@ -32,8 +32,8 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Exhibit, Finding, finite, render
-from unfog.reporting.progress import Progress, result, say
+from unfog.reporting.findings import Figure, Finding, json_values, render
+from unfog.reporting.progress import Progress, print_result, say
 from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import Kept, kept_in, mixture
@@ -110,8 +110,8 @@ class EmaSweepResult:
         remedy = "it is the last of these in its direction; try --widths beyond it" if edge else ""
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
         exhibits = (
-            Exhibit(f"{self.metric} by length of the average", svg=line_chart(series, "width", self.metric)),
-            Exhibit("Lengths", table=self.table(), caption=CAPTION),
+            Figure(f"{self.metric} by length of the average", svg=line_chart(series, "width", self.metric)),
+            Figure("Lengths", table=self.table(), caption=CAPTION),
         )
         return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), exhibits)
 
@@ -242,16 +242,16 @@ def measure_of(
 
 def comparison(
     metric: str, features: str, real: Tensor, device: torch.device
-) -> tuple[Callable[[Tensor], Measured], str]:
+) -> tuple[Callable[[Tensor], MetricResult], str]:
     """Drawn pixels uint8 [N, C, H, W] -> their metric against real ones, and what both are compared by."""
     if metric in PIXEL_METRICS:
-        return lambda drawn: measure_pixels([metric], real, drawn)[0], "7x7 patches"
+        return lambda drawn: compare_pixels([metric], real, drawn)[0], "7x7 patches"
     extractor = open_features(features or ("inception" if metric == "fid" else "texture"), device)
     check_count(metric, len(real), real[:1], extractor, "--metric")
-    known = features_of(real.numpy(), extractor)
+    known = compute_features(real.numpy(), extractor)
 
-    def compare(drawn: Tensor) -> Measured:
-        return measure([metric], known, features_of(drawn.numpy(), extractor), features=extractor)[0]
+    def compare(drawn: Tensor) -> MetricResult:
+        return compare_features([metric], known, compute_features(drawn.numpy(), extractor), features=extractor)[0]
 
     return compare, extractor.name
 
@@ -272,7 +272,7 @@ def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.de
 def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
     """ema-sweep.json, whose width the run follows from now on, and ema-sweep.html."""
     record = {"width": swept.best.width, **asdict(swept), "rows": [row._asdict() for row in swept.rows]}
-    text = json.dumps(finite(record), indent=2, allow_nan=False)
+    text = json.dumps(json_values(record), indent=2, allow_nan=False)
     write_atomic(folder.path / SWEEP_FILE, f"{text}\n".encode())
     page = render(f"Length of the average of {folder.path.name}", [swept.finding()])
     write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
@@ -284,4 +284,4 @@ def report_sweep(swept: EmaSweepResult) -> None:
         say(f"  {line}")
     say(f"  {swept.finding()}")
     say(f"  {PAGE_FILE} shows it; this run is sampled with it from now on, until {SWEEP_FILE} is removed")
-    result(f"{swept.best.width:g}")
+    print_result(f"{swept.best.width:g}")

@@ -23,7 +23,7 @@ from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, 
 from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Exhibit, Finding, finite, render
+from unfog.reporting.findings import Figure, Finding, json_values, render
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
@@ -58,7 +58,7 @@ class FindLrResult:
         """What a person is told, with the chart."""
         found, usual = self.range, self.usual
         facts = {"suggestion": found.suggestion, "usual": usual}
-        exhibits = (Exhibit("Loss by learning rate", svg=_lr_chart(found), caption=CAPTION),)
+        exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=CAPTION),)
         if found.suggestion is None:
             return Finding(
                 "lr.range", "warning", f"no learning rate can be suggested: {found.reason}", "", facts, exhibits
@@ -155,7 +155,7 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
     found = asdict(result.range)
     found["ramp"]["smooth"] = result.range.ramp.smooth
     record = {"suggestion": result.suggestion, "reason": result.reason, "usual": result.usual, **found}
-    text = json.dumps(finite(record), indent=2, allow_nan=False)
+    text = json.dumps(json_values(record), indent=2, allow_nan=False)
     write_atomic(out / JSON_FILE, f"{text}\n".encode())
     page = render(f"Learning rate for {sanitize(config.source)}", [result.finding()])
     write_atomic(out / PAGE_FILE, page.encode("utf-8", "replace"))

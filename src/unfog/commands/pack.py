@@ -18,7 +18,7 @@ from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, duration, say, size, warn
+from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
 
 OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
 """Settings of the data that a pack does not depend on."""
@@ -116,7 +116,7 @@ def _conclude(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
     say(made.report.line())
     say(
         f"packed {n:,} images of {channels}x{side}x{side} into {printable(str(made.path))}: "
-        f"{size(made.nbytes)} in {duration(seconds)}, {pace:,.0f} images/s"
+        f"{format_bytes(made.nbytes)} in {format_duration(seconds)}, {pace:,.0f} images/s"
     )
     if scan.source.stamp()[0] != scan.stamp:
         warn("images were changed while they were packed; pack them again to have all in one state")

@@ -36,8 +36,8 @@ from unfog.planning.timing import (
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
-from unfog.reporting.findings import Finding, finite
-from unfog.reporting.progress import size
+from unfog.reporting.findings import Finding, json_values
+from unfog.reporting.progress import format_bytes
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import at_once
@@ -83,7 +83,11 @@ class Plan:
                 "arithmetic",
                 f"{format_flops(self.work.forward)} an image, {format_flops(self.work.training)} to train on it",
             ),
-            ("memory", f"{size(self.memory.peak)} at the most, of {size(self.available)} available" + " each" * apart),
+            (
+                "memory",
+                f"{format_bytes(self.memory.peak)} at the most, of {format_bytes(self.available)} available"
+                + " each" * apart,
+            ),
             *self._memory_rows(),
             ("time", f"{format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
@@ -94,11 +98,11 @@ class Plan:
     def _memory_rows(self) -> list[tuple[str, str]]:
         memory, step = self.memory, self.memory.step
         largest = sorted(((count, name) for name, count in step.parts.items() if count), reverse=True)
-        parts = ", ".join(f"{name} {size(count)}" for count, name in largest)
+        parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
         rows = {"drawing a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        told = [(f"  {name}", size(count)) for name, count in rows.items() if count]
-        return [("  a step", f"{size(step.total)}: {parts}"), *told]
+        told = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
+        return [("  a step", f"{format_bytes(step.total)}: {parts}"), *told]
 
     def _time_rows(self) -> list[tuple[str, str]]:
         told = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
@@ -131,7 +135,7 @@ class Plan:
                 "snapshot": memory.snapshot,
                 "images": memory.images,
             },
-            "seconds": finite(self.times),
+            "seconds": json_values(self.times),
             "disk": list(self.disk),
             "findings": [
                 {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
@@ -225,7 +229,7 @@ def too_many(images: int) -> list[Finding]:
     """A fatal finding where so many bytes of images have no room in host memory."""
     if not images or images < MARGIN * (host := available_memory(torch.device("cpu"))):
         return []
-    evidence = f"the decoded images take {size(images)} of memory, and there is {size(host)} available"
+    evidence = f"the decoded images take {format_bytes(images)} of memory, and there is {format_bytes(host)} available"
     return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
 
 
@@ -247,7 +251,10 @@ def settle_memory(auto: AutoSettings, device: torch.device, available: int, mach
             auto.choices.append(Choice("checkpointing", True, "not even one image fits without"))
             auto.config = replace_training(auto.config, checkpointing=True)
         return []
-    evidence = f"{count_of(asked)} at once need about {size(takes)}, and {machine} has {size(available)} available"
+    evidence = (
+        f"{count_of(asked)} at once need about {format_bytes(takes)}, and {machine} has "
+        f"{format_bytes(available)} available"
+    )
     extra = " --training.checkpointing" if fit.checkpointing and not training.checkpointing else ""
     facts = {"needed": takes, "available": available, "microbatch": fit.microbatch}
     return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
@@ -255,7 +262,7 @@ def settle_memory(auto: AutoSettings, device: torch.device, available: int, mach
 
 def memory_finding(memory: MemoryEstimate, available: int) -> Finding:
     """Whether the whole run fits, drawing and measuring included."""
-    evidence = f"{size(memory.peak)} of memory at the most, of {size(available)} available"
+    evidence = f"{format_bytes(memory.peak)} of memory at the most, of {format_bytes(available)} available"
     facts = {"needed": memory.peak, "available": available}
     if memory.peak < MARGIN * available:
         return Finding("plan.memory", "fine", evidence, facts=facts)
@@ -292,10 +299,10 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
     if not in_memory and config.data.cache != "none":
         there = isinstance(prepared.train.pixels, np.ndarray)
         when = "in the cache already" if there else "which the run decodes first"
-        lines.append(f"{size(decoded_bytes(prepared, config))} of decoded images, {when}")
+        lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
     if config.uses_latents:
         count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
-        lines.append(f"{size(2 * count)} of latents, in the cache")
+        lines.append(f"{format_bytes(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch
     with FakeTensorMode():  # only its sizes are asked for
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))

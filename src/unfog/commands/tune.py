@@ -20,7 +20,7 @@ from unfog.inference.run import Run
 from unfog.inference.tuned_sampler import record_tuned_sampler
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import _without_pixel_clipping, conditional_denoiser, default_generation
-from unfog.reporting.progress import Progress, counted, say
+from unfog.reporting.progress import Progress, plural, say
 
 BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 MANY_STEPS = 128
@@ -112,7 +112,7 @@ def tune(
             config = run.folder.read_config()
             record_tuned_sampler(run.folder, run.checkpoint.step, tuned.sampler)
             run.folder.write_config(replace(config, sampler=tuned.sampler))
-        say(f"  {run.path} is now sampled by {kind} in {counted(steps, 'step')}, grid {tuned.sampler.grid}")
+        say(f"  {run.path} is now sampled by {kind} in {plural(steps, 'step')}, grid {tuned.sampler.grid}")
     return tuned
 
 

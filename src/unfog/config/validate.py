@@ -23,7 +23,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import check_multiple
 from unfog.models.settings import Architecture
-from unfog.reporting.trackers import require
+from unfog.reporting.trackers import check_installed
 
 _TEN_YEARS = 10 * 365 * 86400
 
@@ -45,7 +45,7 @@ def check_request(config: Config) -> None:
     check_device(training.device)
     colour(config.data.background)
     check_sampler(config.sampler, config.diffusion.schedule)
-    require(config.log.sinks)
+    check_installed(config.log.sinks)
     factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
         check_network_size(config.network, config.data.size // factor, factor)

@@ -33,7 +33,7 @@ ImageNet's channels; 0 to 255."""
 
 
 @dataclass(frozen=True)
-class Input:
+class NetworkInput:
     """What a network wants to see."""
 
     path: str
@@ -46,13 +46,13 @@ class Input:
 
 
 @dataclass(frozen=True)
-class TorchScript:
+class TorchScriptNetwork:
     """A loaded network and what it is fed: float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
 
     network: torch.jit.ScriptModule
     name: str
     digest: str
-    settings: Input
+    settings: NetworkInput
 
     @property
     def resize(self) -> str:
@@ -76,11 +76,11 @@ class TorchScript:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownNetwork:
     """A file that may be run, by its SHA-256."""
 
     sha256: str
-    settings: Input
+    settings: NetworkInput
 
     @property
     def digest(self) -> str:
@@ -88,12 +88,12 @@ class Known:
         return _digest(self.sha256, self.settings)
 
 
-def _digest(sha256: str, settings: Input) -> str:
+def _digest(sha256: str, settings: NetworkInput) -> str:
     told = f"{sha256} {settings.size} {settings.range} {settings.resize}"
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-INCEPTION = Known(INCEPTION_SHA256, Input(INCEPTION_FILE, 299, "inception", "tf1"))
+INCEPTION = KnownNetwork(INCEPTION_SHA256, NetworkInput(INCEPTION_FILE, 299, "inception", "tf1"))
 
 
 def inception_path() -> Path:
@@ -102,7 +102,7 @@ def inception_path() -> Path:
     return Path(chosen).expanduser() if chosen else cache_folder() / INCEPTION_FILE
 
 
-def load_inception(device: torch.device) -> TorchScript:
+def load_inception(device: torch.device) -> TorchScriptNetwork:
     """The Inception network of FID, from `inception_path`.
 
     Raises:
@@ -117,10 +117,10 @@ def load_inception(device: torch.device) -> TorchScript:
     content = _read(path)
     if (found := hashlib.sha256(content).hexdigest()) != INCEPTION_SHA256:
         raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {INCEPTION_SHA256[:12]}…: fetch it again")
-    return TorchScript(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
+    return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
 
 
-def load_torchscript(settings: Input, device: torch.device, only_known: bool) -> TorchScript:
+def load_torchscript(settings: NetworkInput, device: torch.device, only_known: bool) -> TorchScriptNetwork:
     """The network of a file; Inception is recognised whatever the file is called, and fed as it must be.
 
     Raises:
@@ -130,17 +130,17 @@ def load_torchscript(settings: Input, device: torch.device, only_known: bool) ->
     content = _read(path)
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 == INCEPTION_SHA256:
-        return TorchScript(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
+        return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
     if only_known:
         raise RequestError(
             f"features = {settings.path!r} is a program that somebody else's settings name; if you trust it, name it "
             "yourself with --features"
         )
     name = f"{path.stem}@{sha256[:8]}"
-    return TorchScript(_load(content, path, device), name, _digest(sha256, settings), settings)
+    return TorchScriptNetwork(_load(content, path, device), name, _digest(sha256, settings), settings)
 
 
-def parse_file(text: str) -> Input:
+def parse_network_file(text: str) -> NetworkInput:
     """`PATH.pt`, or `PATH.pt:size=224,range=imagenet,resize=bicubic` with any of these.
 
     Raises:
@@ -163,7 +163,7 @@ def parse_file(text: str) -> Input:
         raise RequestError(f"range = {values!r} of features must be one of {', '.join(RANGES)}")
     if resize not in ("bicubic", "tf1"):
         raise RequestError(f"resize = {resize!r} of features must be bicubic or tf1")
-    return Input(match[1], int(size), values, resize)
+    return NetworkInput(match[1], int(size), values, resize)
 
 
 def _read(path: Path) -> bytes:

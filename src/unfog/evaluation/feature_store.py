@@ -25,7 +25,7 @@ from unfog.cache_folder import cache_folder
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.chunks import blocks
 from unfog.evaluation.features import Features
-from unfog.evaluation.frechet_distance import Statistics, statistics
+from unfog.evaluation.frechet_distance import FeatureStatistics, feature_statistics
 
 FORMAT = 1
 CHUNK = 500
@@ -39,7 +39,7 @@ class PixelSource(Protocol):
     def __getitem__(self, key: slice, /) -> NDArray[np.uint8]: ...
 
 
-def features_of(
+def compute_features(
     pixels: PixelSource,
     features: Features,
     cache_key: str | None = None,
@@ -63,7 +63,7 @@ def features_of(
         raise RequestError("there are no pictures to take features of")
     if world > 1 and cache_key is None:
         raise RequestError("several processes share features through the cache: give cache_key")
-    folder = None if cache_key is None else entry(cache_key, len(pixels), features)
+    folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
     mine = starts[rank::world]
     found: dict[int, Tensor] = {}
@@ -85,30 +85,30 @@ def features_of(
     return torch.cat([found[first] for first in starts])
 
 
-def statistics_of(x: Tensor, features: Features, cache_key: str) -> Statistics:
+def compute_statistics(x: Tensor, features: Features, cache_key: str) -> FeatureStatistics:
     """Mean and covariance of features [N, D] that `features_of` gave under this key; from disk where they are kept."""
-    folder = entry(cache_key, len(x), features)
+    folder = features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
         kept = load_file(path)
         mean, covariance = kept["mean"], kept["covariance"]
         if mean.shape == (x.shape[1],) and covariance.shape == (x.shape[1], x.shape[1]):
-            return Statistics(len(x), mean.to(x.device), covariance.to(x.device))
-    made = statistics(x)
+            return FeatureStatistics(len(x), mean.to(x.device), covariance.to(x.device))
+    made = feature_statistics(x)
     with suppress(OSError):
         _write(path, {"mean": made.mean.cpu(), "covariance": made.covariance.cpu()}, features)
     return made
 
 
-def entry(cache_key: str, count: int, features: Features) -> Path:
+def features_folder(cache_key: str, count: int, features: Features) -> Path:
     """The folder that keeps features of these pictures by this extractor; it need not exist."""
     name = hashlib.sha256(repr((FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
     return cache_folder() / "features" / name
 
 
-def forget(cache_key: str, count: int, features: Features) -> None:
+def delete_features(cache_key: str, count: int, features: Features) -> None:
     """Remove what is kept of features of these pictures, as far as it can be; no process may still be reading it."""
-    shutil.rmtree(entry(cache_key, count, features), ignore_errors=True)
+    shutil.rmtree(features_folder(cache_key, count, features), ignore_errors=True)
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:

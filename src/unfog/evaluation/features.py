@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.evaluation.feature_networks import INCEPTION, TorchScript, load_inception, load_torchscript, parse_file
+from unfog.evaluation.feature_networks import (
+    INCEPTION,
+    TorchScriptNetwork,
+    load_inception,
+    load_torchscript,
+    parse_network_file,
+)
 from unfog.evaluation.texture import texture
 
 SIDE = 8
@@ -80,7 +86,7 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
         raise RequestError(
             f"features = {name_or_path!r} is not inception, texture, pixels or the path of a TorchScript file"
         )
-    return _of(load_torchscript(parse_file(name_or_path), device, only_known), device)
+    return _of(load_torchscript(parse_network_file(name_or_path), device, only_known), device)
 
 
 def is_inception(features: Features | None) -> bool:
@@ -88,7 +94,7 @@ def is_inception(features: Features | None) -> bool:
     return features is not None and features.digest == INCEPTION.digest
 
 
-def _of(network: TorchScript, device: torch.device) -> Features:
+def _of(network: TorchScriptNetwork, device: torch.device) -> Features:
     return Features(network.name, network.resize, network.digest, device, network)
 
 

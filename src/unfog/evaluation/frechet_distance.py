@@ -21,7 +21,7 @@ from unfog.evaluation.chunks import blocks
 ROWS = 4096
 
 
-class Statistics(NamedTuple):
+class FeatureStatistics(NamedTuple):
     """Mean [D] and covariance [D, D], unbiased, in float64, of n features."""
 
     n: int
@@ -36,7 +36,7 @@ class Distance(NamedTuple):
     error: float
 
 
-def statistics(x: Tensor) -> Statistics:
+def feature_statistics(x: Tensor) -> FeatureStatistics:
     """Statistics of features [N, D], N > 1; in two passes over blocks, as one pass would cancel."""
     mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     for part in blocks(x, ROWS):
@@ -46,10 +46,10 @@ def statistics(x: Tensor) -> Statistics:
     for part in blocks(x, ROWS):
         centred = part.double() - mean
         covariance.addmm_(centred.T, centred)
-    return Statistics(len(x), mean, covariance / (len(x) - 1))
+    return FeatureStatistics(len(x), mean, covariance / (len(x) - 1))
 
 
-def frechet_distance(a: Statistics, b: Statistics) -> float:
+def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     """FD of two Gaussians; of equal ones 0 up to rounding. No matrix root of a product that is not symmetric:
     S1 S2 has the eigenvalues of S1^(1/2) S2 S1^(1/2), which is.
     """
@@ -58,13 +58,13 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
     return _sum(a, b, cross)
 
 
-def frechet_with_error(x: Tensor, y: Tensor, x_known: Statistics | None = None) -> Distance:
+def frechet_with_error(x: Tensor, y: Tensor, x_known: FeatureStatistics | None = None) -> Distance:
     """FD of two sets of features [N, D], [M, D], N, M > D, and its standard error.
 
     With T the map that carries the first Gaussian to the second, dFD / dS1 = I - T (Takatsu 2011), so a picture x
     moves FD by (x - m1)' (I - T) (x - m1) + 2 (m1 - m2)' (x - m1) over N, and likewise for the second set.
     """
-    a, b = x_known or statistics(x), statistics(y)
+    a, b = x_known or feature_statistics(x), feature_statistics(y)
     values, vectors = torch.linalg.eigh(a.covariance)
     values = values.clamp(min=0)
     half = (vectors * values.sqrt()) @ vectors.T
@@ -77,7 +77,7 @@ def frechet_with_error(x: Tensor, y: Tensor, x_known: Statistics | None = None) 
     return Distance(_sum(a, b, roots.sum()), math.sqrt(variance))
 
 
-def extrapolated(x: Tensor, y: Tensor, parts: int, seed: int, whole: float) -> float:
+def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: float) -> float:
     """FD of infinitely many pictures: the line through FD of both sets in k parts, k = 1 to `parts`, at k = 0;
     `whole` is FD for k = 1.
 
@@ -96,14 +96,14 @@ def extrapolated(x: Tensor, y: Tensor, parts: int, seed: int, whole: float) -> f
     means = [whole]
     for k in range(2, parts + 1):
         pairs = zip(x.tensor_split(k), y.tensor_split(k), strict=True)
-        means.append(sum(frechet_distance(statistics(p), statistics(q)) for p, q in pairs) / k)
+        means.append(sum(frechet_distance(feature_statistics(p), feature_statistics(q)) for p, q in pairs) / k)
     values = torch.tensor(means, dtype=torch.float64)
     centred = counts - counts.mean()
     slope = (centred * values).sum() / centred.square().sum()
     return float(values.mean() - slope * counts.mean())
 
 
-def _sum(a: Statistics, b: Statistics, cross: Tensor) -> float:
+def _sum(a: FeatureStatistics, b: FeatureStatistics, cross: Tensor) -> float:
     apart = (a.mean - b.mean).square().sum()
     return float(apart + a.covariance.trace() + b.covariance.trace() - 2 * cross)
 
@@ -119,7 +119,7 @@ def _inverse(values: Tensor) -> Tensor:
     return torch.where(values > values.max() * 1e-7, 1 / values, 0)
 
 
-def _influence(x: Tensor, own: Statistics, other_mean: Tensor, transport: Tensor) -> float:
+def _influence(x: Tensor, own: FeatureStatistics, other_mean: Tensor, transport: Tensor) -> float:
     """Variance over the pictures of what each does to FD."""
     matrix = torch.eye(len(transport), dtype=transport.dtype, device=x.device) - transport
     moved = []

@@ -61,7 +61,7 @@ class HeldOut(NamedTuple):
         }
 
 
-class Mean(NamedTuple):
+class MeanEstimate(NamedTuple):
     """A mean over images, with its standard error; the latter is nan of one image."""
 
     value: float
@@ -69,14 +69,14 @@ class Mean(NamedTuple):
     n: int
 
 
-def mean_over_images(losses: Tensor) -> Mean:
+def mean_over_images(losses: Tensor) -> MeanEstimate:
     """Mean of losses [L, N] and its standard error over the N images; those of one image are not independent."""
     by_image = losses.double().mean(0)
     error = float(by_image.std(unbiased=True)) / math.sqrt(len(by_image)) if len(by_image) > 1 else math.nan
-    return Mean(float(by_image.mean()), error, len(by_image))
+    return MeanEstimate(float(by_image.mean()), error, len(by_image))
 
 
-def paired(a: Tensor, b: Tensor) -> Mean:
+def paired_difference(a: Tensor, b: Tensor) -> MeanEstimate:
     """Mean of the differences a - b of losses [L, N] on the same images with the same noise, with its standard error.
 
     What the images and the noise have in common drops out, so it tells two checkpoints apart that lie far within each

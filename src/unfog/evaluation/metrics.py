@@ -12,16 +12,16 @@ from torch import Tensor
 
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features, is_inception
-from unfog.evaluation.frechet_distance import Distance, Statistics, extrapolated, frechet_with_error
+from unfog.evaluation.frechet_distance import Distance, FeatureStatistics, extrapolate_frechet, frechet_with_error
 from unfog.evaluation.kernel_distance import kernel_distance
-from unfog.evaluation.precision_recall import Inside, Share, Z, inside, mean, proportion
+from unfog.evaluation.precision_recall import BallCounts, Estimate, Z, count_in_balls, mean, proportion
 
-FEW = 10_000
+_FEW = 10_000
 """Pictures below which a Frechet distance is marked."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricResult:
     """A figure. 95% interval and standard error are of the choice of pictures; None where none is known to hold."""
 
     metric: str
@@ -53,13 +53,13 @@ class Measured:
 
 
 @dataclass(frozen=True, eq=False)
-class Sets:
+class _FeatureSets:
     """What is compared: features of real pictures [N, D] and of drawn ones [M, D]; what several metrics need, once."""
 
     real: Tensor
     fake: Tensor
     seed: int
-    reference: Statistics | None
+    reference: FeatureStatistics | None
 
     @cached_property
     def frechet(self) -> Distance:
@@ -67,14 +67,14 @@ class Sets:
         return frechet_with_error(self.real, self.fake, self.reference)
 
     @cached_property
-    def in_real(self) -> dict[int, Inside]:
+    def in_real(self) -> dict[int, BallCounts]:
         """What of the drawn lies among the real, by 3 neighbours (Kynkaanniemi) and 5 (Naeem)."""
-        return inside(self.real, self.fake, (3, 5))
+        return count_in_balls(self.real, self.fake, (3, 5))
 
     @cached_property
-    def in_drawn(self) -> dict[int, Inside]:
+    def in_drawn(self) -> dict[int, BallCounts]:
         """What of the real lies among the drawn."""
-        return inside(self.fake, self.real, (3,))
+        return count_in_balls(self.fake, self.real, (3,))
 
     @cached_property
     def alike(self) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Sets:
         return "" if len(self.real) == len(self.fake) else f"of {len(self.alike[0]):,} of each"
 
 
-class Figure(NamedTuple):
+class _Value(NamedTuple):
     """What a metric finds."""
 
     value: float | None
@@ -99,14 +99,14 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-def measure(
+def compare_features(
     names: Sequence[str],
     real: Tensor,
     fake: Tensor,
     seed: int = 0,
     features: Features | None = None,
-    reference: Statistics | None = None,
-) -> list[Measured]:
+    reference: FeatureStatistics | None = None,
+) -> list[MetricResult]:
     """Compare features of real pictures [N, D] with those of drawn ones [M, D], by these metrics (see METRICS).
 
     `features` is only told, and decides whether a Frechet distance is called fid or fd. `reference` are the statistics
@@ -124,7 +124,7 @@ def measure(
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
     if min(len(real), len(fake)) < 10:
         raise RequestError(f"{len(fake)} pictures against {len(real)} real ones are too few; give at least 10 of each")
-    sets = Sets(real, fake, seed, reference)
+    sets = _FeatureSets(real, fake, seed, reference)
     told = (features.name, features.resize) if features else ("given", "none")
     frechet = "fid" if is_inception(features) else "fd"
     found = []
@@ -134,7 +134,7 @@ def measure(
         figure = METRICS[name](sets)
         printed = frechet + name.removeprefix("fid").removeprefix("fd") if METRICS[name] in _FRECHET else name
         found.append(
-            Measured(
+            MetricResult(
                 printed, figure.value, figure.low, figure.high, figure.error, len(fake), len(real), *told, figure.note
             )
         )
@@ -161,60 +161,60 @@ def check_count(metric: str, n: int, picture: Tensor, features: Features, option
         )
 
 
-def _frechet(sets: Sets) -> Figure:
+def _frechet(sets: _FeatureSets) -> _Value:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
-        return Figure(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
+        return _Value(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
     value, error = sets.frechet
     note = "the interval is of noise, not of the bias of small n"
-    if n < FEW:
-        note = f"n < {FEW:,}: biased upwards, compare at equal n alone; kid is not biased. {note}"
-    return Figure(value, value - Z * error, value + Z * error, error, note)
+    if n < _FEW:
+        note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased. {note}"
+    return _Value(value, value - Z * error, value + Z * error, error, note)
 
 
-def _frechet_infinity(sets: Sets) -> Figure:
+def _frechet_infinity(sets: _FeatureSets) -> _Value:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     parts = min(4, n // width)
     if parts < 2:
-        return Figure(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
+        return _Value(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
     whole, error = frechet_with_error(*sets.alike) if sets.unequal else sets.frechet
-    value = extrapolated(*sets.alike, parts, sets.seed, whole)
+    value = extrapolate_frechet(*sets.alike, parts, sets.seed, whole)
     note = f"extrapolated from {n // parts:,} to {n:,} pictures of each to infinitely many"
-    return Figure(value, value - Z * error, value + Z * error, error, note)
+    return _Value(value, value - Z * error, value + Z * error, error, note)
 
 
-def _kernel(sets: Sets) -> Figure:
+def _kernel(sets: _FeatureSets) -> _Value:
     value, error = kernel_distance(sets.real, sets.fake, sets.seed)
-    return Figure(value, value - Z * error, value + Z * error, error)
+    return _Value(value, value - Z * error, value + Z * error, error)
 
 
-def _given(share: Share, which: str) -> Figure:
-    return Figure(*share, f"the interval takes the {which} pictures as given")
+def _given(share: Estimate, which: str) -> _Value:
+    return _Value(*share, f"the interval takes the {which} pictures as given")
 
 
-def _precision(sets: Sets) -> Figure:
+def _precision(sets: _FeatureSets) -> _Value:
     return _given(proportion(sets.in_real[3].by_query > 0), "real")
 
 
-def _recall(sets: Sets) -> Figure:
+def _recall(sets: _FeatureSets) -> _Value:
     return _given(proportion(sets.in_drawn[3].by_query > 0), "drawn")
 
 
-def _density(sets: Sets) -> Figure:
+def _density(sets: _FeatureSets) -> _Value:
     return _given(mean(sets.in_real[5].by_query.double() / 5), "real")
 
 
-def _coverage(sets: Sets) -> Figure:
+def _coverage(sets: _FeatureSets) -> _Value:
     # Of as many of both, as Naeem et al. have it: two samples of one distribution have 0.97 then, and 0.38 if ten real
     # pictures come to one that is drawn.
-    lies = inside(*sets.alike, (5,)) if sets.unequal else sets.in_real
+    lies = count_in_balls(*sets.alike, (5,)) if sets.unequal else sets.in_real
     found = _given(proportion(lies[5].centre_reached), "drawn")
     return found._replace(note="; ".join(filter(None, [sets.unequal, found.note])))
 
 
 _FRECHET = (_frechet, _frechet_infinity)
-METRICS: dict[str, Callable[[Sets], Figure]] = {
+METRICS: dict[str, Callable[[_FeatureSets], _Value]] = {
     "fid": _frechet,
     "fd": _frechet,
     "fid_infinity": _frechet_infinity,

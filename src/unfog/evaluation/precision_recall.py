@@ -20,7 +20,7 @@ ENTRIES = 2**24
 """Distances in memory at once: 128 MB."""
 
 
-class Inside(NamedTuple):
+class BallCounts(NamedTuple):
     """For balls around centres [N] that reach to their k-th neighbour, and queries [M]: what lies in what."""
 
     by_query: Tensor
@@ -30,7 +30,7 @@ class Inside(NamedTuple):
     """bool [N], whether any query is in this ball."""
 
 
-class Share(NamedTuple):
+class Estimate(NamedTuple):
     """A mean of what is counted by picture, and its 95% interval, given the other set."""
 
     value: float
@@ -39,7 +39,7 @@ class Share(NamedTuple):
     error: float
 
 
-def inside(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, Inside]:
+def count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, BallCounts]:
     """Count queries [M, D] in the balls of centres [N, D], for each k of `neighbours`.
 
     Raises:
@@ -59,21 +59,21 @@ def inside(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[
             held = distance <= nearest[:, k]
             reached[k] |= held.any(0)
             counts[k].append(held.sum(1))
-    return {k: Inside(torch.cat(counts[k]), reached[k]) for k in neighbours}
+    return {k: BallCounts(torch.cat(counts[k]), reached[k]) for k in neighbours}
 
 
-def proportion(hits: Tensor) -> Share:
+def proportion(hits: Tensor) -> Estimate:
     """Share of pictures [N] that hit, with Wilson's interval, which holds at 0 and 1 as well."""
     n, p, z = len(hits), float(hits.double().mean()), Z
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return Share(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
+    return Estimate(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
 
 
-def mean(values: Tensor) -> Share:
+def mean(values: Tensor) -> Estimate:
     """Mean of values [N] by picture, with the interval of the normal distribution."""
     value, error = float(values.mean()), float(values.std()) / math.sqrt(len(values))
-    return Share(value, value - Z * error, value + Z * error, error)
+    return Estimate(value, value - Z * error, value + Z * error, error)
 
 
 def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from unfog.errors import RequestError
 from unfog.evaluation.chunks import blocks
-from unfog.evaluation.metrics import Measured
+from unfog.evaluation.metrics import MetricResult
 
 PIXEL_METRICS = ("sliced",)
 PATCH = 7
@@ -54,7 +54,7 @@ def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, f
     return found
 
 
-def measure_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int = 0) -> list[Measured]:
+def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
     """Metrics of pixels uint8 [N, C, H, W], [M, C, H, W] themselves: `sliced`, the mean over levels, and each level.
 
     Raises:
@@ -70,7 +70,7 @@ def measure_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
             f"sliced_{side}": value for side, value in levels.items()
         }
         found += [
-            Measured(metric, value, None, None, None, len(fake), len(real), "7x7 patches", "none", note)
+            MetricResult(metric, value, None, None, None, len(fake), len(real), "7x7 patches", "none", note)
             for metric, value in values.items()
         ]
     return found

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import PixelSource, features_of, forget, statistics_of
+from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
 from unfog.evaluation.features import Features
 from unfog.evaluation.held_out import HeldOut
-from unfog.evaluation.metrics import Measured, measure
-from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, measure_pixels
+from unfog.evaluation.metrics import MetricResult, compare_features
+from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference import held_out_metrics
 from unfog.inference import memorization as copies
 from unfog.inference.generated import GeneratedSamples
@@ -58,7 +58,7 @@ def measure_all(
 
     Features are shared between processes; the rest is the first one's work, and the others return without it.
     """
-    drawing, found, searches = chosen.drawing, list[Measured](), list[dict[str, Any]]()
+    drawing, found, searches = chosen.drawing, list[MetricResult](), list[dict[str, Any]]()
     part = drawing.guidance != 1 and drawing.interval != (0.0, 1.0)
     how = {
         "weights": run.weights,
@@ -99,7 +99,7 @@ def forget_drawn(chosen: EvaluationSetup, pictures: GeneratedSamples | None) -> 
     Hardly anybody asks for them again. Those of the real images stay, for the next checkpoint, and the pictures too.
     """
     if chosen.features is not None and pictures is not None:
-        forget(pictures.folder.name, len(pictures), chosen.features)
+        delete_features(pictures.folder.name, len(pictures), chosen.features)
 
 
 def key_of_real(chosen: EvaluationSetup) -> str:
@@ -115,27 +115,27 @@ def shared(pixels: PixelSource, features: Features, key: str, world: World, what
             progress.total = total
             progress.update(done)
 
-        return features_of(pixels, features, key, update, world.rank, world.size, world.barrier)
+        return compute_features(pixels, features, key, update, world.rank, world.size, world.barrier)
 
 
 def of_pictures(
     chosen: EvaluationSetup, pictures: GeneratedSamples, real: Tensor | None, drawn: Tensor | None
-) -> list[Measured]:
+) -> list[MetricResult]:
     """The metrics of the pictures, in the order in which they were asked for."""
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[MetricResult]] = {}
     names = [name for name in chosen.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
     with Progress("computing metrics", None):
         features = chosen.features
         if features is not None and real is not None and drawn is not None and names:
-            known = statistics_of(real, features, key_of_real(chosen)) if "fid" in names else None
+            known = compute_statistics(real, features, key_of_real(chosen)) if "fid" in names else None
             # At once, as they share what they need.
-            by_features = measure(names, real, drawn, features=features, reference=known)
+            by_features = compare_features(names, real, drawn, features=features, reference=known)
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
         found |= {name: of_pixels(name, chosen, pictures) for name in chosen.metrics if name in PIXEL_METRICS}
     return [one for name in chosen.metrics for one in found.get(name, [])]
 
 
-def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) -> list[Measured]:
+def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) -> list[MetricResult]:
     """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
     count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
     real = np.ascontiguousarray(chosen.reference.pixels[evenly_spaced(len(chosen.reference), count)])
@@ -144,7 +144,7 @@ def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) ->
         raise RequestError(
             f"the reference has images {list(real.shape[1:])}, and the run draws {list(drawn.shape[1:])}"
         )
-    return measure_pixels([name], torch.from_numpy(real), torch.from_numpy(drawn))
+    return compare_pixels([name], torch.from_numpy(real), torch.from_numpy(drawn))
 
 
 def of_copies(
@@ -158,22 +158,24 @@ def of_copies(
     """Searches for copies of training images, by pixels and by features, each with a picture of the nearest pairs."""
     some = pictures[0 : copies.DRAWN].transpose(0, 2, 3, 1)
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
-    if not copies.can_tell(prepared):
+    if not copies.enough_images(prepared):
         return []
     with Progress("searching copies", len(prepared.train)) as progress:
-        found = {"pixels": copies.by_pixels(some, prepared, progress.update)}
+        found = {"pixels": copies.check_memorization_by_pixels(some, prepared, progress.update)}
     features = chosen.features
     if features is not None and real is not None and drawn is not None and chosen.reference is prepared.train:
-        unseen = features_of(copies.Unseen(prepared).pixels, features)
+        unseen = compute_features(copies.UnseenImages(prepared).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
-        found[name] = copies.by_features(some, drawn[: len(some)], real, chosen.rows, unseen, prepared)
+        found[name] = copies.check_memorization_by_features(
+            some, drawn[: len(some)], real, chosen.rows, unseen, prepared
+        )
     return [told(by, finding, out) for by, finding in found.items()]
 
 
 def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     """A search as it is stored, with its picture of the nearest pairs written beside."""
     name = f"nearest-{by.replace(' ', '-')}.png"
-    picture = finding.exhibits[0].picture
+    picture = finding.figures[0].image
     assert picture is not None, "the pairs are always shown"
     save_png(out / name, picture)
     return {
@@ -186,9 +188,9 @@ def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     }
 
 
-def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Dataset) -> list[Measured]:
+def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Dataset) -> list[MetricResult]:
     """Loss and bits of the held-out images, as far as they are asked for."""
-    found, config, batch = list[Measured](), run.config, chosen.drawing.batch
+    found, config, batch = list[MetricResult](), run.config, chosen.drawing.batch
     if "held_out" in chosen.metrics:
         held_out = some_held_out(prepared, run, held_out_metrics.MOST)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if chosen.against is None else 2)

@@ -36,7 +36,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.progress import Progress, counted, duration, say, size
+from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.rendezvous import processes
@@ -171,7 +171,7 @@ def reference_of(run: Run, asked: EvaluationRequest, prepared: Dataset, stop: St
     else:
         images, what = prepared.train, "training images"
     if len(images) < 10:
-        raise RequestError(f"the reference has {counted(len(images))}; at least 10 are needed")
+        raise RequestError(f"the reference has {plural(len(images))}; at least 10 are needed")
     return images, what
 
 
@@ -204,7 +204,7 @@ def drawn_pictures(
     pictures = GeneratedSamples(folder / "drawn" / drawing_key(run, chosen), drawing.count, drawing.batch)
     missing = pictures.count_in(pictures.missing())
     if missing < drawing.count:
-        say(f"{counted(drawing.count - missing, 'picture')} are drawn already, in {pictures.folder}")
+        say(f"{plural(drawing.count - missing, 'picture')} are drawn already, in {pictures.folder}")
     if missing:
         tell_cost(run, chosen, missing, world)
 
@@ -222,14 +222,14 @@ def tell_cost(run: Run, chosen: EvaluationSetup, missing: int, world: World) -> 
     drawing = chosen.drawing
     few = replace(drawing, count=min(drawing.batch, missing))
     seconds = seconds_per_sample(run.network, run.config, few) * missing
-    told = f"drawing {counted(missing, 'picture')} takes about {duration(seconds / world.size)}"
+    told = f"drawing {plural(missing, 'picture')} takes about {format_duration(seconds / world.size)}"
     if chosen.features is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(chosen.reference.pixels[chosen.rows[:50]]))
         each = wall_seconds(lambda: chosen.features(pixels).cpu()) / len(pixels)  # type: ignore[misc]
         count = drawing.count + len(chosen.rows)
         told += (
-            f", and {chosen.features.name} of them and of {counted(len(chosen.rows), 'real one')} at most "
-            f"{duration(each * count / world.size)}, as it is kept"
+            f", and {chosen.features.name} of them and of {plural(len(chosen.rows), 'real one')} at most "
+            f"{format_duration(each * count / world.size)}, as it is kept"
         )
     channels, side = run.config.data.channels, run.config.data.size
-    say(f"{told}; they take {size(missing * channels * side * side)} in {run.path / 'evaluations' / 'drawn'}")
+    say(f"{told}; they take {format_bytes(missing * channels * side * side)} in {run.path / 'evaluations' / 'drawn'}")

@@ -13,8 +13,8 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
-from unfog.evaluation.held_out import HeldOut, Mean, mean_over_images, paired
-from unfog.evaluation.metrics import Measured
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
+from unfog.evaluation.metrics import MetricResult
 from unfog.evaluation.precision_recall import Z
 from unfog.pipeline.build import build_objective
 
@@ -39,15 +39,15 @@ def held_out_losses(
     return held_out.losses(loss_at, batch, progress=progress)[0]
 
 
-def held_out_loss(losses: Tensor) -> Measured:
+def held_out_loss(losses: Tensor) -> MetricResult:
     """The held-out loss, with the interval that the choice of images gives it."""
     note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
     return _as_metric("held_out", mean_over_images(losses), note)
 
 
-def held_out_difference(losses: Tensor, others: Tensor, step: int) -> Measured:
+def held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
     """By how much the held-out loss is above that of another checkpoint, image by image."""
-    difference = paired(losses, others)
+    difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
     note = f"{which} than at step {step:,}" if sure else f"no telling it from that at step {step:,}"
@@ -56,7 +56,7 @@ def held_out_difference(losses: Tensor, others: Tensor, step: int) -> Measured:
 
 def bits_per_value(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
-) -> Measured:
+) -> MetricResult:
     """Bound on the bits that an image takes, for each of its numbers."""
     denoiser, found = Denoiser(network, config.diffusion, config.diffusion.learned_variance), []
     for first in range(0, len(held_out.x0), batch):
@@ -70,9 +70,9 @@ def bits_per_value(
     return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
 
 
-def _as_metric(name: str, mean: Mean, note: str) -> Measured:
+def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
     """A mean over images, as metrics are told."""
     if math.isnan(mean.error):
-        return Measured(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
+        return MetricResult(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
     low, high = mean.value - Z * mean.error, mean.value + Z * mean.error
-    return Measured(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)
+    return MetricResult(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.inference.nearest_images import FEWEST, Nearest, memorised, nearest, nearest_features
+from unfog.inference.nearest_images import (
+    FEWEST,
+    NearestImages,
+    check_memorization,
+    find_nearest,
+    find_nearest_features,
+)
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 
@@ -22,7 +28,7 @@ ENOUGH = 20
 """Held-out images, of fewer of which nothing can be said."""
 
 
-class Unseen:
+class UnseenImages:
     """Real images to compare with: held-out ones; with too few of those, training images among the others."""
 
     def __init__(self, prepared: Dataset):
@@ -42,39 +48,39 @@ class Unseen:
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 
-def by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
+def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
     """By pixels, against all training images; drawn: [N, H, W, C]. `progress` is told how many images are searched."""
-    unseen, train = Unseen(prepared), prepared.train
+    unseen, train = UnseenImages(prepared), prepared.train
     queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
-    both = nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
-    found, usual = parted(both, len(drawn))
+    both = find_nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
+    found, usual = _split_queries(both, len(drawn))
     matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return memorised(drawn, found, usual, matches, unseen.what, len(train))
+    return check_memorization(drawn, found, usual, matches, unseen.what, len(train))
 
 
-def by_features(
+def check_memorization_by_features(
     drawn: Pixels, features: Tensor, real: Tensor, rows: NDArray[np.int64], unseen: Tensor, prepared: Dataset
 ) -> Finding:
     """By features of the drawn pictures [N, D], of the training images `rows` [R, D], and of those of `Unseen`."""
-    usual = Unseen(prepared)
+    usual = UnseenImages(prepared)
     place = {int(row): i for i, row in enumerate(rows)}
     own = [place.get(row, -1) for row in usual.own]
-    both = nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
-    found, other = parted(both, len(features))
+    both = find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
+    found, other = _split_queries(both, len(features))
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
     # What the same picture is at in this scale: a thousandth of how far real ones are from their next.
     same = 1e-3 * float(other.distance[:, 1:].median())
-    return memorised(drawn, found, other, matches, usual.what, len(rows), same)
+    return check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
 
 
-def can_tell(prepared: Dataset) -> bool:
+def enough_images(prepared: Dataset) -> bool:
     """Whether there are enough training images to tell copies from likeness."""
     return len(prepared.train) >= FEWEST
 
 
-def parted(both: Nearest, count: int) -> tuple[Nearest, Nearest]:
+def _split_queries(both: NearestImages, count: int) -> tuple[NearestImages, NearestImages]:
     """Those of the first `count` queries, and of the rest."""
     return (
-        Nearest(both.distance[:count], both.image[:count]),
-        Nearest(both.distance[count:], both.image[count:]),
+        NearestImages(both.distance[:count], both.image[:count]),
+        NearestImages(both.distance[count:], both.image[count:]),
     )

@@ -14,8 +14,8 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from unfog.data.dataset import evenly_spaced
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.findings import Exhibit, Finding
-from unfog.reporting.image_grids import Pixels, strip
+from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.image_grids import Pixels, labelled_strip
 
 SIDE = 16
 """Pictures are compared at so many pixels a side, averaged down, so that a pixel's shift hardly counts."""
@@ -46,7 +46,7 @@ class Images(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
-class Nearest(NamedTuple):
+class NearestImages(NamedTuple):
     """The training images near to each of N pictures."""
 
     distance: Tensor
@@ -62,19 +62,19 @@ class Nearest(NamedTuple):
         return (self.distance[:, 0].double() / rest.clamp_min(1e-9)).clamp(0, 1).numpy()
 
 
-def features(pixels: Tensor) -> Tensor:
+def _pixel_features(pixels: Tensor) -> Tensor:
     """uint8 [N, C, H, W] -> float32 [N, D]: what is compared."""
     side = (min(SIDE, pixels.shape[2]), min(SIDE, pixels.shape[3]))
     small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
     return small.flatten(1)
 
 
-def nearest(
+def find_nearest(
     queries: Tensor,
     images: Images,
     rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Nearest:
+) -> NearestImages:
     """The images nearest to each query, mirrored or not, of FEWEST or more; reads them chunk by chunk.
 
     Args:
@@ -85,14 +85,16 @@ def nearest(
     """
     looked_at = evenly_spaced(len(images), MOST)
     kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
-    wanted = features(queries)
+    wanted = _pixel_features(queries)
     own = None if rows is None else torch.tensor(rows)[:, None]
     best = torch.full((len(queries), 0), 0.0)
     index = torch.zeros(len(queries), 0, dtype=torch.int64)
     for first in range(0, len(looked_at), CHUNK):
         chosen = looked_at[first : first + CHUNK]
         chunk = torch.from_numpy(np.ascontiguousarray(images[chosen]))
-        distance = torch.minimum(distances(wanted, features(chunk)), distances(wanted, features(chunk.flip(3))))
+        distance = torch.minimum(
+            _distances(wanted, _pixel_features(chunk)), _distances(wanted, _pixel_features(chunk.flip(3)))
+        )
         here = torch.from_numpy(chosen).expand(len(queries), -1)
         if own is not None:
             distance = distance.masked_fill(here == own, torch.inf)
@@ -100,10 +102,10 @@ def nearest(
         best, order = best.topk(min(kept, best.shape[1]), largest=False)
         index = index.gather(1, order)
         progress(first + len(chosen))
-    return Nearest(best, index)
+    return NearestImages(best, index)
 
 
-def nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> Nearest:
+def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> NearestImages:
     """The same by features [Q, D] of the queries and [N, D] of the images, of any extractor, whose distances have its
     own scale; an extractor that is to find mirrored copies must not tell them apart."""
     kept = 1 + min(NEIGHBOURS, max(2, len(reference) // 6))
@@ -111,22 +113,28 @@ def nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | N
     found = []
     for first in range(0, len(queries), CHUNK // 8):
         part = slice(first, first + CHUNK // 8)
-        distance = distances(queries[part], reference)
+        distance = _distances(queries[part], reference)
         if own is not None:
             distance = distance.masked_fill(torch.arange(len(reference))[None] == own[part], torch.inf)
         found.append(distance.topk(min(kept, len(reference) - (own is not None)), largest=False))
-    return Nearest(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+    return NearestImages(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
 
 
-def distances(a: Tensor, b: Tensor) -> Tensor:
+def _distances(a: Tensor, b: Tensor) -> Tensor:
     """Root mean square differences [A, B] of features [A, D] and [B, D]."""
     a, b = a.double(), b.double()  # in float32 the product would leave a copy at a distance of rounding errors
     squared = a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
 
-def memorised(
-    drawn: Pixels, found: Nearest, unseen: Nearest, matches: Pixels, what: str, searched: int, same: float = SAME
+def check_memorization(
+    drawn: Pixels,
+    found: NearestImages,
+    unseen: NearestImages,
+    matches: Pixels,
+    what: str,
+    searched: int,
+    same: float = SAME,
 ) -> Finding:
     """run.memorised.
 
@@ -140,11 +148,11 @@ def memorised(
         same: distance below which two are the same picture.
     """
     ratio, usual = found.ratio, unseen.ratio
-    limit, (share, expected, certain) = COPY, compared(found, unseen, COPY, same)
+    limit, (share, expected, certain) = COPY, copy_shares(found, unseen, COPY, same)
     related = expected
     if not certain and related > RELATED:
         limit = min(COPY, NEARER * float(np.quantile(usual, LOWEST)))
-        share, expected, certain = compared(found, unseen, limit, same)
+        share, expected, certain = copy_shares(found, unseen, limit, same)
     copies = round(share * len(ratio))
     facts = {
         "copies": copies,
@@ -157,7 +165,7 @@ def memorised(
         "median_ratio_of_unseen": float(np.median(usual)),
         "training_images": searched,
     }
-    exhibits = (side_by_side(drawn, matches, ratio), distribution(ratio, usual, what, limit))
+    exhibits = (_pairs_figure(drawn, matches, ratio), _ratio_figure(ratio, usual, what, limit))
     evidence = (
         f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {limit:.2g} of the "
         f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
@@ -175,7 +183,9 @@ def memorised(
     return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
 
 
-def compared(found: Nearest, unseen: Nearest, limit: float, same: float = SAME) -> tuple[float, float, bool]:
+def copy_shares(
+    found: NearestImages, unseen: NearestImages, limit: float, same: float = SAME
+) -> tuple[float, float, bool]:
     """Shares of drawn and of unseen pictures that are as near as copies are, and whether the first is larger for sure.
 
     A copy is what is nearer than `limit` by the ratio, or the same picture.
@@ -190,18 +200,20 @@ def compared(found: Nearest, unseen: Nearest, limit: float, same: float = SAME) 
     return share, expected, share - expected > 3 * error
 
 
-def side_by_side(drawn: Pixels, matches: Pixels, ratio: Floats) -> Exhibit:
+def _pairs_figure(drawn: Pixels, matches: Pixels, ratio: Floats) -> Figure:
     """The most suspicious pictures over the training images that are nearest to them."""
     order = np.argsort(ratio)[:SHOWN]
     captions = [f"{ratio[i]:.2f}" for i in order]
-    picture = strip({"drawn": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1]))
+    picture = labelled_strip(
+        {"drawn": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1])
+    )
     caption = "Over each pair: the distance of the two over that of the drawn one to the next training images."
-    return Exhibit("Drawn pictures and the training images nearest to them", picture, caption=caption)
+    return Figure("Drawn pictures and the training images nearest to them", picture, caption=caption)
 
 
-def distribution(ratio: Floats, usual: Floats, what: str, limit: float) -> Exhibit:
+def _ratio_figure(ratio: Floats, usual: Floats, what: str, limit: float) -> Figure:
     """Share of pictures below each ratio."""
     curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("drawn", ratio), (what, usual))}
     chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
     caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means that training images return."
-    return Exhibit("How near to the training images", svg=chart, caption=caption)
+    return Figure("How near to the training images", svg=chart, caption=caption)

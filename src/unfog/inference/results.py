@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.evaluation.features import Features
-from unfog.evaluation.metrics import Measured
+from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.records import write_atomic
 from unfog.training.settings import Evaluate, SamplingPrecision, names_in
@@ -88,13 +88,13 @@ class Evaluation:
     step: int
     drawn: Mapping[str, Any]
     """How: sampler, steps, seed, guidance, weights, n, what the reference is."""
-    measured: Sequence[Measured]
+    measured: Sequence[MetricResult]
     copies: Sequence[Mapping[str, Any]] = ()
     """Of each search for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
-    def __getitem__(self, metric: str) -> Measured:
+    def __getitem__(self, metric: str) -> MetricResult:
         """What was measured under this name. KeyError if it was not."""
         for one in self.measured:
             if one.metric == metric:
@@ -135,12 +135,12 @@ class Evaluation:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             stored = json.loads(path.read_bytes())
             if stored.pop("format") == FORMAT:
-                measured = [Measured(**one) for one in stored.pop("measured")]
+                measured = [MetricResult(**one) for one in stored.pop("measured")]
                 return cls(measured=measured, **stored)
         return None
 
 
-def _table_row(one: Measured) -> tuple[str, ...]:
+def _table_row(one: MetricResult) -> tuple[str, ...]:
     """The cells of a row of the table."""
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"

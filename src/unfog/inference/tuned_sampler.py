@@ -10,7 +10,7 @@ from typing import Any
 
 from unfog.diffusion.sampler import Sampler
 from unfog.process.run_folder import RunFolder
-from unfog.reporting.progress import counted, say
+from unfog.reporting.progress import plural, say
 from unfog.reporting.records import Events, read_events
 
 EVENT = "tuned"
@@ -25,7 +25,7 @@ def record_tuned_sampler(folder: RunFolder, step: int, sampler: Sampler) -> None
 def report_dropped_levels(before: Sampler, now: Sampler) -> None:
     """Say so where levels that were tuned give way to the schedule's, as they were for another sampler."""
     if (before.grid, now.grid) == ("tuned", "schedule"):
-        say(f"  the levels were tuned for {counted(before.steps, 'step')} of {before.kind}; taking the schedule's")
+        say(f"  the levels were tuned for {plural(before.steps, 'step')} of {before.kind}; taking the schedule's")
 
 
 def omit_tuned_settings(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:

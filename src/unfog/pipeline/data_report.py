@@ -16,7 +16,7 @@ from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.stream import ImageStream
 from unfog.pipeline.generate import to_pixels
 from unfog.process.run_folder import RunFolder
-from unfog.reporting.image_grids import Pixels, grid, legible, png
+from unfog.reporting.image_grids import Pixels, encode_png, grid, printable_name
 from unfog.reporting.records import write_atomic
 from unfog.text import valid_text
 
@@ -48,7 +48,7 @@ def write_data_report(folder: RunFolder, prepared: Dataset, augment: Augment, se
         OSError: the disk refuses.
     """
     write_atomic(folder.path / DATA_FILE, data_json(prepared))
-    write_atomic(folder.path / "contact-sheet.png", png(contact_sheet(prepared, augment, seed)))
+    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(prepared, augment, seed)))
 
 
 def data_json(prepared: Dataset) -> bytes:
@@ -165,4 +165,4 @@ def _spread(prepared: Dataset, index: NDArray[np.int64], free: list[int], count:
 
 
 def _class_name(classes: Sequence[str], label: int) -> str:
-    return legible(classes[label], f"class {label}")
+    return printable_name(classes[label], f"class {label}")

@@ -15,7 +15,7 @@ from unfog.diffusion.noise import Schedule
 from unfog.pipeline.autoencoder_folder import Decode
 from unfog.pipeline.edit import edit_grid
 from unfog.pipeline.generate import sample_grid, to_pixels
-from unfog.reporting.image_grids import Pixels, save_png, strip
+from unfog.reporting.image_grids import Pixels, labelled_strip, save_png
 from unfog.reporting.progress import say
 
 MAX_IN_GRID = (
@@ -66,7 +66,7 @@ class DenoisingStrip:
         """The strip, uint8 [H, W, 3]."""
         columns = self.columns()
         rows = {"x_t": np.stack([c.x_t for c in columns]), "predicted x0": np.stack([c.x0 for c in columns])}
-        return strip(rows, [c.caption for c in columns])
+        return labelled_strip(rows, [c.caption for c in columns])
 
 
 def _first(x: Tensor) -> Pixels:

@@ -21,7 +21,7 @@ from unfog.planning.disk import snapshot_bytes
 from unfog.planning.microbatch import choose_microbatch, memory_per_process, required_memory
 from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
-from unfog.reporting.progress import size
+from unfog.reporting.progress import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import imitates_bf16, native_precision, usual_format
 from unfog.training.settings import MemoryFormat, PrecisionName
@@ -244,9 +244,11 @@ class AutoSettings:
         every = max(1, round(steps / AVERAGES))
         takes = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
         if takes > free_bytes(Path.cwd()) / 4:
-            self._note("ema_snapshots.every", -1, f"{size(takes)} would be over a quarter of the disk that is free")
+            self._note(
+                "ema_snapshots.every", -1, f"{format_bytes(takes)} would be over a quarter of the disk that is free"
+            )
             return -1
-        reason = f"{size(takes)} of snapshots, from which unfog ema-sweep rebuilds an average of any length"
+        reason = f"{format_bytes(takes)} of snapshots, from which unfog ema-sweep rebuilds an average of any length"
         self._note("ema_snapshots.every", every, reason)
         return every
 

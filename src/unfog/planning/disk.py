@@ -10,7 +10,7 @@ import numpy as np
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
-from unfog.reporting.progress import size
+from unfog.reporting.progress import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, Checkpoint, EmaSnapshots
 from unfog.training.state import TrainState
@@ -69,12 +69,12 @@ def check_disk_room(
     room, free = disk_space_needed(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)
     if free < room.minimum:
         raise RequestError(
-            f"{checkpoints.parent} has {size(free)} free, and two checkpoints of this network take "
-            f"{size(2 * room.checkpoint)}; make room, or give another --out or a smaller --network"
+            f"{checkpoints.parent} has {format_bytes(free)} free, and two checkpoints of this network take "
+            f"{format_bytes(2 * room.checkpoint)}; make room, or give another --out or a smaller --network"
         )
-    beside = f" and {size(room.snapshots)} of averages" if room.snapshots else ""
-    most = size(room.checkpoints * room.checkpoint)
-    line = f"disk: {size(room.checkpoint)} a checkpoint, {most} at most{beside}; {size(free)} free"
+    beside = f" and {format_bytes(room.snapshots)} of averages" if room.snapshots else ""
+    most = format_bytes(room.checkpoints * room.checkpoint)
+    line = f"disk: {format_bytes(room.checkpoint)} a checkpoint, {most} at most{beside}; {format_bytes(free)} free"
     return line if free > room.maximum else f"{line}, so training may have to wait for room"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
-from unfog.reporting.progress import Progress, duration
+from unfog.reporting.progress import Progress, format_duration
 from unfog.training.hooks import Augmentation, Silent, Stream
 from unfog.training.loop import Every, train
 from unfog.training.settings import Optimizer, Training
@@ -140,7 +140,7 @@ def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeRes
         trials = run_trials(subject, ramp, left, pace) if ramp.learns else ()
     suggestion, reason = suggest(ramp, trials)
     if ramp.learns and not trials:
-        reason += f"; about {duration(enough(pace))} would allow them, and tell more"
+        reason += f"; about {format_duration(enough(pace))} would allow them, and tell more"
     return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 

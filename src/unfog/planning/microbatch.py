@@ -13,7 +13,7 @@ from unfog.errors import RequestError
 from unfog.planning.memory_bound import memory_upper_bound
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.peak_memory import available_memory
-from unfog.reporting.progress import size
+from unfog.reporting.progress import format_bytes
 from unfog.training.distributed.rendezvous import sharing
 
 MARGIN = 0.85
@@ -53,7 +53,9 @@ def choose_microbatch(
     batch, checkpointing = config.training.batch, config.training.checkpointing
     if memory_upper_bound(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
         return MicrobatchChoice(
-            batch, checkpointing, f"needs less than {size(memory_upper_bound(config))} of {size(room)} available"
+            batch,
+            checkpointing,
+            f"needs less than {format_bytes(memory_upper_bound(config))} of {format_bytes(room)} available",
         )
     traces = MemoryEstimator(with_precision(config), device.type, processes)
     if available is None:
@@ -67,14 +69,17 @@ def choose_microbatch(
         count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
         if count:
             need = "needs" if count == 1 else "need"
-            reason = f"{count_of(count)} at once {need} about {size(peak(count, recompute))} of {size(room)} available"
+            reason = (
+                f"{count_of(count)} at once {need} about {format_bytes(peak(count, recompute))} of "
+                f"{format_bytes(room)} available"
+            )
             if count < batch:
-                reason += f", all {batch:,} would need {size(peak(batch, checkpointing))}"
+                reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
             return MicrobatchChoice(count, recompute, reason)
     raise RequestError(
-        f"one image of {config.data.size} pixels through this network needs about {size(peak(1, True))} to train, also "
-        f"with gradient checkpointing, and {name or device} has {size(room)} available; give a smaller --size or "
-        f"--network{_more_devices_remedy(config, processes)}"
+        f"one image of {config.data.size} pixels through this network needs about {format_bytes(peak(1, True))} to "
+        f"train, also with gradient checkpointing, and {name or device} has {format_bytes(room)} available; give a "
+        f"smaller --size or --network{_more_devices_remedy(config, processes)}"
     )
 
 

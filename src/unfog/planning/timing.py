@@ -17,7 +17,7 @@ from unfog.planning.flops import NetworkCost, TimeRange, call_time, step_time
 from unfog.planning.memory_estimate import batch_shape, blank_labels
 from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, duration
+from unfog.reporting.progress import Progress, format_duration
 from unfog.training.stability.out_of_memory import at_once
 
 PICTURES = (16, 64, 10_000, 50_000)
@@ -112,7 +112,7 @@ def format_time(seconds: TimeRange) -> str:
     """A span of time in words; "?" where it is not known."""
     if math.isnan(seconds.low):
         return "?"
-    low, high = (f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.1f} s" if s < 10 else duration(s) for s in seconds)
+    low, high = (f"{s * 1e3:.0f} ms" if s < 1 else f"{s:.1f} s" if s < 10 else format_duration(s) for s in seconds)
     return low if low == high else f"{low} to {high}"
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from unfog.reporting.html import page
-from unfog.reporting.image_grids import Pixels, png
+from unfog.reporting.html import render_template
+from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 
@@ -26,11 +26,11 @@ style that a terminal shows each in."""
 
 
 @dataclass(frozen=True, eq=False)
-class Exhibit:
+class Figure:
     """A picture, a chart or a table that shows what a finding says."""
 
     title: str
-    picture: Pixels | None = None
+    image: Pixels | None = None
     """uint8 [H, W] or [H, W, 3]."""
 
     svg: str = ""
@@ -59,26 +59,26 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The numbers behind it, as plain values for JSON."""
 
-    exhibits: tuple[Exhibit, ...] = ()
+    figures: tuple[Figure, ...] = ()
 
     def __str__(self) -> str:
         mark = "" if self.severity == "fine" else f"{self.severity}: "
         return f"{mark}{self.evidence}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def ranked(findings: Sequence[Finding]) -> list[Finding]:
+def sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
     """The gravest first; those of one severity in the order in which they were found."""
     return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))
 
 
-def senseless(findings: Sequence[Finding]) -> bool:
+def has_fatal(findings: Sequence[Finding]) -> bool:
     """Whether one of them says that training makes no sense."""
     return any(finding.severity == "fatal" for finding in findings)
 
 
-def say_findings(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """Tell a person what needs a thought, the gravest first, and how many there are of each severity."""
-    for finding in ranked(findings):
+    for finding in sort_by_severity(findings):
         if finding.severity != "fine":
             say(f"  {finding}", style=SEVERITIES[finding.severity])
     say(f"  {summary(findings)}")
@@ -96,8 +96,14 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     """Write findings.json and report.html, which needs no other file, into a folder; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [
-        {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, "facts": finite(f.facts)}
-        for f in ranked(findings)
+        {
+            "code": f.code,
+            "severity": f.severity,
+            "evidence": f.evidence,
+            "remedy": f.remedy,
+            "facts": json_values(f.facts),
+        }
+        for f in sort_by_severity(findings)
     ]
     text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
@@ -106,25 +112,27 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     return path
 
 
-def finite(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """The same for JSON, which knows neither NaN nor infinity: None in their place."""
     if isinstance(value, Mapping):
-        return {str(key): finite(one) for key, one in value.items()}
+        return {str(key): json_values(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [json_values(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(title: str, findings: Sequence[Finding]) -> str:
     """The HTML page of the findings; it makes no request."""
-    shown = [{"finding": one, "exhibits": [_shown(exhibit) for exhibit in one.exhibits]} for one in ranked(findings)]
-    return page("findings.html", title=title, summary=summary(findings), shown=shown)
+    shown = [
+        {"finding": one, "figures": [_shown(figure) for figure in one.figures]} for one in sort_by_severity(findings)
+    ]
+    return render_template("findings.html", title=title, summary=summary(findings), shown=shown)
 
 
-def _shown(exhibit: Exhibit) -> dict[str, object]:
+def _shown(exhibit: Figure) -> dict[str, object]:
     uri = ""
-    if exhibit.picture is not None:
-        uri = f"data:image/png;base64,{base64.b64encode(png(exhibit.picture)).decode()}"
+    if exhibit.image is not None:
+        uri = f"data:image/png;base64,{base64.b64encode(encode_png(exhibit.image)).decode()}"
     # Our own charts escape every text that they are given.
     drawn = {"uri": uri, "svg": Markup(exhibit.svg), "table": exhibit.table}
     return {"title": exhibit.title, "caption": exhibit.caption, **drawn}

@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 
-def page(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """The template of this name with these values, and `written`, when that was."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("unfog.reporting"),

@@ -55,7 +55,9 @@ def grid(
     return np.concatenate([_captions(names, height, gap), paper], axis=1)
 
 
-def strip(rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = 2) -> Pixels:
+def labelled_strip(
+    rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = 2
+) -> Pixels:
     """The denoising strip: a column per noise level, captioned, and a named row per kind of picture.
 
     `rows`: name -> uint8 [L, H, W] or [L, H, W, C], e.g. {"x_t": ..., "predicted x0": ...}, all of one shape;
@@ -77,7 +79,7 @@ def strip(rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None
     return np.concatenate([np.asarray(head), body])
 
 
-def png(pixels: Pixels) -> bytes:
+def encode_png(pixels: Pixels) -> bytes:
     """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG."""
     encoded = io.BytesIO()
     array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
@@ -88,10 +90,10 @@ def png(pixels: Pixels) -> bytes:
 def save_png(path: Path, pixels: Pixels) -> None:
     """Write uint8 [H, W], [H, W, 1] or [H, W, 3] as a PNG file, whole or not at all; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, png(pixels))
+    write_atomic(path, encode_png(pixels))
 
 
-def data_uri(path: Path, width: int) -> tuple[str, int] | None:
+def png_data_uri(path: Path, width: int) -> tuple[str, int] | None:
     """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable."""
     try:
         with Image.open(path) as image:
@@ -101,7 +103,7 @@ def data_uri(path: Path, width: int) -> tuple[str, int] | None:
             else:
                 size = (width, max(1, round(image.height * width / image.width)))
                 smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-                data, across = png(np.asarray(smaller)), width
+                data, across = encode_png(np.asarray(smaller)), width
     except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG chunk
         return None
     return f"data:image/png;base64,{base64.b64encode(data).decode()}", across
@@ -144,7 +146,7 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
     return np.asarray(image)
 
 
-def legible(name: str, otherwise: str) -> str:
+def printable_name(name: str, otherwise: str) -> str:
     """A name without its accents, as the font of our pictures has none; `otherwise` if it lacks a letter even so."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
     font: Any = _font()  # whose masks are bytes, of which its types do not tell

@@ -40,7 +40,7 @@ def warn(text: str) -> None:
     say(f"warning: {text}", style="yellow")
 
 
-def result(text: str) -> None:
+def print_result(text: str) -> None:
     """Print what was asked for, on stdout."""
     try:
         sys.stdout.write(f"{text}\n")
@@ -51,7 +51,7 @@ def result(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as a person says them: "8 s", "3 min 20 s", "5 h 02 min", "2 d 04 h"; "?" when not finite."""
     if not math.isfinite(seconds):
         return "?"
@@ -65,25 +65,25 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as people say them: "0.2 MB", "340 MB", "1.6 GB"."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
-def counted(number: int, thing: str = "image") -> str:
+def plural(number: int, thing: str = "image") -> str:
     """A number of things: "1 image", "2,000 classes"."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
 
 
-def amount(value: float) -> str:
+def format_number(value: float) -> str:
     """A number to three digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-class Pace:
+class _Rate:
     """Smoothed rate of some work, for the time left.
 
     Work and time are averaged with the same exponential window, so pauses (previews, evaluation) count. The
@@ -122,7 +122,7 @@ class Progress:
         self._done, self._note = start, ""
         self._delay = delay
         self._started = self._shown = time.monotonic()
-        self._pace = Pace(start, self._started)
+        self._pace = _Rate(start, self._started)
         self._task: TaskID | None = None
         self._printed: tuple[int, str] | None = None  # what the last plain line said
 
@@ -178,10 +178,10 @@ class Progress:
         rate = self._pace.rate
         parts = [f"{self._done:,}{of}", self._note]
         if not self._note and math.isfinite(rate):
-            parts.append(f"{amount(rate)}/s")
+            parts.append(f"{format_number(rate)}/s")
         if self.total and self._done < self.total:
-            parts.append(f"{duration((self.total - self._done) / rate)} left")
-        parts.append(f"{duration(now - self._started)} so far")
+            parts.append(f"{format_duration((self.total - self._done) / rate)} left")
+        parts.append(f"{format_duration(now - self._started)} so far")
         return " · ".join(filter(None, parts))
 
 

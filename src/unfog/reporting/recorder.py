@@ -11,11 +11,11 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from unfog.reporting.image_grids import Pixels, png
-from unfog.reporting.progress import Progress, amount, warn
+from unfog.reporting.image_grids import Pixels, encode_png
+from unfog.reporting.progress import Progress, format_number, warn
 from unfog.reporting.records import Events, Metrics, write_atomic
 from unfog.reporting.settings import Log
-from unfog.reporting.trackers import Sink, open_sink, require
+from unfog.reporting.trackers import Tracker, check_installed, open_tracker
 
 Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 
@@ -23,7 +23,7 @@ Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 _NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("loss", lambda value: f"loss {value:.4g}"),
     ("held_out_loss", lambda value: f"held-out {value:.4g}"),
-    ("images_per_second", lambda value: f"{amount(value)} images/s"),
+    ("images_per_second", lambda value: f"{format_number(value)} images/s"),
 )
 
 
@@ -50,7 +50,7 @@ class Recorder:
         logged: int | None = None,
         undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        require(log.sinks)
+        check_installed(log.sinks)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self._undivided = undivided
@@ -65,17 +65,17 @@ class Recorder:
         for file, name in ((self._events, "events.jsonl"), (self._metrics, "metrics.jsonl")):
             if file.damaged:
                 self.warn(start, f"{name}: {file.damaged} line(s) cut short by a kill or a power cut removed")
-        self._sinks: list[Sink] = []
+        self._sinks: list[Tracker] = []
         for name in log.sinks:
             self._open(name, start, config or {})
         self._total = total
-        self.begin()
+        self.start_progress()
 
-    def begin(self) -> None:
+    def start_progress(self) -> None:
         """Let the time left count from now on: what came before were preparations."""
         self.progress = Progress("step", self._total, start=self._step, delay=0.0)
 
-    def advance(self, step: int) -> None:
+    def update_progress(self, step: int) -> None:
         """`step` steps are done: moves the progress line and nothing else, cheap enough for each step."""
         self._step = step
         self.progress.update(step)
@@ -89,18 +89,18 @@ class Recorder:
         self._step = step
         self._write(lambda: self._metrics.write(step, images, self.seconds, values))
         scalars = _scalars({"images": images, **values})
-        self._each_sink(lambda sink: sink.scalars(step, scalars))
+        self._each_sink(lambda sink: sink.log_scalars(step, scalars))
         for name, text in _NOTES:
             if name in scalars:
                 self._notes[name] = text(scalars[name])
         self.progress.update(step, ", ".join(self._notes.values()))
 
-    def images(self, step: int, name: str, pixels: Pixels) -> None:
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """A picture, uint8 [H, W, 3], saved as RUN/<name>/<step>.png; "samples" are the preview grids."""
         path = self.run_dir / name / f"{step:08d}.png"
-        self._pictures[path] = png(pixels)
+        self._pictures[path] = encode_png(pixels)
         self._write(self._write_pictures)
-        self._each_sink(lambda sink: sink.image(step, name, pixels))
+        self._each_sink(lambda sink: sink.log_image(step, name, pixels))
 
     def event(self, kind: str, step: int, **fields: object) -> None:
         """A line of events; everything written so far is made to survive a power cut."""
@@ -140,11 +140,11 @@ class Recorder:
 
     def _open(self, name: str, start: int, config: Mapping[str, object]) -> None:
         try:
-            self._sinks.append(open_sink(name, self.run_dir, start, config))
+            self._sinks.append(open_tracker(name, self.run_dir, start, config))
         except Exception as error:
             self._report_failure(name, error)
 
-    def _each_sink(self, act: Callable[[Sink], None]) -> None:
+    def _each_sink(self, act: Callable[[Tracker], None]) -> None:
         for sink in list(self._sinks):
             try:
                 act(sink)

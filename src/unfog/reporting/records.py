@@ -123,7 +123,7 @@ def read_events(path: Path) -> list[Row]:
     return list(_read(path))
 
 
-def number(value: object) -> float:
+def finite_number(value: object) -> float:
     """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return math.nan

@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.html import page
-from unfog.reporting.image_grids import data_uri
-from unfog.reporting.progress import amount, duration
-from unfog.reporting.records import LARGEST, Row, number, read_events, read_metrics, write_atomic
-from unfog.reporting.report_charts import charts, column, smooth
-from unfog.reporting.stored_evaluations import HEAD, StoredEvaluation, read_evaluations
+from unfog.reporting.html import render_template
+from unfog.reporting.image_grids import png_data_uri
+from unfog.reporting.progress import format_duration, format_number
+from unfog.reporting.records import LARGEST, Row, finite_number, read_events, read_metrics, write_atomic
+from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
+from unfog.reporting.stored_evaluations import COLUMNS, StoredEvaluation, read_evaluations
 from unfog.text import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunData:
     """What a run folder says, read once."""
 
     name: str
@@ -69,17 +69,17 @@ def write_report(run_dir: Path) -> Path:
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
     path = run_dir / "report.html"
-    write_atomic(path, render([read_run(run_dir)]).encode("utf-8", "replace"))
+    write_atomic(path, render_report([read_run(run_dir)]).encode("utf-8", "replace"))
     return path
 
 
-def read_run(run_dir: Path) -> RunRecord:
+def read_run(run_dir: Path) -> RunData:
     """Read the record in a run folder; RequestError when there is none."""
     record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
     found = [path for path in record if path.exists()]
     if not found:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
-    return RunRecord(
+    return RunData(
         name=run_dir.resolve().name,
         metrics=read_metrics(run_dir / "metrics.jsonl"),
         events=read_events(run_dir / "events.jsonl"),
@@ -96,12 +96,12 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
-def render(runs: Sequence[RunRecord]) -> str:
+def render_report(runs: Sequence[RunData]) -> str:
     """The HTML page of the runs, in order; needs no other file and makes no request."""
-    return page("report.html", runs=[_view(run) for run in runs])
+    return render_template("report.html", runs=[_view(run) for run in runs])
 
 
-def _view(run: RunRecord) -> dict[str, object]:
+def _view(run: RunData) -> dict[str, object]:
     """What the template shows of a run."""
     state, detail = _state(run)
     film = _pictures(_evenly(run.samples, _FILMSTRIP), _THUMBNAIL)
@@ -113,7 +113,7 @@ def _view(run: RunRecord) -> dict[str, object]:
         "samples": _last(_pictures(run.samples[-1:], _LARGE)),
         "denoising": _last(_pictures(run.denoising[-1:], _LARGE)),
         "film": film if len(film) > 1 else [],
-        "charts": charts(run.metrics),
+        "charts": metric_charts(run.metrics),
         "evaluations": [_evaluated(one) for one in run.evaluations],
         "data": _last([_fields(event) for event in _of_kind(run, "data")]),
         "choices": [defaultdict(str, _fields(event)) for event in _of_kind(run, "choice")],
@@ -128,12 +128,19 @@ def _evaluated(one: StoredEvaluation) -> dict[str, object]:
     """What the template shows of an evaluation."""
     pairs = [
         (severity, said, _last(_pictures([(one.step, path)] if path else [], _LARGE)))
-        for severity, said, path in one.copies
+        for severity, said, path in one.memorization
     ]
-    return {"step": f"{one.step:,}", "how": one.how, "head": HEAD, "rows": one.rows, "notes": one.notes, "pairs": pairs}
+    return {
+        "step": f"{one.step:,}",
+        "how": one.sampling,
+        "head": COLUMNS,
+        "rows": one.rows,
+        "notes": one.notes,
+        "pairs": pairs,
+    }
 
 
-def _state(run: RunRecord) -> tuple[str, str]:
+def _state(run: RunData) -> tuple[str, str]:
     """The state of the run in a word, and what there is to say about it."""
     last = _last(_of_kind(run, "started", "resumed", *_ENDINGS))
     if last is None or last["kind"] not in _ENDINGS:
@@ -142,20 +149,20 @@ def _state(run: RunRecord) -> tuple[str, str]:
     return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
 
 
-def _facts(run: RunRecord) -> list[tuple[str, str, str]]:
+def _facts(run: RunData) -> list[tuple[str, str, str]]:
     """Headline numbers: label, value, remark."""
     facts = []
     if run.metrics:
         last = run.metrics[-1]
         facts.append(("images seen", _text(last.get("images", 0)), f"{_text(last.get('step', 0))} steps"))
-        facts.append(("time", duration(number(last.get("seconds", 0.0))), ""))
-    _, rates = column(run.metrics, "images_per_second")
+        facts.append(("time", format_duration(finite_number(last.get("seconds", 0.0))), ""))
+    _, rates = finite_column(run.metrics, "images_per_second")
     if len(rates):
-        facts.append(("images a second", amount(float(np.median(rates))), "median"))
-    _, losses = column(run.metrics, "loss")
+        facts.append(("images a second", format_number(float(np.median(rates))), "median"))
+    _, losses = finite_column(run.metrics, "loss")
     if len(losses):
-        facts.append(("loss", f"{smooth(losses)[-1]:.4g}", "smoothed"))
-    steps, held_out = column(run.metrics, "held_out_loss")
+        facts.append(("loss", f"{smoothed(losses)[-1]:.4g}", "smoothed"))
+    steps, held_out = finite_column(run.metrics, "held_out_loss")
     if len(held_out):
         best = int(held_out.argmin())
         remark = f"lowest {held_out[best]:.4g} at step {steps[best]:,.0f}"
@@ -209,7 +216,7 @@ def _fields(event: Row) -> dict[str, str]:
     return {key: _text(value) for key, value in event.items() if key not in ("time", "step", "kind")}
 
 
-def _of_kind(run: RunRecord, *kinds: str) -> list[Row]:
+def _of_kind(run: RunData, *kinds: str) -> list[Row]:
     return [event for event in run.events if event.get("kind") in kinds]
 
 
@@ -255,9 +262,9 @@ def _pictures(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, 
     pictures: list[dict[str, object]] = []
     for step, path in files:
         picture = None
-        # Beyond what data_uri knows: a file that claims to be enormous, or one that Pillow's readers stumble over.
+        # A file may claim an enormous size, or make Pillow's readers fail in ways that png_data_uri does not catch.
         with suppress(ValueError, IndexError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError):
-            picture = data_uri(path, widest)
+            picture = png_data_uri(path, widest)
         if picture is not None:
             uri, width = picture
             # A small one is enlarged by an integer, so that its pixels stay square.

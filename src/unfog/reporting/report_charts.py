@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 
 from unfog.reporting.charts import Floats, Series, line_chart
-from unfog.reporting.records import Row, number
+from unfog.reporting.records import Row, finite_number
 
 _SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
@@ -32,7 +32,7 @@ class Chart(NamedTuple):
     caption: str
 
 
-def charts(metrics: Sequence[Row]) -> list[Chart]:
+def metric_charts(metrics: Sequence[Row]) -> list[Chart]:
     """The charts that these lines of metrics have numbers for."""
     made = [
         _loss(metrics),
@@ -59,15 +59,15 @@ def charts(metrics: Sequence[Row]) -> list[Chart]:
     return [chart for chart in made if chart.svg]
 
 
-def column(metrics: Sequence[Row], name: str) -> tuple[Floats, Floats]:
+def finite_column(metrics: Sequence[Row], name: str) -> tuple[Floats, Floats]:
     """(steps, values) of the lines that hold a finite number of this name."""
-    rows = [(number(row.get("step", 0)), number(row.get(name))) for row in metrics]
+    rows = [(finite_number(row.get("step", 0)), finite_number(row.get(name))) for row in metrics]
     points = np.array(rows, np.float64).reshape(-1, 2)
     points = points[np.isfinite(points).all(axis=1)]
     return points[:, 0], points[:, 1]
 
 
-def smooth(values: Floats) -> Floats:
+def smoothed(values: Floats) -> Floats:
     """Exponential average over a fortieth of the values, but at first over an eighth of those so far."""
     smoothed = np.empty_like(values)
     average = 0.0
@@ -78,11 +78,11 @@ def smooth(values: Floats) -> Floats:
 
 
 def _loss(metrics: Sequence[Row]) -> Chart:
-    steps, values = column(metrics, "loss")
+    steps, values = finite_column(metrics, "loss")
     series: dict[str, tuple[Floats, Floats]] = {"loss": (steps, values)}
     if len(values) >= _SMOOTHED_FROM:
-        series["smoothed"] = (steps, smooth(values))
-    series["held-out"] = column(metrics, "held_out_loss")
+        series["smoothed"] = (steps, smoothed(values))
+    series["held-out"] = finite_column(metrics, "held_out_loss")
     faint = ("loss",) if "smoothed" in series else ()
     caption = "Held-out: the same pictures, noise and noise levels each time."
     return Chart("Loss", _drawn(series, "step", "loss", faint), caption if len(series["held-out"][0]) else "")
@@ -93,18 +93,18 @@ def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: 
     series = {}
     for label, name in names.items():
         latest: list[object] = next((row[name] for row in reversed(metrics) if isinstance(row.get(name), list)), [])
-        values = np.array([number(value) for value in latest], np.float64)
+        values = np.array([finite_number(value) for value in latest], np.float64)
         series[label] = ((np.arange(len(values)) + 0.5) / max(1, len(values)), values)
     return Chart(title, _drawn(series, _LEVELS, y_label), caption)
 
 
 def _gradient_norm(metrics: Sequence[Row]) -> Chart:
-    series = {"gradient norm": column(metrics, "gradient_norm")}
+    series = {"gradient norm": finite_column(metrics, "gradient_norm")}
     return Chart("Gradient norm", _drawn(series, "step", "norm"), "Before clipping.")
 
 
 def _from_zero(metrics: Sequence[Row], name: str, title: str, y_label: str) -> Chart:
-    svg = line_chart({title.lower(): column(metrics, name)}, "step", y_label, zero_y=True)
+    svg = line_chart({title.lower(): finite_column(metrics, name)}, "step", y_label, zero_y=True)
     return Chart(title, Markup(svg), "")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unfog.reporting.records import number
+from unfog.reporting.records import finite_number
 
 _LARGEST = 10 * 2**20  # bytes of a file; ours have a few thousand
 _MOST = 20  # evaluations shown, the latest
@@ -21,18 +21,18 @@ class StoredEvaluation:
     """One evaluation, as text."""
 
     step: int
-    how: str
+    sampling: str
     """How the pictures were drawn."""
     rows: list[tuple[str, ...]]
     """Cells of the table below `HEAD`."""
     notes: list[str]
-    copies: list[tuple[str, str, Path | None]]
+    memorization: list[tuple[str, str, Path | None]]
     """Of each search for copies: severity, what was found, the picture of the nearest pairs."""
     changed: float
     """When it was written."""
 
 
-HEAD = ("metric", "value", "95% interval", "n", "reference", "features", "resize")
+COLUMNS = ("metric", "value", "95% interval", "n", "reference", "features", "resize")
 
 
 def read_evaluations(run_dir: Path) -> list[StoredEvaluation]:
@@ -65,8 +65,8 @@ def _evaluation(path: Path, stored: Mapping[str, Any]) -> StoredEvaluation:
 
 
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    value, low, high = (number(one.get(name)) for name in ("value", "low", "high"))
+    value, low, high = (finite_number(one.get(name)) for name in ("value", "low", "high"))
     shown = "refused" if math.isnan(value) else f"{value:.4g}"
     within = "" if math.isnan(low) or math.isnan(high) else f"{low:.4g} to {high:.4g}"
-    counts = [f"{int(n):,}" if (n := number(one.get(name))) > 0 else "-" for name in ("n", "n_reference")]
+    counts = [f"{int(n):,}" if (n := finite_number(one.get(name))) > 0 else "-" for name in ("n", "n_reference")]
     return str(one["metric"]), shown, within, *counts, str(one.get("features", "")), str(one.get("resize", ""))

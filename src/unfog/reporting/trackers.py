@@ -16,29 +16,29 @@ from typing import Protocol
 import numpy as np
 
 from unfog.errors import RequestError
-from unfog.reporting.image_grids import Pixels, png
+from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.records import write_atomic
 
 # sink -> the package it needs, and the extra that brings it
 _PACKAGES = {"tensorboard": ("tensorboard", "tb"), "wandb": ("wandb", "wandb")}
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A tracker. `step` never decreases. Any method may raise any Exception."""
 
     name: str
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record finite or non-finite numbers by name."""
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Record a picture, uint8 [H, W, 3]."""
 
     def close(self) -> None:
         """Write out what is held back."""
 
 
-def require(sinks: Sequence[str]) -> None:
+def check_installed(sinks: Sequence[str]) -> None:
     """Check that the package of each sink is installed; RequestError naming the extra where one is not."""
     for sink in sinks:
         package, extra = _PACKAGES[sink]
@@ -48,7 +48,7 @@ def require(sinks: Sequence[str]) -> None:
             )
 
 
-def open_sink(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Sink:
+def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Tracker:
     """Open the sink called `name` for a run that goes on after `start` steps. May raise any Exception."""
     if name == "tensorboard":
         return TensorBoard(run_dir, start)
@@ -72,14 +72,14 @@ class TensorBoard:
             log = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=log))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         self._add(step, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """See Sink."""
         height, width, _ = pixels.shape
-        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(pixels))
+        image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels))
         self._add(step, [self._summary.Value(tag=name, image=image)])
 
     def close(self) -> None:
@@ -119,11 +119,11 @@ class WandB:
             settings=wandb.Settings(console="off", silent=True),
         )
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         self._run.log(dict(values), step=step)
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
+    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """See Sink."""
         self._run.log({name: self._image(np.ascontiguousarray(pixels))}, step=step)
 

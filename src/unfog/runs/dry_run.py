@@ -27,7 +27,7 @@ from unfog.process.memory import resident_bytes
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import Progress, size
+from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.dry_run_parts import (
     PART_OF_ACTIVITY,
@@ -174,12 +174,15 @@ class _DryRun:
             ),
             passed(
                 "checkpoint",
-                f"a checkpoint of {size(stored)} written,"
-                f" for which training stood still {session.saver.stall_seconds:.2g} s",
+                (
+                    f"a checkpoint of {format_bytes(stored)} written,"
+                    f" for which training stood still "
+                    f"{session.saver.stall_seconds:.2g} s"
+                ),
                 seconds=session.saver.stall_seconds,
                 bytes=stored,
             ),
-            passed("report", f"a report of {size(page.stat().st_size)} written", bytes=page.stat().st_size),
+            passed("report", f"a report of {format_bytes(page.stat().st_size)} written", bytes=page.stat().st_size),
         ]
 
     def _steps(self, whole: float) -> Finding:

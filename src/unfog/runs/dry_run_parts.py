@@ -24,7 +24,7 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.memory import peak_bytes, resident_bytes
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import size
+from unfog.reporting.progress import format_bytes
 from unfog.reporting.settings import Log
 from unfog.runs.metrics_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.session import Session
@@ -140,8 +140,10 @@ def check_room(folder: Path, session: Session) -> None:
         free_bytes(folder),
     )
     if free < room.maximum:
-        said = f"{folder.parent} has {size(free)} free, and {room.checkpoints} checkpoints of this network take "
-        raise NoRoomError(said + size(room.checkpoints * room.checkpoint))
+        said = (
+            f"{folder.parent} has {format_bytes(free)} free, and {room.checkpoints} checkpoints of this network take "
+        )
+        raise NoRoomError(said + format_bytes(room.checkpoints * room.checkpoint))
 
 
 def distance(a: list[Any], b: list[Tensor]) -> float:
@@ -194,8 +196,11 @@ def memory(before: int, device: torch.device) -> Finding:
     """Memory of the process before and after, and the most that it ever was."""
     after, peak = resident_bytes(), peak_bytes()
     facts = {"before": before, "after": after, "peak": peak}
-    said = f"the process held {size(before)} before the rehearsal, {size(after)} after it and {size(peak)} at most"
+    said = (
+        f"the process held {format_bytes(before)} before the rehearsal, {format_bytes(after)} after it and "
+        f"{format_bytes(peak)} at most"
+    )
     if device.type == "cuda":
         facts["device_peak"] = torch.cuda.max_memory_allocated(device)
-        said += f"; {size(facts['device_peak'])} of {device} at most"
+        said += f"; {format_bytes(facts['device_peak'])} of {device} at most"
     return passed("memory", said, **facts)

@@ -19,10 +19,10 @@ from torch import Tensor
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import features_of
+from unfog.evaluation.feature_store import compute_features
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.metrics import Measured, measure
-from unfog.evaluation.sliced_wasserstein import measure_pixels
+from unfog.evaluation.metrics import MetricResult, compare_features
+from unfog.evaluation.sliced_wasserstein import compare_pixels
 from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network
 from unfog.pipeline.class_labels import proportional_labels
@@ -30,7 +30,7 @@ from unfog.pipeline.generate import default_generation, generate_images
 from unfog.planning.auto_settings import AutoSettings, Choice
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.progress import Progress, counted, duration, warn
+from unfog.reporting.progress import Progress, format_duration, plural, warn
 from unfog.runs.previews import Previews
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000
@@ -87,12 +87,15 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
             instead = "; the best checkpoint is chosen by the held-out loss"
         warn(
             f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} pictures take about "
-            f"{duration(each)}, and {evaluate.share:.0%} of the time is {duration(allowed)}{instead}. Give a higher "
-            "--evaluate.share, or measure afterwards: unfog evaluate RUN"
+            f"{format_duration(each)}, and {evaluate.share:.0%} of the time is {format_duration(allowed)}{instead}. "
+            "Give a higher --evaluate.share, or measure afterwards: unfog evaluate RUN"
         )
         return
     apart = f"{chosen.samples} pictures against {chosen.reference} real ones, every {chosen.metrics_every} steps"
-    reason = f"about {duration(each)} each time; at most {evaluate.share:.0%} of {duration(step * steps)} of training"
+    reason = (
+        f"about {format_duration(each)} each time; at most {evaluate.share:.0%} of "
+        f"{format_duration(step * steps)} of training"
+    )
     auto.choices.append(Choice("evaluate.metrics", apart, reason))
 
 
@@ -157,12 +160,12 @@ def _metric_seconds(config: Config, samples: int, reference: int, width: int, de
 
 def compute_metrics(
     config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
-) -> dict[str, Measured]:
+) -> dict[str, MetricResult]:
     """The metrics by name."""
     names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
-    found = dict(zip(names, measure(names, real, fake), strict=True))
+    found = dict(zip(names, compare_features(names, real, fake), strict=True))
     if _PIXEL_METRIC in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
-        found[_PIXEL_METRIC] = measure_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
+        found[_PIXEL_METRIC] = compare_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
     return found
 
 
@@ -212,7 +215,7 @@ class MetricsHook:
             )
 
         pixels = np.ascontiguousarray(self.looks.with_ema_weights(count, look).transpose(0, 3, 1, 2))
-        fake = features_of(pixels, self.features)
+        fake = compute_features(pixels, self.features)
         real = (
             np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
             if _PIXEL_METRIC in metrics
@@ -229,8 +232,8 @@ class MetricsHook:
         """Features of the training images, computed when they are first asked for."""
         if self._real is None:
             rows = evenly_spaced(len(self.images), self.config.evaluate.reference)
-            with Progress(f"{self.features.name} of {counted(len(rows), 'training image')}", len(rows)) as progress:
-                self._real = features_of(
+            with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
+                self._real = compute_features(
                     ImageRows(self.images, rows),
                     self.features,
                     f"{self.images.fingerprint} spread",

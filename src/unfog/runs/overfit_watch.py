@@ -6,7 +6,7 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.doctor.run.loss_checks import ROSE, held_out_history, looked_at, overfitting
+from unfog.doctor.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
 from unfog.doctor.run.run_record import RunRecord
 from unfog.pipeline.build import without_augmentation
 from unfog.process.run_folder import RunFolder
@@ -55,10 +55,10 @@ class OverfittingMonitor:
             return None
         device = self.looks.state.precision.device
         see, seen_by = without_augmentation(self.config), self.prepared.as_network_input
-        seen, unseen = (looked_at(part, device, see) for part in (seen_by.train, seen_by.held_out))
+        seen, unseen = (loss_images(part, device, see) for part in (seen_by.train, seen_by.held_out))
         if seen is None or unseen is None:
             return None
-        found = overfitting(record, self.looks.losses(seen), self.looks.losses(unseen))
+        found = check_overfitting(record, self.looks.losses(seen), self.looks.losses(unseen))
         if found.severity != "warning":
             return None
         self._told = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.diffusion.objective import Objective
-from unfog.doctor.run.loss_checks import Looked, losses
+from unfog.doctor.run.loss_checks import LossImages, measure_losses
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.pipeline.autoencoder_folder import latent_decoder
 from unfog.pipeline.generate import default_generation, generate_images, sample_grid
@@ -62,10 +62,10 @@ class Previews:
             return {}
         return self._losing(len(held_out.x0), lambda loss_at, at_once: dict(held_out.measure(loss_at, at_once)))
 
-    def losses(self, looked: Looked) -> Floats:
+    def losses(self, looked: LossImages) -> Floats:
         """Loss [L, N] of images at the noise levels of the evaluation, by `diagnosis.run.losses`."""
         levels = midpoints(self.config.evaluate.levels)
-        return self._losing(len(looked.x0), lambda loss_at, at_once: losses(loss_at, looked, levels, at_once))
+        return self._losing(len(looked.x0), lambda loss_at, at_once: measure_losses(loss_at, looked, levels, at_once))
 
     def with_ema_weights(self, count: int, look: Callable[[int], T]) -> T:
         """What `look`, which draws as many pictures at once as it is told, gives with the average in the network."""

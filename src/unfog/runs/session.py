@@ -23,10 +23,10 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import duration, say, warn
+from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
-from unfog.reporting.trackers import require
+from unfog.reporting.trackers import check_installed
 from unfog.runs.autoencoder_previews import AutoencoderPreviews
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import Previews
@@ -58,7 +58,7 @@ class Session:
         self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, heartbeat
         self.world = world
         config.sampler.visits(config.diffusion.schedule)  # may be refused
-        require(config.log.sinks)
+        check_installed(config.log.sinks)
         self.stream = ImageStream(prepared.as_network_input.train, config.training.seed)
         self.state = build_state(config, device, weights, world.home(config.training.shard, device))
         self.state.precision.processes = world.size
@@ -118,7 +118,7 @@ class Session:
                 self._introduce(choices, findings, changes, fresh=saved is None)
                 if saved is None:
                     self._rehearse()
-                self.recorder.begin()
+                self.recorder.start_progress()
                 self.pulse.activity = "training"
                 self.train()
                 done = self._conclude()
@@ -134,8 +134,8 @@ class Session:
                 self.stream.close()
             self.pulse.end("finished" if done else "stopped")
         say(
-            f"{'finished' if done else 'stopped'} at step {self.step:,} after {duration(self.recorder.seconds)}, "
-            f"of which checkpoints took {self.saver.stall_seconds:.1f} s"
+            f"{'finished' if done else 'stopped'} at step {self.step:,} after "
+            f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
         )
         try:
             write_report(self.folder.path)
@@ -226,7 +226,7 @@ class Session:
             with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
                 with self.pulse.during("drawing"):
                     strip = self.looks.final_image()
-                self.recorder.images(self.step, self.looks.final_name, strip)
+                self.recorder.log_image(self.step, self.looks.final_name, strip)
             if self.state.guard.strange:
                 strange = self.state.guard.strange
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
@@ -264,7 +264,7 @@ class Session:
 
     def advance(self, step: int) -> None:
         """Move the progress line, and record what the writer has done meanwhile."""
-        self.recorder.advance(step)
+        self.recorder.update_progress(step)
         self.pulse.step = step
         self.saver.poll()
 
@@ -285,7 +285,7 @@ class Session:
         started = time.perf_counter()
         with self.pulse.during("preview"):
             grid = self.looks.preview()
-        self.recorder.images(self.step, "samples", grid)
+        self.recorder.log_image(self.step, "samples", grid)
         self.recorder.event("preview", self.step, seconds=seconds_since(started))
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source
 from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import Dataset
-from unfog.doctor.images.data_checks import glance
-from unfog.doctor.settings.settings_checks import examine_settings
+from unfog.doctor.images.image_checks import quick_check_images
+from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import open_features
 from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
@@ -32,7 +32,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
-from unfog.reporting.records import Events, number, read_metrics
+from unfog.reporting.records import Events, finite_number, read_metrics
 from unfog.runs.autoencoder_previews import export_autoencoder
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.runs.metrics_hook import resolve_metrics
@@ -86,7 +86,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         broadcast_config(world, folder.checkpoints, auto.config)
         pulse.silent = False
         write_data_files(session)
-        findings = [*glance(prepared, session.config), *setting_findings(session, device)]
+        findings = [*quick_check_images(prepared, session.config), *setting_findings(session, device)]
         choices = [*(initial.choices if initial else ()), *auto.choices]
         return folder, finish_run(folder, session.run(choices, findings), auto.config)
 
@@ -226,7 +226,7 @@ def find_resume_point(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[
     folder.checkpoints.mkdir(exist_ok=True)
     rotation.put_back(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
-    if saved is None and any(number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
+    if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(
             f"{folder.metrics} tells of steps, but there is nothing in {folder.checkpoints} to go on from; "
             "bring the checkpoints back, or train anew with another --out"
@@ -238,7 +238,7 @@ def setting_findings(session: Session, device: torch.device) -> list[Finding]:
     """What is to be said of the settings; of a codec nothing, as what is known is known of diffusion."""
     if session.config.trains_autoencoder:
         return []
-    return examine_settings(session.config, session.prepared, device, folder=session.folder.path)
+    return check_settings(session.config, session.prepared, device, folder=session.folder.path)
 
 
 def finish_run(folder: RunFolder, done: bool, config: Config) -> bool:

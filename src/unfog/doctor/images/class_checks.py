@@ -9,31 +9,31 @@ import numpy as np
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.sources.source import SPLITS
-from unfog.doctor.images.example_images import named
+from unfog.doctor.images.example_images import list_names
 from unfog.doctor.images.near_duplicates import Indices
 from unfog.reporting.charts import bar_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import counted
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import plural
 from unfog.text import sanitize
 
-SMALL_CLASS, MODEST_CLASS = 20, 50
+_SMALL_CLASS, _MODEST_CLASS = 20, 50
 """Images of a class below which it cannot be learned, and below which it hardly can."""
 
-UNEVEN, STRONGLY_UNEVEN = 3, 10
+_UNEVEN, _STRONGLY_UNEVEN = 3, 10
 """Times that the largest class is larger than the smallest."""
 
 _NAMES = 1000  # looked at for the layout
 _BARS = 40
 
 
-def class_findings(prepared: Dataset, config: Config) -> list[Finding]:
+def check_classes(prepared: Dataset, config: Config) -> list[Finding]:
     """Labels, balance, or the layout of folders where there are no classes."""
     if prepared.train.labels is None:
         return _layout(prepared, config)
     broken = _outside(prepared.train) + _outside(prepared.held_out)
     count = len(prepared.train.classes)
     if broken:
-        evidence = f"{counted(broken, 'label')} outside 0 to {count - 1}, for {counted(count, 'class')}"
+        evidence = f"{plural(broken, 'label')} outside 0 to {count - 1}, for {plural(count, 'class')}"
         return [Finding("data.label_bounds", "fatal", evidence, "correct the labels", {"outside": broken})]
     return [_bounds(prepared), _balance(prepared)]
 
@@ -56,11 +56,11 @@ def _bounds(prepared: Dataset) -> Finding:
     if not absent:
         evidence = f"labels are 0 to {len(classes) - 1}, each with images to train on"
         return Finding("data.label_bounds", "fine", evidence, facts=facts)
-    images = counted(int(held_out[train == 0].sum()))
+    images = plural(int(held_out[train == 0].sum()))
     return Finding(
         "data.label_bounds",
         "warning",
-        f"{counted(len(absent), 'class')} without an image to train on ({named(absent)}); {images} held out",
+        f"{plural(len(absent), 'class')} without an image to train on ({list_names(absent)}); {images} held out",
         "add images of it, or train on all with --data.held-out 0; its samples would be noise",
         facts,
     )
@@ -71,30 +71,30 @@ def _balance(prepared: Dataset) -> Finding:
     order = np.argsort(-counts, kind="stable")
     most, least = int(counts[order[0]]), int(counts[order[-1]])
     ratio = most / max(1, least)
-    small = [i for i in order[::-1] if counts[i] < SMALL_CLASS]
+    small = [i for i in order[::-1] if counts[i] < _SMALL_CLASS]
     facts = {
         "counts": {classes[i]: int(counts[i]) for i in order},
         "ratio": ratio,
         "small": [classes[i] for i in small],
     }
     severity: Severity = "fine"
-    if small or ratio >= STRONGLY_UNEVEN:
+    if small or ratio >= _STRONGLY_UNEVEN:
         severity = "warning"
-    elif least < MODEST_CLASS or ratio >= UNEVEN:
+    elif least < _MODEST_CLASS or ratio >= _UNEVEN:
         severity = "hint"
     ends = f"{sanitize(classes[order[0]])} has {most:,}, {sanitize(classes[order[-1]])} {least:,}"
     evidence = f"{len(classes):,} classes with {least:,} to {most:,} images"
     if severity != "fine":
-        evidence = f"{len(classes):,} uneven classes: {ends} ({ratio:.0f} : 1)" if ratio >= UNEVEN else evidence
+        evidence = f"{len(classes):,} uneven classes: {ends} ({ratio:.0f} : 1)" if ratio >= _UNEVEN else evidence
         if small:
-            evidence += f"; {len(small):,} with fewer than {SMALL_CLASS}: {named([classes[i] for i in small])}"
+            evidence += f"; {len(small):,} with fewer than {_SMALL_CLASS}: {list_names([classes[i] for i in small])}"
     remedy = "add images of the small ones or merge them; or leave classes out with --data.labels none"
     bars = order[:_BARS]
     chart = bar_chart(
         [int(counts[i]) for i in bars], [sanitize(classes[i]) for i in bars], "class", "images to train on"
     )
     rest = f"The {_BARS} largest of {len(classes):,} classes." if len(classes) > _BARS else ""
-    exhibit = Exhibit("Images of each class", svg=chart, caption=rest)
+    exhibit = Figure("Images of each class", svg=chart, caption=rest)
     return Finding("data.balance", severity, evidence, "" if severity == "fine" else remedy, facts, (exhibit,))
 
 
@@ -116,14 +116,14 @@ def _layout(prepared: Dataset, config: Config) -> list[Finding]:
             Finding(
                 "data.layout",
                 "hint",
-                f"the folders {named(sorted(tops))} look like a split, but their images are taken together",
+                f"the folders {list_names(sorted(tops))} look like a split, but their images are taken together",
                 "give one of them as SOURCE to train on it alone; what is held out is chosen by name",
                 facts,
             )
         ]
     if loose and loose < tops.total() and tops.total() >= 4 * len(tops):
         which = next(names[i * step] for i, parts in enumerate(folders) if len(parts) <= shared)
-        evidence = f"{len(tops):,} folders ({named([name for name, _ in tops.most_common()])}) look like classes"
+        evidence = f"{len(tops):,} folders ({list_names([name for name, _ in tops.most_common()])}) look like classes"
         evidence += f", but are not used, as images lie beside them: {sanitize(which)}"
         remedy = (
             "move those into a folder of their own to train with classes, or give --data.labels none if none are meant"

@@ -18,10 +18,10 @@ Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
-SIDE = 16
+_SIDE = 16
 """Thumbnails have at most so many pixels a side."""
 
-FLAT = 2.0
+BLANK_DEVIATION = 2.0
 """Of 255: an image that deviates less from its mean shows nothing that could be compared."""
 
 _FREQUENCIES = 8
@@ -39,7 +39,7 @@ _ALIKE = {"shape": 0.96, "detail": 0.85, "gain": 1.5, "shift": 40.0, "spot": 50.
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
-def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = SIDE) -> Floats:
+def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
     """Means over a grid of at most `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
     result: NDArray[Any] = pixels
     for axis in (3, 2):
@@ -88,7 +88,7 @@ def _by_frequency() -> Indices:
     return np.argsort(y * y + x * x, kind="stable")[1:65]
 
 
-def candidates(hashes: Hashes) -> Iterator[Indices]:
+def candidate_pairs(hashes: Hashes) -> Iterator[Indices]:
     """Pairs [M, 2] of positions whose hashes are close, a batch for each order of the bits; a pair may come twice.
 
     Looks at 20 orders x 12 neighbours, however many hashes are equal; so of a great many equal ones a pair may be
@@ -125,17 +125,17 @@ def _differing_bits(different: Hashes) -> NDArray[np.uint8]:
     return counts
 
 
-class Alike(NamedTuple):
+class ThumbnailMatch(NamedTuple):
     """What a closer look at pairs of thumbnails says; bool [M]."""
 
-    copy: NDArray[np.bool_]
+    duplicate: NDArray[np.bool_]
     """The same picture, saved again: smaller, compressed or slightly brighter."""
 
-    alike: NDArray[np.bool_]
+    similar: NDArray[np.bool_]
     """Nearly the same picture: cropped a little, recoloured, or the next of a series. All copies are."""
 
 
-def compare(a: Floats, b: Floats) -> Alike:
+def compare_thumbnails(a: Floats, b: Floats) -> ThumbnailMatch:
     """Look at pairs of thumbnails [M, C, h, w], 0 to 255.
 
     Brightness and contrast are fitted first. `shape` is the correlation of what remains, `detail` that of the
@@ -155,7 +155,7 @@ def compare(a: Floats, b: Floats) -> Alike:
         "patch": np.abs(thumbnails(apart * smaller, 4)).max((1, 2, 3)),
         "spot": np.abs(luma(apart) * smaller[:, 0]).max((1, 2)),
     }
-    return Alike(*(_within(measured, limits) for limits in (_COPY, _ALIKE)))
+    return ThumbnailMatch(*(_within(measured, limits) for limits in (_COPY, _ALIKE)))
 
 
 def _within(measured: dict[str, Floats], limits: dict[str, float]) -> NDArray[np.bool_]:
@@ -178,7 +178,7 @@ def _correlation(a: Floats, b: Floats) -> Floats:
     return correlation
 
 
-def groups(pairs: Indices) -> list[Indices]:
+def connected_groups(pairs: Indices) -> list[Indices]:
     """Positions that pairs [M, 2] connect, directly or through others: the largest group first, each in order."""
     if not len(pairs):
         return []

@@ -19,14 +19,14 @@ from unfog.doctor.images.near_duplicates import Floats, Hashes, Indices, luma, p
 
 Progress = Callable[[int, int], None]
 
-SMALL = 8
+_SMALL_SIDE = 8
 """Side of the thumbnail that is kept of each image."""
 
 _PIECE_BYTES = 4 * 2**20  # of pixels that a thread looks at together
 _MAX_THREADS = 16
 
 
-class Seen(NamedTuple):
+class PixelStatistics(NamedTuple):
     """What is kept of each image, [N] of each."""
 
     digest: Hashes
@@ -54,18 +54,18 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class ImageScan:
     """What was seen of a training set and what is held out of it."""
 
     prepared: Dataset
     rows: Indices
     """[N] which were looked at: positions in the training set, then, counted on, in what is held out."""
 
-    seen: Seen
-    tones: NDArray[np.int64]
+    statistics: PixelStatistics
+    histogram: NDArray[np.int64]
     """[C, 256] how many pixels of the training images have each value."""
 
-    whole: bool
+    complete: bool
     """Whether every image was looked at."""
 
     @property
@@ -83,17 +83,17 @@ class Survey:
         return _read(self.prepared, np.asarray(rows, np.int64))
 
 
-def survey(prepared: Dataset, most: int | None = None, progress: Progress | None = None) -> Survey:
+def scan_images(prepared: Dataset, most: int | None = None, progress: Progress | None = None) -> ImageScan:
     """Look at every image, or at `most` evenly spread ones, of which about a tenth are held out.
 
     Pixels are read a few MB at a time by several threads; what is kept is 130 bytes an image.
     """
-    rows = spread_rows(len(prepared.train), len(prepared.held_out), most)
+    rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
     piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
     tones = np.zeros((prepared.settings.channels, 256), np.int64)
-    found: list[Seen] = []
+    found: list[PixelStatistics] = []
 
-    def look(start: int) -> tuple[Seen, NDArray[np.int64]]:
+    def look(start: int) -> tuple[PixelStatistics, NDArray[np.int64]]:
         here = rows[start : start + piece]
         pixels = _read(prepared, here)
         return _seen(pixels), _tones(pixels[here < len(prepared.train)])
@@ -104,11 +104,11 @@ def survey(prepared: Dataset, most: int | None = None, progress: Progress | None
         if progress:
             progress(min(done * piece, len(rows)), len(rows))
     usable = _usable(prepared, rows)
-    seen = Seen(*(np.concatenate(parts)[usable] for parts in zip(*found)))
-    return Survey(prepared, rows[usable], seen, tones, len(rows) == len(prepared.train) + len(prepared.held_out))
+    seen = PixelStatistics(*(np.concatenate(parts)[usable] for parts in zip(*found)))
+    return ImageScan(prepared, rows[usable], seen, tones, len(rows) == len(prepared.train) + len(prepared.held_out))
 
 
-def unusable(prepared: Dataset) -> list[SkippedFile]:
+def unusable_files(prepared: Dataset) -> list[SkippedFile]:
     """Files that cannot be used, those among them that turned out when images were read."""
     lists = [pixels.skipped for pixels in _lazy(prepared).values()]
     return sorted({*prepared.report.skipped, *(one for some in lists for one in some)})
@@ -129,7 +129,7 @@ def _usable(prepared: Dataset, rows: Indices) -> NDArray[np.bool_]:
     return usable
 
 
-def spread_rows(train: int, held_out: int, most: int | None = None) -> Indices:
+def evenly_spread_rows(train: int, held_out: int, most: int | None = None) -> Indices:
     """All rows, or `most` evenly spread ones, of which about a tenth are held out; sorted."""
     if most is None or train + held_out <= most:
         return np.arange(train + held_out)
@@ -144,7 +144,9 @@ def _stratified(total: int, count: int) -> Indices:
     return edges[:-1] + inside.astype(np.int64)
 
 
-def _in_threads(task: Callable[[int], tuple[Seen, NDArray[np.int64]]], starts: range) -> Iterator[tuple[Seen, Indices]]:
+def _in_threads(
+    task: Callable[[int], tuple[PixelStatistics, NDArray[np.int64]]], starts: range
+) -> Iterator[tuple[PixelStatistics, Indices]]:
     """The task at each start, in order; NumPy lets go of the interpreter, as does whatever decodes images."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(_MAX_THREADS, cores, max(1, len(starts))))
@@ -173,16 +175,16 @@ def _taken(images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
     return np.asarray(images.pixels.take(rows, axis=0))
 
 
-def _seen(pixels: NDArray[np.uint8]) -> Seen:
+def _seen(pixels: NDArray[np.uint8]) -> PixelStatistics:
     count = len(pixels)
     flat = pixels.reshape(count, -1)
     thumbs = thumbnails(pixels)
     bright = luma(thumbs)
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
-    return Seen(
+    return PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),
         hash=perceptual_hash(thumbs),
-        small=np.rint(thumbnails(bright[:, None], SMALL)[:, 0]).astype(np.uint8),
+        small=np.rint(thumbnails(bright[:, None], _SMALL_SIDE)[:, 0]).astype(np.uint8),
         spread=pixels.reshape(*pixels.shape[:2], -1).std(2, dtype=np.float32).max(1),
         lowest=flat.min(1),
         highest=flat.max(1),

@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.dataset import Dataset
-from unfog.doctor.images.example_images import named, names_of, percent, share
+from unfog.doctor.images.example_images import format_percent, format_share, image_names, list_names
 from unfog.doctor.images.near_duplicates import Indices
-from unfog.doctor.images.pixel_statistics import spread_rows
+from unfog.doctor.images.pixel_statistics import evenly_spread_rows
 from unfog.reporting.charts import histogram
-from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import counted
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import plural
 from unfog.text import sanitize
 
-SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
+_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 """What is recommended: they can be halved often, and pixels beyond the last are better drawn by other means."""
 
-ENLARGED = 0.05
+_ENLARGED = 0.05
 """Share of images that may be enlarged."""
 
 _SLIGHT = 1.1  # times that an image may be enlarged, or its sides differ, without anybody seeing it
@@ -28,7 +28,7 @@ _MANY_HALVES, _MUCH = 0.01, 0.2
 _ROWS = 12
 
 
-class Originals(NamedTuple):
+class _Originals(NamedTuple):
     """Sides of the original images that are looked at."""
 
     prepared: Dataset
@@ -40,10 +40,10 @@ class Originals(NamedTuple):
 
     def names(self, which: Indices) -> list[str]:
         """Names of some of `rows`, the first MOST_NAMES."""
-        return names_of(self.prepared, self.rows[which])
+        return image_names(self.prepared, self.rows[which])
 
 
-def size_findings(prepared: Dataset, most: int | None = None) -> list[Finding]:
+def check_sizes(prepared: Dataset, most: int | None = None) -> list[Finding]:
     """Sides, enlarged images and the crop of all images, or of `most` evenly spread ones.
 
     Nothing where the sides of the originals are not known.
@@ -51,10 +51,10 @@ def size_findings(prepared: Dataset, most: int | None = None) -> list[Finding]:
     train, held_out = prepared.train, prepared.held_out
     if not len(train.sides):
         return []
-    rows = spread_rows(len(train), len(held_out), most)
+    rows = evenly_spread_rows(len(train), len(held_out), most)
     inside = rows < len(train)
     sides = np.concatenate([train.sides[rows[inside]], held_out.sides[rows[~inside] - len(train)]])
-    originals = Originals(prepared, rows, sides)
+    originals = _Originals(prepared, rows, sides)
     return [_sizes(originals), _upscaled(originals), _crop(originals)]
 
 
@@ -64,11 +64,11 @@ def recommended_size(sides: NDArray[np.int32]) -> int:
     short = sides.min(1)
     if (sides == sides[0, 0]).all() and 8 <= short[0] <= 64 and short[0] % 4 == 0:
         return int(short[0])
-    limit = min(np.quantile(short, ENLARGED), np.median(short))
-    return max((size for size in SIZES if size <= limit), default=SIZES[0])
+    limit = min(np.quantile(short, _ENLARGED), np.median(short))
+    return max((size for size in _SIZES if size <= limit), default=_SIZES[0])
 
 
-def _sizes(originals: Originals) -> Finding:
+def _sizes(originals: _Originals) -> Finding:
     sides, size = originals.sides, originals.prepared.settings.size
     short = sides.min(1)
     best = recommended_size(sides)
@@ -81,13 +81,13 @@ def _sizes(originals: Originals) -> Finding:
         evidence += f"; up to --size {best} there are pixels for it"
     ratio = sides.max(1) / np.maximum(short, 1)
     exhibits = (
-        Exhibit("Short sides", svg=histogram(short, "pixels", "images")),
-        Exhibit("Long side / short side", svg=histogram(np.minimum(ratio, 10), "ratio, 10 and more as 10", "images")),
+        Figure("Short sides", svg=histogram(short, "pixels", "images")),
+        Figure("Long side / short side", svg=histogram(np.minimum(ratio, 10), "ratio, 10 and more as 10", "images")),
     )
     return Finding("data.sizes", "fine", evidence, "", facts, exhibits)
 
 
-def _upscaled(originals: Originals) -> Finding:
+def _upscaled(originals: _Originals) -> Finding:
     sides, size = originals.sides, originals.prepared.settings.size
     short = sides.min(1)
     enlarged = np.flatnonzero(short * _SLIGHT < size)
@@ -101,15 +101,15 @@ def _upscaled(originals: Originals) -> Finding:
     remedy = f"remove or replace those under {size} pixels" + (f", or use --size {best}" if best < size else "")
     return Finding(
         "data.upscaled",
-        "warning" if part >= ENLARGED else "hint",
-        f"{share(len(enlarged), len(sides))} images are enlarged to {size}x{size}, the smallest {short[smallest[0]]} "
-        f"pixels ({named(names)}): blur is learned from them",
+        "warning" if part >= _ENLARGED else "hint",
+        f"{format_share(len(enlarged), len(sides))} images are enlarged to {size}x{size}, the smallest "
+        f"{short[smallest[0]]} pixels ({list_names(names)}): blur is learned from them",
         remedy if few else f"use --size {best}",
         {**facts, "names": names},
     )
 
 
-def _crop(originals: Originals) -> Finding:
+def _crop(originals: _Originals) -> Finding:
     sides = originals.sides
     lost = 1 - sides.min(1) / np.maximum(sides.max(1), 1)
     halved = np.flatnonzero(lost > _HALF)
@@ -117,7 +117,9 @@ def _crop(originals: Originals) -> Finding:
     mean, worst, names = float(lost.mean()), float(lost.max()), originals.names(halved)
     facts = {"mean": mean, "worst": worst, "over_half": len(halved), "names": names}
     if worst < 1 - 1 / _SLIGHT:
-        evidence = "the images are square" if worst == 0 else f"the centre crop takes away at most {percent(worst)}"
+        evidence = (
+            "the images are square" if worst == 0 else f"the centre crop takes away at most {format_percent(worst)}"
+        )
         return Finding("data.crop", "fine", evidence, facts=facts)
     severity: Severity = "fine"
     if len(halved) >= max(1, _MANY_HALVES * len(sides)):
@@ -126,15 +128,18 @@ def _crop(originals: Originals) -> Finding:
         severity = "hint"
     order = np.argsort(-lost, kind="stable")[:_ROWS]
     rows = [
-        (sanitize(name), f"{width:,} x {height:,}", percent(part))
+        (sanitize(name), f"{width:,} x {height:,}", format_percent(part))
         for name, (width, height), part in zip(originals.names(order), sides[order].tolist(), lost[order].tolist())
     ]
-    evidence = f"the centre crop takes away {percent(mean)} of an image on average, {percent(worst)} of the worst"
+    evidence = (
+        f"the centre crop takes away {format_percent(mean)} of an image on average, {format_percent(worst)} "
+        f"of the worst"
+    )
     if len(halved):
-        evidence += f"; more than half of {counted(len(halved))} ({named(names)})"
+        evidence += f"; more than half of {plural(len(halved))} ({list_names(names)})"
     exhibits = (
-        Exhibit("Share of the area that the crop takes away", svg=histogram(lost, "share of the area", "images")),
-        Exhibit("Those that lose most", table=[("image", "original", "lost"), *rows]),
+        Figure("Share of the area that the crop takes away", svg=histogram(lost, "share of the area", "images")),
+        Figure("Those that lose most", table=[("image", "original", "lost"), *rows]),
     )
     remedy = "" if severity == "fine" else "crop those to a square around their subject yourself, or remove them"
     return Finding("data.crop", severity, evidence, remedy, facts, exhibits)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.reporting.charts import Floats
-from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 
 CERTAIN = 4.0
@@ -28,7 +28,7 @@ CLIPPED = 0.10
 NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
-class Statistics(NamedTuple):
+class ColorStatistics(NamedTuple):
     """What is measured of each of N pictures with C channels, in levels of 0 to 255."""
 
     means: Floats
@@ -45,14 +45,14 @@ class Statistics(NamedTuple):
     """[N]: the class of each, for what varies within a class."""
 
 
-def measure(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> Statistics:
+def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> ColorStatistics:
     """Statistics of pictures, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
     group = np.zeros(len(x), np.int64) if labels is None else labels
     counts = np.bincount(group)
-    return Statistics(
+    return ColorStatistics(
         x.mean((1, 2)),
         x.reshape(len(x), -1).std(1),
         np.square(inner - around).mean((1, 2, 3)),
@@ -62,7 +62,7 @@ def measure(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> Statisti
     )
 
 
-def average(values: Floats, of: Statistics) -> tuple[float, float]:
+def _weighted_mean(values: Floats, of: ColorStatistics) -> tuple[float, float]:
     """(weighted mean of values [N], its standard error), from what varies within a class."""
     weight = of.weight / of.weight.sum()
     means = np.bincount(of.group, values) / np.maximum(np.bincount(of.group), 1)
@@ -75,7 +75,7 @@ def average(values: Floats, of: Statistics) -> tuple[float, float]:
     return float(weight @ values), float(np.sqrt(np.square(weight * residual).sum()))
 
 
-class Difference(NamedTuple):
+class _Difference(NamedTuple):
     """Drawn less data, in levels, and the standard error of that."""
 
     value: float
@@ -86,33 +86,33 @@ class Difference(NamedTuple):
         return abs(self.value) > max(tolerance, CERTAIN * self.error)
 
 
-def difference(drawn: Floats, drawn_of: Statistics, data: Floats, data_of: Statistics) -> Difference:
+def _difference(drawn: Floats, drawn_of: ColorStatistics, data: Floats, data_of: ColorStatistics) -> _Difference:
     """Of the averages of two sets of values."""
-    (a, a_error), (b, b_error) = average(drawn, drawn_of), average(data, data_of)
-    return Difference(a - b, float(np.hypot(a_error, b_error)))
+    (a, a_error), (b, b_error) = _weighted_mean(drawn, drawn_of), _weighted_mean(data, data_of)
+    return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
-def tint(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = "") -> Finding:
+def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.tint: brightness, and what a channel has more or less than all of them (PAIN: "weird color tints").
 
     The latter varies far less from picture to picture than a channel itself, so that a faint tint is seen in few.
     `unready`: what has to be done before anything else can be expected of the network; "" where it has learned.
     """
-    brightness = difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
+    brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
     names = NAMES.get(drawn.means.shape[1], ())
     casts = {}
     if len(names) > 1:
         mine, theirs = (s.means - s.means.mean(1, keepdims=True) for s in (drawn, data))
-        casts = {n: difference(mine[:, c], drawn, theirs[:, c], data) for c, n in enumerate(names)}
+        casts = {n: _difference(mine[:, c], drawn, theirs[:, c], data) for c, n in enumerate(names)}
     off = brightness.beyond(DARK) or any(cast.beyond(TINTED) for cast in casts.values())
     slightly = brightness.beyond(NOTICED * DARK) or any(cast.beyond(NOTICED * TINTED) for cast in casts.values())
-    worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", Difference(0.0, 0.0)))
+    worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", _Difference(0.0, 0.0)))
     evidence = (
         f"drawn pictures differ from the data by {brightness.value:+.1f} ± {brightness.error:.1f} of 255 levels in "
         "brightness" + (f", and by {worst[1].value:+.1f} ± {worst[1].error:.1f} in {worst[0]}" if casts else "")
     )
     facts = {"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}}
-    exhibits = (table(drawn, data), exhibit)
+    exhibits = (_channel_table(drawn, data), exhibit)
     if not (off or slightly):
         return Finding("run.tint", "fine", evidence, "", facts, exhibits)
     severity: Severity = "warning" if off and not unready else "hint"
@@ -122,10 +122,10 @@ def tint(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = "
     return Finding("run.tint", severity, evidence, remedy, facts, exhibits)
 
 
-def contrast(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
+def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
     """run.contrast: whether pictures are flatter or harsher than the data. `unready` as for `tint`."""
-    ratio = (average(drawn.contrast, drawn)[0] + BLANK) / (average(data.contrast, data)[0] + BLANK)
-    gap = difference(drawn.contrast, drawn, data.contrast, data)
+    ratio = (_weighted_mean(drawn.contrast, drawn)[0] + BLANK) / (_weighted_mean(data.contrast, data)[0] + BLANK)
+    gap = _difference(drawn.contrast, drawn, data.contrast, data)
     facts = {"ratio": ratio, "difference": [*gap]}
     evidence = f"the contrast of drawn pictures is {ratio:.2f} times that of the data"
     if 0.7 <= ratio <= 1.4 or not gap.beyond(4.0):
@@ -134,21 +134,21 @@ def contrast(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
     return Finding("run.contrast", "hint", evidence, remedy, facts)
 
 
-def saturated(drawn: Statistics, data: Statistics, unready: str = "") -> Finding:
+def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
     """run.saturated: values that ran into black or white. `unready` as for `tint`."""
-    mine, theirs = average(drawn.clipped, drawn)[0], average(data.clipped, data)[0]
+    mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     facts = {"drawn": mine, "data": theirs}
     evidence = f"{mine:.1%} of drawn values are 0 or 255, and {theirs:.1%} of the data's"
-    if mine - theirs <= CLIPPED or not difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
+    if mine - theirs <= CLIPPED or not _difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
         return Finding("run.saturated", "fine", evidence, "", facts)
     remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
     return Finding("run.saturated", "hint" if unready else "warning", evidence, remedy, facts)
 
 
-def blank(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = "") -> Finding:
+def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.blank_samples: pictures of nothing, or of noise. `unready` as for `tint`."""
     empty, usual = float((drawn.contrast < BLANK).mean()), float((data.contrast < BLANK).mean())
-    detail = (average(drawn.detail, drawn)[0] + FAINT) / (average(data.detail, data)[0] + FAINT)
+    detail = (_weighted_mean(drawn.detail, drawn)[0] + FAINT) / (_weighted_mean(data.detail, data)[0] + FAINT)
     facts = {"blank": empty, "blank_in_data": usual, "detail": detail}
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
@@ -165,19 +165,19 @@ def blank(drawn: Statistics, data: Statistics, exhibit: Exhibit, unready: str = 
     return Finding("run.blank_samples", "fine", f"{evidence}, and none of them is blank", "", facts)
 
 
-def table(drawn: Statistics, data: Statistics) -> Exhibit:
+def _channel_table(drawn: ColorStatistics, data: ColorStatistics) -> Figure:
     """Means by channel."""
     names = NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
     rows = [("", *names)]
     for title, of in (("drawn", drawn), ("data", data)):
-        cells = (average(of.means[:, c], of) for c in range(len(names)))
+        cells = (_weighted_mean(of.means[:, c], of) for c in range(len(names)))
         rows.append((title, *(f"{mean:.1f} ± {error:.1f}" for mean, error in cells)))
-    return Exhibit("Mean level by channel, of 255", table=rows)
+    return Figure("Mean level by channel, of 255", table=rows)
 
 
-def comparison(drawn: Pixels, data: Pixels) -> Exhibit:
+def comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
     """Some of each, in two blocks of eight columns."""
     n = min(24, len(drawn), len(data))
     both = np.concatenate([drawn[:n], data[np.linspace(0, len(data) - 1, n).astype(int)]])
     picture = grid(both, labels=["drawn"] * n + ["data"] * n, scale=max(1, 48 // drawn.shape[1]))
-    return Exhibit("Drawn pictures and data", picture)
+    return Figure("Drawn pictures and data", picture)

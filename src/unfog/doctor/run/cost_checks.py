@@ -11,10 +11,10 @@ from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.doctor.run.run_record import RunRecord
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import counted, duration
-from unfog.reporting.records import number
-from unfog.reporting.report_charts import smooth
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import format_duration, plural
+from unfog.reporting.records import finite_number
+from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 from unfog.training.noise_scale import batch_advice
 from unfog.training.noise_scale import noise_scale as ratio_of_means
@@ -35,13 +35,20 @@ UNLIKE = 8.0
 """A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
 
-def run_costs(record: RunRecord) -> list[Finding]:
+def check_costs(record: RunRecord) -> list[Finding]:
     """Findings on the time and the data of a run, for as much of it as the record tells of."""
-    found = (data_wait(record), overhead(record), pace(record), memory(record), unused(record), noise_scale(record))
+    found = (
+        check_data_wait(record),
+        check_overhead(record),
+        check_speed(record),
+        check_memory(record),
+        check_unused_images(record),
+        check_noise_scale(record),
+    )
     return [finding for finding in found if finding is not None]
 
 
-def data_wait(record: RunRecord) -> Finding | None:
+def check_data_wait(record: RunRecord) -> Finding | None:
     """run.data_wait: whether the network waits for images (PAIN: "GPU at 0% most of the time")."""
     steps, waits = record.column("data_wait")
     if not len(waits):
@@ -53,7 +60,7 @@ def data_wait(record: RunRecord) -> Finding | None:
     share = float((waits * weights).sum() / max(weights.sum(), 1e-9))
     chart = line_chart({"waiting": (steps, waits)}, "step", "share of the time", zero_y=True)
     facts = {"share": share}
-    exhibits = (Exhibit("Waiting for data", svg=chart),)
+    exhibits = (Figure("Waiting for data", svg=chart),)
     evidence = f"training waited for images {share:.1%} of the time"
     if share < WAITS:
         return Finding("run.data_wait", "fine", evidence, "", facts, exhibits)
@@ -71,7 +78,7 @@ def _pack(config: Config) -> str:
     return command
 
 
-def overhead(record: RunRecord) -> Finding | None:
+def check_overhead(record: RunRecord) -> Finding | None:
     """run.overhead: what previews, evaluations, checkpoints and metrics of drawn pictures take, and what to set."""
     if record.seconds < 1 or record.step < 1:
         return None
@@ -102,8 +109,8 @@ def overhead(record: RunRecord) -> Finding | None:
             changes.append(f"--{flag} {better}")
     facts = {"share": share, "seconds": {name: sum(spent) for name, spent in costs.items()}}
     parts = ", ".join(f"{name} {min(1.0, sum(spent) / record.seconds):.0%}" for name, spent in costs.items() if spent)
-    evidence = f"previews, evaluations and checkpoints took {share:.0%} of {duration(record.seconds)} ({parts})"
-    exhibits = (Exhibit("What is not training", table=rows),)
+    evidence = f"previews, evaluations and checkpoints took {share:.0%} of {format_duration(record.seconds)} ({parts})"
+    exhibits = (Figure("What is not training", table=rows),)
     if share < A_LOT or not changes:
         return Finding("run.overhead", "fine", evidence, "", facts, exhibits)
     severity: Severity = "warning" if share >= MOST and total >= A_WHILE else "hint"
@@ -113,7 +120,7 @@ def overhead(record: RunRecord) -> Finding | None:
 
 
 def _spent(record: RunRecord, kind: str, field: str) -> list[float]:
-    told = (number(row.get(field)) for row in record.of(kind))
+    told = (finite_number(row.get(field)) for row in record.events_of(kind))
     return [seconds for seconds in told if seconds >= 0]
 
 
@@ -129,7 +136,7 @@ def _round_down(x: float) -> int:
     return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
 
 
-def pace(record: RunRecord) -> Finding | None:
+def check_speed(record: RunRecord) -> Finding | None:
     """run.pace: whether it slows down as it goes, as a hot processor or another program would make it."""
     steps, speeds = record.column("images_per_second")
     if len(speeds) < FEW:
@@ -137,7 +144,7 @@ def pace(record: RunRecord) -> Finding | None:
     third = len(speeds) // 3
     before, now = float(np.median(speeds[1 : 1 + third])), float(np.median(speeds[-third:]))
     chart = line_chart({"images a second": (steps, speeds)}, "step", "images a second", zero_y=True)
-    exhibits = (Exhibit("Speed", svg=chart),)
+    exhibits = (Figure("Speed", svg=chart),)
     facts = {"before": before, "now": now}
     if now >= SLOWER * before:
         return Finding("run.pace", "fine", f"{now:,.0f} images a second, and steady", "", facts, exhibits)
@@ -146,28 +153,28 @@ def pace(record: RunRecord) -> Finding | None:
     return Finding("run.pace", "hint", evidence, remedy, facts, exhibits)
 
 
-def memory(record: RunRecord) -> Finding | None:
+def check_memory(record: RunRecord) -> Finding | None:
     """run.memory: whether it ran out, and went on with fewer images at a time."""
-    shortages = record.of("out_of_memory")
+    shortages = record.events_of("out_of_memory")
     if not shortages:
         return None
     last = shortages[-1]
-    now = int(number(last.get("microbatch"))) if number(last.get("microbatch")) >= 1 else 1
+    now = int(finite_number(last.get("microbatch"))) if finite_number(last.get("microbatch")) >= 1 else 1
     facts = {"times": len(shortages), "microbatch": now, "checkpointing": bool(last.get("checkpointing"))}
     how = (
         "one image at a time, with gradient checkpointing"
         if facts["checkpointing"]
-        else counted(now, "image") + " at a time"
+        else plural(now, "image") + " at a time"
     )
-    evidence = f"memory did not suffice {counted(len(shortages), 'time')}; it goes on with {how}, for the same batch"
+    evidence = f"memory did not suffice {plural(len(shortages), 'time')}; it goes on with {how}, for the same batch"
     remedy = f"begin like that the next time: --microbatch {now}"
     remedy += " --training.checkpointing" if facts["checkpointing"] else ""
     return Finding("run.memory", "hint", evidence, remedy, facts)
 
 
-def unused(record: RunRecord) -> Finding | None:
+def check_unused_images(record: RunRecord) -> Finding | None:
     """run.data: the share of the images that could not be used."""
-    found, used = number(record.data.get("found")), number(record.data.get("used"))
+    found, used = finite_number(record.data.get("found")), finite_number(record.data.get("used"))
     if not (found > 0 and used >= 0):
         return None
     lost = max(0.0, found - used)
@@ -175,11 +182,11 @@ def unused(record: RunRecord) -> Finding | None:
     if not lost:
         return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
     severity: Severity = "warning" if lost > 0.05 * found else "hint"
-    evidence = f"{counted(int(lost), 'image')} of {int(found):,} could not be used ({lost / found:.1%})"
+    evidence = f"{plural(int(lost), 'image')} of {int(found):,} could not be used ({lost / found:.1%})"
     return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)
 
 
-def noise_scale(record: RunRecord) -> Finding | None:
+def check_noise_scale(record: RunRecord) -> Finding | None:
     """run.noise_scale: the batch against the gradient noise scale (McCandlish et al. 2018, appendix A.1).
 
     A batch far below it sees mostly noise, so that a larger one costs no more images for the same progress; far above
@@ -188,7 +195,7 @@ def noise_scale(record: RunRecord) -> Finding | None:
     steps, scales = record.column("noise_scale")
     steps, scales = steps[scales > 0], scales[scales > 0]
     parts = ("gradient_signal", "gradient_noise")
-    measured = [row for row in record.metrics if all(math.isfinite(number(row.get(part))) for part in parts)]
+    measured = [row for row in record.metrics if all(math.isfinite(finite_number(row.get(part))) for part in parts)]
     if len(measured) < 3:
         return None
     scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
@@ -196,9 +203,9 @@ def noise_scale(record: RunRecord) -> Finding | None:
         evidence = "the gradient noise is larger than can be measured, so a batch sees next to nothing but noise"
         unknown = {"noise_scale": None, "batch": batch}
         return Finding("run.noise_scale", "hint", evidence, _larger(record, UNLIKE * batch), unknown)
-    series = {"measured": (steps, scales), "smoothed": (steps, smooth(scales)), "batch": (steps, 0 * steps + batch)}
+    series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
     chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
-    exhibits = (Exhibit("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),)
+    exhibits = (Figure("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),)
     facts = {"noise_scale": scale, "batch": batch}
     evidence = batch_advice(scale, batch)
     if batch > UNLIKE * scale:

@@ -16,10 +16,10 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.doctor.run.run_record import RunRecord
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity, finite
-from unfog.reporting.progress import counted
-from unfog.reporting.records import number
-from unfog.reporting.report_charts import column
+from unfog.reporting.findings import Figure, Finding, Severity, json_values
+from unfog.reporting.progress import plural
+from unfog.reporting.records import finite_number
+from unfog.reporting.report_charts import finite_column
 from unfog.training.ema_schedules import FixedEma, PowerEma
 
 MEASURED = 128
@@ -33,26 +33,26 @@ GAP, ROSE = 0.10, 0.02
 """Share by which unseen images may lose more than seen ones, and that loss may have risen since its lowest."""
 
 
-class Looked(NamedTuple):
+class LossImages(NamedTuple):
     """Images that losses are measured on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
 
     x0: Tensor
     label: Tensor | None
 
 
-def looked_at(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> Looked | None:
+def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> LossImages | None:
     """Images to measure, evenly spread over the set, as the network sees them; None of none."""
     if not len(images):
         return None
     pixels, labels, _ = images.take(evenly_spaced(len(images), MEASURED))
     x0 = see(torch.from_numpy(pixels)).to(device)
-    return Looked(x0, None if labels is None else torch.from_numpy(labels).to(device))
+    return LossImages(x0, None if labels is None else torch.from_numpy(labels).to(device))
 
 
 @torch.inference_mode()
-def losses(
+def measure_losses(
     loss_at: LossAt,
-    looked: Looked,
+    looked: LossImages,
     levels: Tensor,
     batch: int,
     seed: int = 0,
@@ -79,7 +79,7 @@ def _noise(shape: torch.Size, seed: int, level: int, image: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
-def answers(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
+def baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
     """What two answers that need no learning lose at noise quantiles [L], on images like x0 [N, C, H, W].
 
     Returns:
@@ -101,7 +101,7 @@ def answers(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, F
     return zero.numpy(), linear.numpy()
 
 
-def average_against_raw(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:
+def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:
     """run.ema_behind: the average of the weights should lose less than the weights themselves.
 
     Args:
@@ -114,10 +114,10 @@ def average_against_raw(record: RunRecord, average: Floats, raw: Floats, updates
     pairs = (average - raw).mean(0)
     excess = float(pairs.mean() / raw.mean())
     error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
-    horizon = ema_horizon(record, updates)
+    horizon = ema_window(record, updates)
     curves = {"average": average.mean(1), "as trained": raw.mean(1)}
-    exhibits = (by_level("The average of the weights against the weights as trained", curves),)
-    facts = {"excess": excess, "error": finite(error), "updates": updates, "horizon": horizon}
+    exhibits = (_level_figure("The average of the weights against the weights as trained", curves),)
+    facts = {"excess": excess, "error": json_values(error), "updates": updates, "horizon": horizon}
     side = "more" if excess > 0 else "less"
     evidence = (
         f"the average of the weights loses {abs(excess):.1%} {side} than the weights as trained, on {len(pairs)} "
@@ -135,13 +135,13 @@ def average_against_raw(record: RunRecord, average: Floats, raw: Floats, updates
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
 
 
-def ema_horizon(record: RunRecord, updates: int) -> float:
+def ema_window(record: RunRecord, updates: int) -> float:
     """Updates over which the average extends: 1 / (1 - decay) after so many."""
     ema: PowerEma | FixedEma = record.config.ema
     return min(float(updates), 1 / max(1e-12, 1 - ema.decay(max(updates, 1))))
 
 
-def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
+def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
     """run.overfitting: losses [L, N] of the average on images trained on, and [L, M] on those held out."""
     a, b = seen.mean(0), unseen.mean(0)
     gap = float(b.mean() / a.mean() - 1)
@@ -149,16 +149,16 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
     error = float(np.sqrt(sum(spread)) / a.mean())
     steps, measured, rose = held_out_history(record)
     curves = {"trained on": seen.mean(1), "held out": unseen.mean(1)}
-    exhibits: tuple[Exhibit, ...] = (by_level("Images trained on against images held out", curves),)
+    exhibits: tuple[Figure, ...] = (_level_figure("Images trained on against images held out", curves),)
     if len(steps) > 1:
         history = line_chart({"held-out loss": (steps, measured)}, "step", "loss")
-        exhibits += (Exhibit("Held-out loss", svg=history),)
+        exhibits += (Figure("Held-out loss", svg=history),)
     worst = int(np.argmax(unseen.mean(1) / np.maximum(seen.mean(1), 1e-12)))
     lowest_at = int(steps[measured.argmin()]) if len(steps) else 0
-    facts = {"gap": gap, "error": finite(error), "rose": rose, "lowest_at": lowest_at}
+    facts = {"gap": gap, "error": json_values(error), "rose": rose, "lowest_at": lowest_at}
     sure = f" ± {error:.0%}" if np.isfinite(error) else ""
     evidence = (
-        f"{counted(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
+        f"{plural(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
         f"{(worst + 0.5) / len(seen):.2f}"
     )
     if len(steps) > 2:
@@ -168,18 +168,20 @@ def overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
         )
     certain = gap > max(GAP, CERTAIN * error)
     if certain and rose > ROSE:
-        return Finding("run.overfitting", "warning", evidence, remedy_of(record), facts, exhibits)
+        return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, exhibits)
     if certain or (rose > 2 * ROSE and gap > error):
-        return Finding("run.overfitting", "hint", evidence, remedy_of(record), facts, exhibits)
+        return Finding("run.overfitting", "hint", evidence, _overfitting_remedy(record), facts, exhibits)
     return Finding("run.overfitting", "fine", evidence, "", facts, exhibits)
 
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
     """(steps, held-out losses, share by which the latest is above the lowest), since it is measured as it is now."""
     rows = [
-        row for row in record.metrics if np.isfinite([number(row.get("step")), number(row.get("held_out_loss"))]).all()
+        row
+        for row in record.metrics
+        if np.isfinite([finite_number(row.get("step")), finite_number(row.get("held_out_loss"))]).all()
     ]
-    steps, measured = column(rows, "held_out_loss")
+    steps, measured = finite_column(rows, "held_out_loss")
     counts = [len(levels) if isinstance(levels := row.get("held_out_by_level"), list) else 0 for row in rows]
     if counts:  # another number of levels is another measure
         same = np.array(counts) == counts[-1]
@@ -191,7 +193,7 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
     return steps, measured, latest / max(float(measured.min()), 1e-12) - 1
 
 
-def remedy_of(record: RunRecord) -> str:
+def _overfitting_remedy(record: RunRecord) -> str:
     """What helps against overfitting, most helpful first."""
     flip = "" if record.config.data.flip else "--flip, "
     augment = "" if record.config.uses_latents else "--data.augment 0.15, "  # which changes pixels
@@ -202,7 +204,7 @@ def remedy_of(record: RunRecord) -> str:
     )
 
 
-def by_level(title: str, curves: dict[str, Floats]) -> Exhibit:
+def _level_figure(title: str, curves: dict[str, Floats]) -> Figure:
     """Losses [L] over the middles of the levels."""
     series = {name: ((np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in curves.items()}
-    return Exhibit(title, svg=line_chart(series, LEVELS, "loss"), caption="The same noise for both.")
+    return Figure(title, svg=line_chart(series, LEVELS, "loss"), caption="The same noise for both.")

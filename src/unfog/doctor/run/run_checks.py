@@ -14,16 +14,23 @@ from torch import Tensor, nn
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.doctor.run.color_statistics import blank, comparison, contrast, measure, saturated, tint
-from unfog.doctor.run.cost_checks import run_costs
-from unfog.doctor.run.loss_checks import answers, average_against_raw, looked_at, losses, overfitting
-from unfog.doctor.run.loss_trends import run_trends
+from unfog.doctor.run.color_statistics import (
+    check_blank,
+    check_contrast,
+    check_saturation,
+    check_tint,
+    color_statistics,
+    comparison_figure,
+)
+from unfog.doctor.run.cost_checks import check_costs
+from unfog.doctor.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.doctor.run.run_record import RunRecord
-from unfog.doctor.run.run_status import run_state
+from unfog.doctor.run.status_checks import check_status
+from unfog.doctor.run.trend_checks import check_trends
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import LossAt, midpoints
-from unfog.inference.memorization import by_pixels
+from unfog.inference.memorization import check_memorization_by_pixels
 from unfog.inference.nearest_images import FEWEST
 from unfog.pipeline.build import build_network, build_objective, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images
@@ -40,11 +47,11 @@ from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.optimizer_settings import Custom
 
-COMPARED = 2000
+_COMPARED = 2000
 """Training images that drawn ones are compared with as a whole."""
 
 
-class Weights(NamedTuple):
+class _Weights(NamedTuple):
     """Those of the newest whole checkpoint, and the settings that trained it."""
 
     step: int
@@ -54,7 +61,7 @@ class Weights(NamedTuple):
     """By kind, "model" and "ema"; read at once, as a run at work may remove the checkpoint at any moment."""
 
 
-def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
+def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
     """Examine a run; changes nothing in it. What is not there to be examined is left out, and said to be.
 
     Args:
@@ -73,32 +80,34 @@ def examine_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> l
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
     skipped: list[str] = []
-    weights, broken = newest_weights(folder, config.autoencoder_folder, skipped)
-    record = record.without(broken)
-    prepared = images_of(config, skipped)
-    usual = usual_rate(config)
+    weights, broken = _newest_weights(folder, config.autoencoder_folder, skipped)
+    record = record.with_broken(broken)
+    prepared = _load_run_images(config, skipped)
+    usual = usual_learning_rate_of(config)
     findings, relative, beaten = [], None, None
     if weights is not None and prepared is not None:
         try:
-            found, relative, beaten = by_losses(record, weights, prepared, where, skipped)
+            found, relative, beaten = _check_losses(record, weights, prepared, where, skipped)
             findings += found
             if samples > 0:
                 if weights.step < 0.2 * record.steps:
                     unready = "go on training; this is early"
                 else:
                     unready = "make it learn first" if beaten > 0.9 else ""
-                findings += by_pictures(weights, prepared, where, samples, unready, skipped)
+                findings += _check_samples(weights, prepared, where, samples, unready, skipped)
         except torch.OutOfMemoryError:
             skipped.append(f"what needs the weights, as {where} has too little memory free (try --device cpu)")
     by_heart = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
-    before = [*run_state(record, usual), *run_trends(record, usual, relative, beaten, by_heart)]
-    findings = [*before, *findings, *run_costs(record)]
+    before = [*check_status(record, usual), *check_trends(record, usual, relative, beaten, by_heart)]
+    findings = [*before, *findings, *check_costs(record)]
     if skipped:
         findings.append(Finding("run.skipped", "hint", f"not looked at: {'; '.join(skipped)}"))
     return findings
 
 
-def newest_weights(folder: RunFolder, codec: str, skipped: list[str]) -> tuple[Weights | None, list[checkpoint.Broken]]:
+def _newest_weights(
+    folder: RunFolder, codec: str, skipped: list[str]
+) -> tuple[_Weights | None, list[checkpoint.Broken]]:
     """The newest whole weights after the first step, None if there are none; and the checkpoints that are broken.
 
     `codec`: where the codec of the run is now, if it has one.
@@ -116,14 +125,14 @@ def newest_weights(folder: RunFolder, codec: str, skipped: list[str]) -> tuple[W
         networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             checkpoint.load_weights(saved.folder, kind, network)
-        return Weights(saved.step, config, updates, networks), broken
+        return _Weights(saved.step, config, updates, networks), broken
     except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
         # It may be removed at this moment, too; whatever is wrong, the record can still be examined.
         skipped.append(f"what needs weights ({error})")
         return None, broken
 
 
-def images_of(config: Config, skipped: list[str]) -> Dataset | None:
+def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
     """The images of the run, from the cache where they are in it; None if they are not there, or not the same."""
     try:
         prepared, found = load_images(config, StopSignals())
@@ -138,7 +147,7 @@ def images_of(config: Config, skipped: list[str]) -> Dataset | None:
     return prepared
 
 
-def usual_rate(config: Config) -> float | None:
+def usual_learning_rate_of(config: Config) -> float | None:
     """The learning rate that would be chosen for this run; None for a network that is not settled, and where none is
     known for the optimiser."""
     method = config.optimizer.method
@@ -148,8 +157,8 @@ def usual_rate(config: Config) -> float | None:
     return fine_tuning(config) * usual_learning_rate(parameters, config.training.batch, config.network, method)
 
 
-def by_losses(
-    record: RunRecord, weights: Weights, prepared: Dataset, device: torch.device, skipped: list[str]
+def _check_losses(
+    record: RunRecord, weights: _Weights, prepared: Dataset, device: torch.device, skipped: list[str]
 ) -> tuple[list[Finding], float, float]:
     """Findings from losses on fixed noise.
 
@@ -159,7 +168,7 @@ def by_losses(
     config = weights.config
     see = without_augmentation(config)
     seen, unseen = (
-        looked_at(part, device, see) for part in (prepared.as_network_input.train, prepared.as_network_input.held_out)
+        loss_images(part, device, see) for part in (prepared.as_network_input.train, prepared.as_network_input.held_out)
     )
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
@@ -180,22 +189,26 @@ def by_losses(
         for kind, images in work:
             assert images is not None
             network = weights.networks[kind].to(device).eval()
-            results[kind, id(images)] = losses(loss_of(network, config), images, levels, batch, progress=advance)
+            results[kind, id(images)] = measure_losses(
+                _loss_function(network, config), images, levels, batch, progress=advance
+            )
     assert own is not None
     average, raw = results["ema", id(own)], results["model", id(own)]
     what = "training images" if own is seen else "held-out images"
-    findings = [average_against_raw(record, average, raw, weights.updates, what)]
+    findings = [check_ema(record, average, raw, weights.updates, what)]
     if unseen is None:
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 would, of 100 or more)")
     else:
-        findings.append(overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
-    zero, pixelwise = answers(config.diffusion, everything(prepared.as_network_input.train, COMPARED, see), levels)
+        findings.append(check_overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
+    zero, pixelwise = baseline_losses(
+        config.diffusion, _model_inputs(prepared.as_network_input.train, _COMPARED, see), levels
+    )
     # Of the two weights the better one: the average may be behind without that nothing was learned.
     lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
 
 
-def loss_of(network: nn.Module, config: Config) -> LossAt:
+def _loss_function(network: nn.Module, config: Config) -> LossAt:
     """What a network loses under the objective of the run."""
     objective = build_objective(config)
 
@@ -205,8 +218,8 @@ def loss_of(network: nn.Module, config: Config) -> LossAt:
     return loss_at
 
 
-def by_pictures(
-    weights: Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
+def _check_samples(
+    weights: _Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
     """Findings from pictures drawn with the average of the weights, without guidance, which would shift them.
 
@@ -219,35 +232,35 @@ def by_pictures(
     with Progress("drawing pictures", samples) as progress:
         drawing = GenerationSettings(samples, config.sampler, labels, batch=min(batch, 64))
         drawn = generate_images(network, config, drawing, progress.update)
-    data, data_labels = pictures_of(prepared.train, labels)
+    data, data_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
-    mine, theirs = measure(drawn, own), measure(data, data_labels)
-    shown = comparison(drawn, data)
+    mine, theirs = color_statistics(drawn, own), color_statistics(data, data_labels)
+    shown = comparison_figure(drawn, data)
     findings = [
-        blank(mine, theirs, shown, unready),
-        tint(mine, theirs, shown, unready),
-        contrast(mine, theirs, unready),
-        saturated(mine, theirs, unready),
+        check_blank(mine, theirs, shown, unready),
+        check_tint(mine, theirs, shown, unready),
+        check_contrast(mine, theirs, unready),
+        check_saturation(mine, theirs, unready),
     ]
     if len(prepared.train) < FEWEST:
         skipped.append(f"copies of training images, as there are only {len(prepared.train)} of them")
     else:
         with Progress("searching copies", len(prepared.train)) as progress:
-            findings.append(by_pixels(drawn, prepared, progress.update))
+            findings.append(check_memorization_by_pixels(drawn, prepared, progress.update))
     return findings
 
 
-def everything(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
+def _model_inputs(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
     """Up to `count` images as the network sees them."""
     return see(torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), count)])))
 
 
-def pictures_of(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
+def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
     """Up to COMPARED images [N, H, W, C] of these classes, all for (), and their labels."""
     if images.labels is None or not labels:
-        rows = evenly_spaced(len(images), COMPARED)
+        rows = evenly_spaced(len(images), _COMPARED)
         return images.pixels[rows].transpose(0, 2, 3, 1), None
     wanted = np.flatnonzero(np.isin(images.labels, labels))
-    rows = wanted[evenly_spaced(len(wanted), COMPARED)]
+    rows = wanted[evenly_spaced(len(wanted), _COMPARED)]
     pixels, own, _ = images.take(rows)
     return pixels.transpose(0, 2, 3, 1), own

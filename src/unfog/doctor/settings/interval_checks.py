@@ -8,31 +8,31 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import amount, duration
+from unfog.reporting.progress import format_duration, format_number
 
-MOST_ASIDE = 0.2
+_MOST_ASIDE = 0.2
 """Share of the time that previews and evaluation may take."""
-SHORT_RUN = 500
+_SHORT_RUN = 500
 """Steps below which that share is only mentioned, as it is over soon."""
-FEW_HELD_OUT = 16
-ENOUGH_TO_HOLD_OUT = 100
+_FEW_HELD_OUT = 16
+_ENOUGH_TO_HOLD_OUT = 100
 """Images, of fewer of which none is held out."""
 
 
-def check_asides(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
+def check_run_costs(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
     """What previews, evaluation and metrics take of the time, by the passes through the network that they make."""
     costs, steps = forward_passes(config, held_out), config.training.images // config.training.batch
     whole = sum(costs.values())
     aside = 1 - costs["training"] / whole
     facts = {f"{name}_share": cost / whole for name, cost in costs.items()}
-    said = f"previews take about {amount(100 * costs['preview'] / whole)}% of the time and evaluation "
-    said += f"{amount(100 * costs['evaluate'] / whole)}%"
+    said = f"previews take about {format_number(100 * costs['preview'] / whole)}% of the time and evaluation "
+    said += f"{format_number(100 * costs['evaluate'] / whole)}%"
     if costs["metrics"]:
-        said += f", drawing for metrics {amount(100 * costs['metrics'] / whole)}%"
+        said += f", drawing for metrics {format_number(100 * costs['metrics'] / whole)}%"
     if seconds_per_step:
         spent = steps * seconds_per_step * (whole / costs["training"] - 1)
-        said, facts["seconds"] = f"{said}, {duration(spent)} in all", spent
-    if aside <= MOST_ASIDE:
+        said, facts["seconds"] = f"{said}, {format_duration(spent)} in all", spent
+    if aside <= _MOST_ASIDE:
         return Finding("settings.asides", "fine", said, facts=facts)
     name = max(("preview", "evaluate", "metrics"), key=costs.__getitem__)
     if name == "metrics":
@@ -40,15 +40,15 @@ def check_asides(config: Config, held_out: int, seconds_per_step: float | None) 
     else:
         interval = _interval(costs, name, config, steps)
         ends = costs[name] / repetitions(getattr(config, name).every, steps) * 2
-        rarely = ends < costs["training"] * MOST_ASIDE / 2
+        rarely = ends < costs["training"] * _MOST_ASIDE / 2
         remedy = f"--{name}.every {interval}" if rarely else f"a lower --{name}.images"
-    return Finding("settings.asides", "warning" if steps >= SHORT_RUN else "hint", said, remedy, facts)
+    return Finding("settings.asides", "warning" if steps >= _SHORT_RUN else "hint", said, remedy, facts)
 
 
 def _interval(costs: dict[str, float], name: str, config: Config, steps: int) -> int:
     """Steps between two, at which they take half of what all may."""
     one = costs[name] / repetitions(getattr(config, name).every, steps)
-    often = max(1.0, costs["training"] * MOST_ASIDE / 2 / one - 2)
+    often = max(1.0, costs["training"] * _MOST_ASIDE / 2 / one - 2)
     return math.ceil(steps / often)
 
 
@@ -59,19 +59,19 @@ def check_held_out(config: Config, prepared: Dataset) -> Finding:
     facts = {"held_out": held, "used": used, "levels": levels}
     if config.evaluate.every < 0:
         return Finding("settings.held_out", "fine", "no held-out loss is asked for", facts=facts)
-    if not held and trained < ENOUGH_TO_HOLD_OUT:
+    if not held and trained < _ENOUGH_TO_HOLD_OUT:
         said = f"of {trained} images none is held out, as each is worth more to training; look at the pictures instead"
         return Finding("settings.held_out", "fine", said, facts=facts)
     if not held:
         said = "nothing is held out, so that nobody will see when the network begins to learn its images by heart"
         return Finding("settings.held_out", "hint", said, "--data.held-out 0.05", facts)
     said = f"the held-out loss is over {used} images at {levels} noise levels each"
-    if used >= FEW_HELD_OUT:
+    if used >= _FEW_HELD_OUT:
         return Finding("settings.held_out", "fine", said, facts=facts)
-    if held >= FEW_HELD_OUT:
+    if held >= _FEW_HELD_OUT:
         remedy = f"--evaluate.images {min(64, held)}"
     else:
-        share = min(0.5, math.ceil(100 * FEW_HELD_OUT / (held + trained)) / 100)
+        share = min(0.5, math.ceil(100 * _FEW_HELD_OUT / (held + trained)) / 100)
         remedy = f"--data.held-out {share:g}"
     return Finding("settings.held_out", "hint", f"{said}, so few that it says little of others", remedy, facts)
 
@@ -83,7 +83,7 @@ def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding
     hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
     facts = {"every": every, "steps_to_lose": lost, "hours_to_lose": hours}
     said = f"a crash loses {lost:,} of {steps:,} steps at most"
-    said += "" if hours is None else f", {duration(hours * 3600)}"
+    said += "" if hours is None else f", {format_duration(hours * 3600)}"
     long = steps > 2000 and lost > steps / 2 if hours is None else hours > 1
     if long:
         at = 1000 if not seconds_per_step else max(1, min(1000, int(1200 / seconds_per_step)))

@@ -9,7 +9,7 @@ import numpy as np
 from unfog.config.schema import Config, Network
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import amount
+from unfog.reporting.progress import format_number
 from unfog.training.ema_schedules import EmaProfile
 from unfog.training.optimizer_settings import Custom, Method, Muon
 from unfog.training.settings import learning_rate
@@ -17,12 +17,12 @@ from unfog.training.settings import learning_rate
 REFERENCE_BATCH = 64
 FINE_TUNING = 0.3
 """Of the usual rate, for weights that are trained already: more would undo what these know."""
-LINEAR_UP_TO = 512
+_LINEAR_UP_TO = 512
 """Batch beyond which nobody lets the learning rate grow in proportion."""
-HIGH, FAR_TOO_HIGH, HOPELESS = 3.0, 10.0, 100.0
+_HIGH, _FAR_TOO_HIGH, _HOPELESS = 3.0, 10.0, 100.0
 """Times the usual learning rate. Small networks in short runs bear ten times as much: of a loss of 0.80 (47k weights,
 14x14, 200 steps of 16) 0.30 was left at the usual rate, 0.26 at 3 times, 0.25 at 10 times, and 0.65 at 100 times."""
-LOW, FAR_TOO_LOW, NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
+_LOW, _FAR_TOO_LOW, _NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
@@ -44,7 +44,7 @@ def fine_tuning(config: Config) -> float:
 
 def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
-    proportional = min(batch, LINEAR_UP_TO)
+    proportional = min(batch, _LINEAR_UP_TO)
     at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
     return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
 
@@ -65,21 +65,21 @@ def check_learning_rate(config: Config, parameters: int) -> Finding:
     rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")
     said = f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}"
     remedy = f"--lr {by_root:.1g}"
-    if above >= HOPELESS:
+    if above >= _HOPELESS:
         said += "; so far above it a run stays finite and hardly learns"
         return Finding("settings.lr", "fatal", said, remedy, facts)
-    if above >= FAR_TOO_HIGH:
+    if above >= _FAR_TOO_HIGH:
         said += "; the loss may jump, and pictures suffer"
         return Finding("settings.lr", "warning", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
-    if above > HIGH:
+    if above > _HIGH:
         said += "; short runs of small networks may bear it, others do not"
         return Finding("settings.lr", "hint", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
-    if below < NEARLY_ZERO:
+    if below < _NEARLY_ZERO:
         return Finding("settings.lr", "fatal", f"{said}; nothing will move", remedy, facts)
-    if below < FAR_TOO_LOW:
+    if below < _FAR_TOO_LOW:
         said += f"; at {mean:.2g} on average this run takes many times as long"
         return Finding("settings.lr", "warning", said, remedy, facts)
-    if below < LOW:
+    if below < _LOW:
         return Finding("settings.lr", "hint", f"{said}; sound, and slow", remedy, facts)
     return Finding("settings.lr", "fine", said, facts=facts)
 
@@ -99,13 +99,13 @@ def check_warmup(config: Config) -> Finding:
     return Finding("settings.warmup", "fine", said, facts=facts)
 
 
-def check_average(config: Config) -> Finding:
+def check_ema(config: Config) -> Finding:
     """What the average is made of at the end: the share from the first tenth of the run, and the last steps' half."""
     steps = max(1, config.training.images // config.training.batch)
-    early, half = share_before(config.ema, steps // 10, steps), half_from(config.ema, steps)
+    early, half = ema_share_before(config.ema, steps // 10, steps), ema_half_window(config.ema, steps)
     facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
     said = f"half of the average of weights is from the last {half:,} of {steps:,} steps"
-    said += f", {amount(100 * early)}% from the first tenth"
+    said += f", {format_number(100 * early)}% from the first tenth"
     remedy = "--ema power, whose window is a share of the run"
     if early > 0.05 and steps >= 10:
         return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
@@ -114,7 +114,7 @@ def check_average(config: Config) -> Finding:
     return Finding("settings.ema", "fine", said, facts=facts)
 
 
-def share_before(profile: EmaProfile, step: int, steps: int) -> float:
+def ema_share_before(profile: EmaProfile, step: int, steps: int) -> float:
     """Share of the average at update `steps` that stems from the weights up to update `step` (0: the initial ones).
 
     That is the product of the decays since, here by its logarithm, over some thousand of them where there are more.
@@ -129,12 +129,12 @@ def share_before(profile: EmaProfile, step: int, steps: int) -> float:
     return float(np.exp(np.trapezoid(logs, updates) + (logs[0] + logs[-1]) / 2))
 
 
-def half_from(profile: EmaProfile, steps: int) -> int:
+def ema_half_window(profile: EmaProfile, steps: int) -> int:
     """How many of the last updates make half of the average; by bisection."""
     low, high = 0, steps  # more than half is from before `high`, and less from before `low`
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if share_before(profile, middle, steps) > 0.5 else (middle, high)
+        low, high = (low, middle) if ema_share_before(profile, middle, steps) > 0.5 else (middle, high)
     return steps - low
 
 
@@ -183,7 +183,7 @@ def check_batch(config: Config, images: int) -> Finding:
     facts = {"batch": batch, "microbatch": at_once, "images": images}
     said = f"{batch} of {images:,} images a step"
     if batch > max(8, images):
-        said = f"a step of {batch} images takes each of the {images:,} about {amount(batch / images)} times"
+        said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
     if batch < 8:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.reporting.findings import Exhibit, Finding
-from unfog.reporting.progress import amount, duration
+from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.progress import format_duration, format_number
 
 MANY_EPOCHS = 2000
 """Epochs after which a small set is learned by heart; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
@@ -19,7 +19,7 @@ SMALL_SET = 10_000
 LOW_BATCH = 64  # of the founding table, which tells steps only
 
 
-class Known(NamedTuple):
+class PublishedRun(NamedTuple):
     """A run that somebody made."""
 
     what: str
@@ -31,18 +31,20 @@ class Known(NamedTuple):
     source: str
 
 
-KNOWN = (
-    Known("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
-    Known("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
-    Known("emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "benchmarks/LEDGER.md"),
-    Known("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
-    Known("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
-    Known("butterflies, 114M parameters", 128, 1_000, 5e4, "recognisable", "diffusers' training tutorial"),
-    Known("FFHQ, 62M parameters", 64, 70_000, 200e6, "FID 2.4", "Karras et al. 2022, table 7"),
-    Known("ImageNet, 296M parameters", 64, 1_281_167, 2500e6, "FID 1.4", "Karras et al. 2022, table 7"),
-    Known("CelebA-HQ, 114M parameters", 256, 30_000, 500e3 * 64, "published", "Ho et al. 2020, appendix B"),
-    Known("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
-    Known("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
+PUBLISHED_RUNS = (
+    PublishedRun("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
+    PublishedRun("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
+    PublishedRun(
+        "emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "benchmarks/LEDGER.md"
+    ),
+    PublishedRun("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
+    PublishedRun("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
+    PublishedRun("butterflies, 114M parameters", 128, 1_000, 5e4, "recognisable", "diffusers' training tutorial"),
+    PublishedRun("FFHQ, 62M parameters", 64, 70_000, 200e6, "FID 2.4", "Karras et al. 2022, table 7"),
+    PublishedRun("ImageNet, 296M parameters", 64, 1_281_167, 2500e6, "FID 1.4", "Karras et al. 2022, table 7"),
+    PublishedRun("CelebA-HQ, 114M parameters", 256, 30_000, 500e3 * 64, "published", "Ho et al. 2020, appendix B"),
+    PublishedRun("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
+    PublishedRun("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
 )
 FOUNDING = (
     ("10,000 images", 64, 10_000, 200_000, "1 day on a V100"),
@@ -77,16 +79,17 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     epochs = training.images / pictures
     steps = training.images // training.batch
     facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
-    said = f"{training.images:,} images in {steps:,} steps, {amount(epochs)} times the {pictures:,} there are"
+    said = f"{training.images:,} images in {steps:,} steps, {format_number(epochs)} times the {pictures:,} there are"
     by_heart, fresh = MANY_EPOCHS * pictures, not config.init.folder
     if fresh and by_heart < wanted[0]:
         said += (
-            f"; {pictures} are too few: learned by heart after about {count(by_heart)}, before anything is recognised"
+            f"; {pictures} are too few: learned by heart after about {format_count(by_heart)}, before anything is "
+            f"recognised"
         )
         remedy = "more pictures, hundreds at least: these will come back as they are, however long it trains"
         return Finding("settings.length", "warning", said, remedy, facts)
     if fresh and training.images < wanted[0] / 2:
-        need = f"pictures are recognisable after about {count(wanted[0])} to {count(wanted[1])} images"
+        need = f"pictures are recognisable after about {format_count(wanted[0])} to {format_count(wanted[1])} images"
         remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
         return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
     if epochs > MANY_EPOCHS:
@@ -100,7 +103,7 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     return Finding("settings.length", "fine", said, facts=facts)
 
 
-def length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
+def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
     """How long to train these images with this network: in images, steps, hours and epochs, and whence that is known.
 
     Args:
@@ -119,14 +122,17 @@ def length_guide(config: Config, prepared: Dataset, seconds_per_step: float | No
         "memorised_from": MANY_EPOCHS * pictures,
     }
     exhibits = (
-        Exhibit(
+        Figure(
             f"Images to be seen at {side} pixels",
             table=_guide_rows(guide, training.images, training.batch, pictures, pace),
             caption="The lower figure is for pictures of one kind, the higher for pictures of everything. These are "
             "orders of magnitude, from other people's pictures and networks: the previews know better.",
         ),
-        Exhibit("Where that is known from", table=[Known._fields, *([*map(_cell, known)] for known in KNOWN)]),
-        Exhibit(
+        Figure(
+            "Where that is known from",
+            table=[PublishedRun._fields, *([*map(_cell, known)] for known in PUBLISHED_RUNS)],
+        ),
+        Figure(
             "The usual table of durations, at your pace",
             table=_founding_rows(side, pace),
             caption="Steps of 64 images. Time is taken to grow with the number of pixels, for the network at hand; a "
@@ -135,12 +141,16 @@ def length_guide(config: Config, prepared: Dataset, seconds_per_step: float | No
     )
     low, high = guide["recognisable"]
     said = (
-        f"at {side} pixels, pictures are recognisable after about {count(low)} to {count(high)} images and good after "
+        f"at {side} pixels, pictures are recognisable after about {format_count(low)} to {format_count(high)} "
+        f"images and good after "
     )
-    said += f"{count(guide['good'][0])} to {count(guide['good'][1])}; this run sees {count(training.images)}"
-    said += f" in {duration(training.images * pace)}" if pace else ""
+    said += (
+        f"{format_count(guide['good'][0])} to {format_count(guide['good'][1])}; this run sees "
+        f"{format_count(training.images)}"
+    )
+    said += f" in {format_duration(training.images * pace)}" if pace else ""
     said += ", after all that its weights have seen" if config.init.folder else f", {_place(training.images, guide)}"
-    return Finding("length.guide", "fine", said, facts=facts, exhibits=exhibits)
+    return Finding("length.guide", "fine", said, facts=facts, figures=exhibits)
 
 
 def _place(images: float, guide: dict[str, Range]) -> str:
@@ -159,12 +169,20 @@ def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int,
     rows = [["", "images", "steps", "epochs", "time"]]
     spans = {**guide, "this run": (float(images), float(images))}
     for name, span in spans.items():
-        time = span_of([duration(value * pace) for value in span]) if pace else "not measured"
+        time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
         epochs = [value / pictures for value in span]
-        often = span_of([count(value) for value in epochs])
+        often = _format_range([format_count(value) for value in epochs])
         if epochs[0] > MANY_EPOCHS:
             often += ": learned by heart before"
-        rows.append([name, span_of([*map(count, span)]), span_of([count(v / batch) for v in span]), often, time])
+        rows.append(
+            [
+                name,
+                _format_range([*map(format_count, span)]),
+                _format_range([format_count(v / batch) for v in span]),
+                often,
+                time,
+            ]
+        )
     return rows
 
 
@@ -172,18 +190,26 @@ def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
     rows = [["set", "side", "steps", "images", "epochs", "time as told", "time at your pace"]]
     for name, its_side, pictures, steps, told in FOUNDING:
         images = steps * LOW_BATCH
-        time = duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
-        cells = [name, str(its_side), count(steps), count(images), count(images / pictures), told, time]
+        time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
+        cells = [
+            name,
+            str(its_side),
+            format_count(steps),
+            format_count(images),
+            format_count(images / pictures),
+            told,
+            time,
+        ]
         rows.append(cells)
     return rows
 
 
-def span_of(ends: list[str]) -> str:
+def _format_range(ends: list[str]) -> str:
     """Two ends of a range, or what they both are."""
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """A number as people say it: "50,000", "1.5 million", "2.5 billion"."""
     for unit, name in ((1e9, " billion"), (1e6, " million")):
         if value >= unit:
@@ -192,4 +218,4 @@ def count(value: float) -> str:
 
 
 def _cell(value: object) -> str:
-    return value if isinstance(value, str) else count(float(value)) if isinstance(value, float) else f"{value:,}"
+    return value if isinstance(value, str) else format_count(float(value)) if isinstance(value, float) else f"{value:,}"

@@ -10,13 +10,13 @@ import torch
 from unfog.config.schema import Config
 from unfog.planning.disk import disk_space_needed
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import size
+from unfog.reporting.progress import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES
 
 _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are multiplied: about a millisecond in fp32
 _ROUNDS = 5
-SLOWER = 1.25
+_SLOWER = 1.25
 """Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
 
 
@@ -35,7 +35,7 @@ def check_precision(config: Config, device: torch.device) -> Finding:
         )
     facts = {"precision": name, "seconds": ours, "seconds_fp32": fp32, "times_fp32": ours / fp32}
     compared = f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}"
-    if ours > SLOWER * fp32:
+    if ours > _SLOWER * fp32:
         remedy = f"--precision {'bf16' if name == 'fp16' and _bf16_pays(device, fp32) else 'fp32'}"
         return Finding("settings.precision", "warning", f"{compared}, which has no fast {name}", remedy, facts)
     if name == "fp16" and _bf16_pays(device, fp32):
@@ -91,9 +91,12 @@ def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     steps = config.training.images // config.training.batch
     room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
     facts = {"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free}
-    most = size(room.checkpoints * room.checkpoint)
-    said = f"{room.checkpoints} checkpoints of {size(room.checkpoint)} make {most} at most, and {size(free)} are free"
-    said += f"; snapshots of averages take {size(room.snapshots)}" if room.snapshots else ""
+    most = format_bytes(room.checkpoints * room.checkpoint)
+    said = (
+        f"{room.checkpoints} checkpoints of {format_bytes(room.checkpoint)} make {most} at most, and "
+        f"{format_bytes(free)} are free"
+    )
+    said += f"; snapshots of averages take {format_bytes(room.snapshots)}" if room.snapshots else ""
     if free > room.maximum:
         return Finding("settings.disk", "fine", said, facts=facts)
     remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"

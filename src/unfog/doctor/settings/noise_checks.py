@@ -12,16 +12,16 @@ from unfog.data.dataset import ImageSet
 from unfog.diffusion.diffusion import Diffusion
 from unfog.reporting.findings import Finding, Severity
 
-LOOKED_AT = 64  # images
-MOST_SIGNAL = 0.07
+_IMAGES = 64  # images
+_MOST_SIGNAL = 0.07
 """Signal at the noisiest level that goes unseen: Stable Diffusion's schedule ends at 0.068, DDPM's at 0.006."""
-HOPELESS_SIGNAL = 0.5
-LOUDEST = 3.0
+_HOPELESS_SIGNAL = 0.5
+_LOUDEST = 3.0
 """Root mean square of what a network is shown; VP and flow stay below 1, EDM on the VE path reaches 80 unscaled."""
-FEW_SAMPLING_STEPS, FEW_RANDOM_STEPS = 5, 50
+_FEW_STEPS, _FEW_DDPM_STEPS = 5, 50
 
 
-def some(images: ImageSet, count: int = LOOKED_AT) -> Tensor:
+def evenly_spread_pixels(images: ImageSet, count: int = _IMAGES) -> Tensor:
     """Evenly spread images of the set, uint8 [B, C, H, W]."""
     index = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).astype(np.int64))
     return torch.from_numpy(np.ascontiguousarray(images.pixels.take(index, axis=0)))
@@ -88,10 +88,10 @@ def check_terminal_signal(config: Config) -> Finding:
     signal = alpha / (alpha**2 + sigma**2) ** 0.5
     facts = {"logsnr": float(noisiest), "alpha": alpha, "sigma": sigma, "signal": signal}
     said = f"{100 * signal:.2g}% of the image's amplitude is left at the level where sampling starts from pure noise"
-    if signal <= MOST_SIGNAL:
+    if signal <= _MOST_SIGNAL:
         return Finding("settings.terminal_snr", "fine", said, facts=facts)
     remedy = "let the schedule end in noise: --schedule cosine, or linear with its own beta_start and beta_end"
-    severity: Severity = "fatal" if signal > HOPELESS_SIGNAL else "warning"
+    severity: Severity = "fatal" if signal > _HOPELESS_SIGNAL else "warning"
     said += ", so that pictures come out washed out"
     return Finding("settings.terminal_snr", severity, said, remedy, facts)
 
@@ -108,7 +108,7 @@ def check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
     quietest, loudest = min(loudness), max(loudness)
     facts = {"quietest": quietest, "loudest": loudest, "path": diffusion.path.kind}
     said = f"the network's input has a root mean square from {quietest:.2g} to {loudest:.2g} over the noise levels"
-    if loudest <= LOUDEST:
+    if loudest <= _LOUDEST:
         return Finding("settings.input_scale", "fine", said, facts=facts)
     return Finding("settings.input_scale", "warning", f"{said}, which trains badly", "--diffusion.scale-input", facts)
 
@@ -121,9 +121,9 @@ def check_sampler(config: Config) -> Finding:
     if sampler.kind == "adaptive":
         said = f"pictures are drawn by adaptive, in as many steps as a tolerance of {sampler.tolerance} takes"
         return Finding("settings.sampler", "fine", said, facts=facts)
-    if sampler.steps <= FEW_SAMPLING_STEPS and sampler.grid != "tuned":
+    if sampler.steps <= _FEW_STEPS and sampler.grid != "tuned":
         return Finding("settings.sampler", "hint", f"{said}, which leaves them blurred", "--sampler.steps 20", facts)
-    if sampler.kind == "ddpm" and sampler.steps < FEW_RANDOM_STEPS:
+    if sampler.kind == "ddpm" and sampler.steps < _FEW_DDPM_STEPS:
         remedy = "--sampler.kind dpmpp, or --sampler.steps 250"
         return Finding("settings.sampler", "hint", f"{said}, which leaves noise in them", remedy, facts)
     return Finding("settings.sampler", "fine", said, facts=facts)

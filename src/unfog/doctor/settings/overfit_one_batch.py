@@ -24,9 +24,9 @@ from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity
+from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
-from unfog.reporting.progress import Progress, amount
+from unfog.reporting.progress import Progress, format_number
 from unfog.training.hooks import Silent
 from unfog.training.loop import Every, train
 from unfog.training.stability.out_of_memory import at_once
@@ -48,7 +48,7 @@ MOST_STEPS = 600
 HEEDED = 1e-6
 """Relative change of the answers when an input is exchanged, below which the network does not look at it."""
 
-See = Callable[[Tensor], Tensor]
+_ToImages = Callable[[Tensor], Tensor]
 
 
 def overfit_one_batch(
@@ -59,8 +59,8 @@ def overfit_one_batch(
     seconds: float = 20.0,
     stop: Callable[[], bool] = lambda: False,
     steps: int = MOST_STEPS,
-    see: See = to_model_range,
-    show: See = lambda x0: x0,
+    see: _ToImages = to_model_range,
+    show: _ToImages = lambda x0: x0,
 ) -> Finding:
     """Learn a few images by heart in the real loop: the run's network, objective, optimiser and precision.
 
@@ -74,9 +74,9 @@ def overfit_one_batch(
         steps: limit of steps.
         see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
     """
-    lesson = replace(Lesson.of(images, objective, state.precision.device, see), show=show)
+    lesson = replace(OverfitBatch.of(images, objective, state.precision.device, see), show=show)
     lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
-    drill = Drill(lesson, seconds, steps, stop)
+    drill = OverfitMonitor(lesson, seconds, steps, stop)
     settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
     with Progress("learning eight images by heart, step", steps) as progress:
         drill.progress = progress
@@ -97,7 +97,7 @@ def overfit_one_batch(
 
 
 @dataclass(eq=False)
-class Lesson:
+class OverfitBatch:
     """The images to be learned, with their labels, noise levels and noise: a stream, and the loss on it."""
 
     x0: Tensor
@@ -108,7 +108,7 @@ class Lesson:
     u: Tensor
     noise: Tensor
     objective: Objective
-    show: See = lambda x0: x0
+    show: _ToImages = lambda x0: x0
     at_once: int = IMAGES
     """How many the network is given at a time, for lack of memory."""
     place: int = 0
@@ -117,7 +117,9 @@ class Lesson:
     """Loss of each image when it was last shown, float32 [B] on the CPU."""
 
     @classmethod
-    def of(cls, images: ImageSet, objective: Objective, device: torch.device, see: See = to_model_range) -> Lesson:
+    def of(
+        cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToImages = to_model_range
+    ) -> OverfitBatch:
         """Eight images of a set, or all where there are fewer; label dropout would hide what is to be learned."""
         index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
         index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
@@ -149,7 +151,7 @@ class Lesson:
         self.latest[part] = loss.measured.detach().cpu()
         return loss
 
-    def blind(self) -> Tensor:
+    def pixelwise_loss(self) -> Tensor:
         """Loss [B] of the best answer that looks at each pixel alone: drawn towards the mean image.
 
         For pixels of variance s^2 about a mean m that is x0 = m + alpha s^2 / (alpha^2 s^2 + sigma^2) (x_t - alpha m).
@@ -186,14 +188,14 @@ class Lesson:
         network.train(was_training)
         return torch.cat(answer)
 
-    def unheeded(self, network: nn.Module) -> list[str]:
+    def ignored_inputs(self, network: nn.Module) -> list[str]:
         """The inputs that make no difference to the answers."""
         answers = self.answers(network)
         inputs = ["image", "level", *([] if self.label is None else ["label"])]
         limit = HEEDED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 
-    def picture(self, network: nn.Module) -> Pixels:
+    def image_grid(self, network: nn.Module) -> Pixels:
         """A column for each image: clean, as shown to the network, and what it makes of that."""
         diffusion = self.objective.diffusion
         logsnr = diffusion.schedule(self.u)
@@ -207,13 +209,13 @@ class Lesson:
         return grid(pixels, columns=self.count, labels=names)
 
 
-class Drill(Silent):
+class OverfitMonitor(Silent):
     """A run that watches the loss, and ends when the images are learned or the time is up."""
 
-    def __init__(self, lesson: Lesson, seconds: float, steps: int, stop: Callable[[], bool]):
+    def __init__(self, lesson: OverfitBatch, seconds: float, steps: int, stop: Callable[[], bool]):
         self.lesson, self.steps, self.interrupted = lesson, steps, stop
         self.deadline = time.monotonic() + seconds
-        self.blind = lesson.blind().cpu()
+        self.blind = lesson.pixelwise_loss().cpu()
         self.first: Tensor
         self.bar: Tensor
         self.progress: Progress
@@ -251,14 +253,14 @@ def ratio(loss: Tensor, other: Tensor) -> float:
     return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
 
 
-def _finding(config: Config, state: TrainState, lesson: Lesson, drill: Drill) -> Finding:
+def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: OverfitMonitor) -> Finding:
     """What came of it."""
     steps, (relative, fallen) = len(drill.relative), drill.reached
     facts: dict[str, Any] = {"steps": steps, "images": IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
     facts |= {"lr": config.optimizer.lr, "precision": config.training.precision}
     lr = f"lr {config.optimizer.lr:.2g}"
-    went = f"fell to {amount(100 * fallen)}% of" if fallen <= 1 else f"rose to {amount(fallen)} times"
+    went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"in {steps} steps of {IMAGES} images at {lr} the loss {went} what it was at first"
     exhibits = _exhibits(lesson, drill, state.model)
 
@@ -272,19 +274,21 @@ def _finding(config: Config, state: TrainState, lesson: Lesson, drill: Drill) ->
     if (fallen > FROZEN and steps >= FROZEN_AFTER) or (fallen > STUCK and steps >= STUCK_AFTER):
         remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
         return finding("fatal", f"{said}, so nothing is learned", remedy if fallen <= 1.01 else "a lower --lr")
-    unheeded = lesson.unheeded(state.model)
+    unheeded = lesson.ignored_inputs(state.model)
     if unheeded and fallen < FROZEN:
         said = (
             f"{said}, but the network's answer does not depend on the {' nor on the '.join(unheeded)} that it is given"
         )
         return finding("fatal", said, "look at how the network is wired; if it is one of Unfog's own, report it")
     if relative < LEARNED:
-        return finding("fine", f"{said}, {amount(100 * relative)}% of what looking at each pixel alone would lose")
+        return finding(
+            "fine", f"{said}, {format_number(100 * relative)}% of what looking at each pixel alone would lose"
+        )
     remedy = "nothing to worry about with a low --lr or a slow machine; a longer test would tell more"
     return finding("hint", f"{said} when the time was up, which is learning, though not yet by heart", remedy)
 
 
-def _exhibits(lesson: Lesson, drill: Drill, network: nn.Module) -> tuple[Exhibit, ...]:
+def _exhibits(lesson: OverfitBatch, drill: OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = range(1, len(drill.relative) + 1)
     curves = {
         "of the first step": (list(steps), drill.fallen),
@@ -293,6 +297,6 @@ def _exhibits(lesson: Lesson, drill: Drill, network: nn.Module) -> tuple[Exhibit
     curve = line_chart(curves, "step", "loss, as a share", log_y=True)
     caption = "Eight images at noise levels from clean (left) to noisy, always with the same noise."
     return (
-        Exhibit("Learned by heart", picture=lesson.picture(network), caption=caption),
-        Exhibit("Loss while learning by heart", svg=curve, caption="Geometric mean over the images."),
+        Figure("Learned by heart", image=lesson.image_grid(network), caption=caption),
+        Figure("Loss while learning by heart", svg=curve, caption="Geometric mean over the images."),
     )

@@ -13,16 +13,16 @@ from unfog.data.augmentation.nonleaking import CONDITIONS
 from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.doctor.settings.interval_checks import (
-    check_asides,
     check_checkpoints,
     check_guidance,
     check_held_out,
     check_labels,
+    check_run_costs,
 )
 from unfog.doctor.settings.learning_rate_checks import (
-    check_average,
     check_batch,
     check_clipping,
+    check_ema,
     check_learning_rate,
     check_optimizer,
     check_warmup,
@@ -35,14 +35,14 @@ from unfog.doctor.settings.noise_checks import (
     check_sampler,
     check_terminal_signal,
     check_timesteps,
-    some,
+    evenly_spread_pixels,
 )
 from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.reporting.findings import Finding
 
 
-def examine_settings(
+def check_settings(
     config: Config,
     prepared: Dataset,
     device: torch.device,
@@ -62,7 +62,7 @@ def examine_settings(
     if network.severity == "fatal":
         return [network]
     parameters = network.facts["parameters"]
-    pixels = some(prepared.train)
+    pixels = evenly_spread_pixels(prepared.train)
     return [
         network,
         check_range(pixels, Augment.of(config.data)),
@@ -76,9 +76,9 @@ def examine_settings(
         check_warmup(config),
         check_optimizer(config),
         check_clipping(config),
-        check_average(config),
+        check_ema(config),
         check_length(config, prepared),
-        check_asides(config, len(prepared.held_out), seconds_per_step),
+        check_run_costs(config, len(prepared.held_out), seconds_per_step),
         check_held_out(config, prepared),
         check_sampler(config),
         check_checkpoints(config, seconds_per_step),
@@ -89,7 +89,7 @@ def examine_settings(
 
 def first_seen(config: Config, prepared: Dataset) -> Tensor:
     """Some images as the network sees them, [B, C, H, W]."""
-    stored = some(prepared.as_network_input.train)[:8]
+    stored = evenly_spread_pixels(prepared.as_network_input.train)[:8]
     if not config.uses_latents:
         return to_model_range(stored)
     return Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data).forward(stored[:, 0])

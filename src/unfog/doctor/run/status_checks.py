@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from unfog.doctor.run.run_record import BEGINNINGS, ENDS, RunRecord
-from unfog.reporting.findings import Exhibit, Finding
-from unfog.reporting.progress import counted, duration
+from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.progress import format_duration, plural
 
 STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
@@ -15,19 +15,19 @@ FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 """Words of errors that ask for room on the disk; paths may have "disk" in them as well."""
 
 
-def run_state(record: RunRecord, usual_lr: float | None = None) -> list[Finding]:
+def check_status(record: RunRecord, usual_lr: float | None = None) -> list[Finding]:
     """run.state, and run.checkpoints. `usual_lr`: the rate that would be chosen, where that is known."""
-    return [where_it_is(record, usual_lr), checkpoints(record)]
+    return [check_state(record, usual_lr), check_checkpoints(record)]
 
 
-def how_it_ended(record: RunRecord) -> tuple[str, str]:
+def final_state(record: RunRecord) -> tuple[str, str]:
     """(one of STATES, what is known of it).
 
     The last session's own word counts; without one, its heartbeat, which stops where a process was killed.
     """
     sessions = [row for row in record.events if row.get("kind") in (*BEGINNINGS, *ENDS)]
     last = sessions[-1] if sessions else {}
-    beat = record.beat or {}
+    beat = record.heartbeat or {}
     if beat.get("alive"):
         return "running", str(beat.get("doing", ""))
     if last.get("kind") in ENDS:
@@ -42,13 +42,13 @@ def how_it_ended(record: RunRecord) -> tuple[str, str]:
     return ("killed", doing) if last else ("not begun", "")
 
 
-def where_it_is(record: RunRecord, usual_lr: float | None = None) -> Finding:
+def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     """run.state: where the run is, and the command to go on with."""
-    state, word = how_it_ended(record)
+    state, word = final_state(record)
     place = f"step {record.step:,} of {record.steps:,}" if record.steps else f"step {record.step:,}"
     facts: dict[str, Any] = {"state": state, "step": record.step, "steps": record.steps, "reason": word}
     if state == "finished":
-        took = f" in {duration(record.seconds)}" if record.seconds else ""
+        took = f" in {format_duration(record.seconds)}" if record.seconds else ""
         evidence = f"finished at {place}{took}"
         return Finding("run.state", "fine", evidence, "", facts)
     if state == "running":
@@ -64,14 +64,14 @@ def where_it_is(record: RunRecord, usual_lr: float | None = None) -> Finding:
     if state == "failed":
         diverged = "diverged" in word
         remedy = _after_failure(record, word, usual_lr)
-        evidence = f"failed at {place}: {shortened(word) or 'it did not say why'}"
+        evidence = f"failed at {place}: {_shorten(word) or 'it did not say why'}"
         return Finding("run.state", "fatal" if diverged else "warning", evidence, remedy, facts)
     return _killed(record, place, word, facts)
 
 
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "diverged" in word:
-        return record.calmer(usual_lr)
+        return record.stability_remedy(usual_lr)
     if any(full in word for full in FULL):
         return f"make room, then {record.command('resume')}"
     if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
@@ -83,7 +83,7 @@ def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     return f"put that right, then {record.command('resume')}; with --debug it shows where it failed"
 
 
-def shortened(reason: str) -> str:
+def _shorten(reason: str) -> str:
     """The first sentence or so of it, on one line."""
     words = " ".join(reason.split())
     return words if len(words) <= 160 else f"{words[:160].rsplit(' ', 1)[0]} …"
@@ -93,27 +93,27 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     newest = record.saved[-1].step if record.saved else 0
     lost = max(0, record.step - newest)
     seconds = lost * record.seconds / record.step if record.step else 0.0
-    age = float((record.beat or {}).get("age", float("nan")))
-    silent = f"its last heartbeat is {duration(age)} old" if record.beat else "it has no heartbeat"
-    if str((record.beat or {}).get("doing")) in UNBEGUN:
+    age = float((record.heartbeat or {}).get("age", float("nan")))
+    silent = f"its last heartbeat is {format_duration(age)} old" if record.heartbeat else "it has no heartbeat"
+    if str((record.heartbeat or {}).get("doing")) in UNBEGUN:
         silent = "a resume since did not begin"
     doing = f", while {word}" if word else ""
     evidence = (
         f"the process was killed at about {place}{doing}: {silent}, and it said no goodbye; "
-        f"{counted(lost, 'step')} since the checkpoint of step {newest:,} will be trained again"
+        f"{plural(lost, 'step')} since the checkpoint of step {newest:,} will be trained again"
     )
     if seconds >= 1:
-        evidence += f" ({duration(seconds)})"
+        evidence += f" ({format_duration(seconds)})"
     remedy = f"go on: {record.command('resume')}; if it dies again, look for the out-of-memory killer (dmesg)"
     if lost > 2 * max(record.config.checkpoint.every, 1) and record.config.checkpoint.every != 1:
         every = record.config.checkpoint.every
         often = every // 2 if every > 0 else lost // 4
         remedy += f", and save more often: --checkpoint.every {max(1, often)}"
-    facts |= {"lost_steps": lost, "heartbeat_age": age if record.beat else None}
+    facts |= {"lost_steps": lost, "heartbeat_age": age if record.heartbeat else None}
     return Finding("run.state", "warning", evidence, remedy, facts)
 
 
-def checkpoints(record: RunRecord) -> Finding:
+def check_checkpoints(record: RunRecord) -> Finding:
     """run.checkpoints: what there is to go on from and to draw with."""
     kept = [f"{one.step:,}" for one in record.saved]
     facts = {"steps": [one.step for one in record.saved], "broken": [one.folder.name for one in record.broken]}
@@ -121,9 +121,9 @@ def checkpoints(record: RunRecord) -> Finding:
     for one in record.saved:
         loss = "" if one.held_out_loss is None else f"{one.held_out_loss:.4g}"
         rows.append((f"{one.step:,}", loss, "its held-out loss" if one.for_best else ""))
-    exhibits = (Exhibit("Checkpoints", table=rows),) if kept else ()
+    exhibits = (Figure("Checkpoints", table=rows),) if kept else ()
     if record.broken:
-        evidence = f"{counted(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
+        evidence = f"{plural(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
         remedy = f"a resume sets them aside and goes on from step {kept[-1]}" if kept else "train anew"
         return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
     if not kept:

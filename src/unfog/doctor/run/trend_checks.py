@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unfog.doctor.run.run_record import RunRecord, listed
+from unfog.doctor.run.run_record import RunRecord, list_field
 from unfog.reporting.charts import Floats, line_chart
-from unfog.reporting.findings import Exhibit, Finding, Severity
-from unfog.reporting.progress import amount, counted
-from unfog.reporting.records import number
-from unfog.reporting.report_charts import smooth
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import format_number, plural
+from unfog.reporting.records import finite_number
+from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 
 FEW = 6
@@ -31,7 +31,7 @@ SOON = 100
 """Steps after which something must have been learned."""
 
 
-class Trend(NamedTuple):
+class _Trend(NamedTuple):
     """A fit of log(loss) to log2(images) over the last two doublings."""
 
     fall: float
@@ -42,7 +42,7 @@ class Trend(NamedTuple):
     """Loss at the end, by the fit."""
 
 
-def loss_trend(record: RunRecord, name: str = "loss") -> Trend | None:
+def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     """The trend of a column; None with too few lines to tell."""
     steps, values = record.column(name)
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
@@ -55,10 +55,10 @@ def loss_trend(record: RunRecord, name: str = "loss") -> Trend | None:
     (slope, end), residual = np.polyfit(x, y, 1), 0.0
     residual = float(np.square(y - slope * x - end).sum() / max(1, len(x) - 2))
     error = math.sqrt(residual / float(np.square(x - x.mean()).sum()))
-    return Trend(1 - math.exp(slope), error, float(np.exp(end)))
+    return _Trend(1 - math.exp(slope), error, float(np.exp(end)))
 
 
-def run_trends(
+def check_trends(
     record: RunRecord,
     usual_lr: float | None = None,
     relative: float | None = None,
@@ -75,26 +75,28 @@ def run_trends(
         by_heart: the images are learned by heart already, so that more training is no advice.
     """
     found = (
-        loss(record, relative, beaten, by_heart),
-        rate(record, usual_lr, beaten),
-        gradient(record),
-        stability(record, usual_lr),
+        check_loss(record, relative, beaten, by_heart),
+        check_learning_rate(record, usual_lr, beaten),
+        check_gradient(record),
+        check_stability(record, usual_lr),
     )
     return [finding for finding in found if finding is not None]
 
 
-def loss(record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False) -> Finding | None:
+def check_loss(
+    record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False
+) -> Finding | None:
     """run.not_learning where the loss is what no network would need, else run.loss: levelled off, falling or rising."""
     steps, values = record.column("loss")
     if not len(values):
         return None
     series = {"loss": (steps, values)}
     if len(values) >= 20:
-        series["smoothed"] = (steps, smooth(values))
+        series["smoothed"] = (steps, smoothed(values))
     series["held-out"] = record.column("held_out_loss")
     positive = values.min() > 0 and values.max() > 8 * values.min()
     chart = line_chart(series, "step", "loss", log_y=bool(positive), faint=("loss",) if "smoothed" in series else ())
-    exhibits = (Exhibit("Loss", svg=chart),)
+    exhibits = (Figure("Loss", svg=chart),)
     facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
     if relative is not None and beaten is not None and record.step >= SOON and (relative > UNLEARNED or beaten > 1):
         evidence = (
@@ -114,7 +116,7 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
     known = "" if beaten is None else f", {beaten:.2f} of what guessing each pixel by itself loses"
     if trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
-        return Finding("run.loss", "warning", evidence, record.calmer(None), facts, exhibits)
+        return Finding("run.loss", "warning", evidence, record.stability_remedy(None), facts, exhibits)
     certain = trend.fall > 2 * trend.error
     if trend.fall > IMPROVES and certain:
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
@@ -129,21 +131,21 @@ def loss(record: RunRecord, relative: float | None, beaten: float | None, by_hea
     return Finding("run.loss", "fine", evidence, "", facts, exhibits)
 
 
-def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
+def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
     """run.lr_high and run.lr_low: never by the rate alone, always by what came of it; else run.lr."""
-    lr, backs = record.config.optimizer.lr, len(record.lately("rolled_back"))
+    lr, backs = record.config.optimizer.lr, len(record.recent_events("rolled_back"))
     steps, norms = record.column("gradient_norm")
     if not lr or not len(steps):
         return None
     trend = loss_trend(record)
     clip = record.config.training.clip
     clipped = float((norms[len(norms) // 4 :] > clip).mean()) if clip else 0.0
-    growth = grown(norms)
+    growth = _gradient_growth(norms)
     times = lr / usual_lr if usual_lr else None
-    compared = f", {amount(times)} times the usual {usual_lr:.2g}" if times and usual_lr else ""
+    compared = f", {format_number(times)} times the usual {usual_lr:.2g}" if times and usual_lr else ""
     signs = []
     if backs:
-        signs.append(f"{counted(backs, 'roll-back')} halved it")
+        signs.append(f"{plural(backs, 'roll-back')} halved it")
     if beaten is not None and beaten > 0.9 and record.step >= SOON:
         signs.append(f"the loss is still {beaten:.2f} of what guessing each pixel by itself loses")
     if trend is not None and trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
@@ -151,11 +153,11 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
     if growth > 4 and clipped > 0.9:
         signs.append(f"the gradient norm has grown {growth:.0f} times and is clipped in {clipped:.0%} of the steps")
     facts = {"lr": lr, "usual": usual_lr, "clipped": clipped, "growth": growth, "signs": signs}
-    exhibits = (Exhibit("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
+    exhibits = (Figure("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
     above = times is None or times > HIGH
     if signs and above and (times is not None or len(signs) > 1):
         evidence = f"the learning rate {lr:.2g}{compared} is too high: {', and '.join(signs)}"
-        return Finding("run.lr_high", "warning", evidence, record.calmer(usual_lr), facts, exhibits)
+        return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, exhibits)
     steep = trend is not None and trend.fall > max(STEEP, 3 * trend.error)
     if usual_lr and times is not None and times < LOW and (steep or (beaten or 0.0) > 0.9):
         falls = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
@@ -164,14 +166,14 @@ def rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Fin
             if steep
             else " and ".join(["little is learned", *([falls] if trend and trend.fall > IMPROVES else [])])
         )
-        evidence = f"the learning rate {lr:.2g}{compared} is too low: after {counted(record.step, 'step')} {why}"
-        remedy = f"go on with more: {record.go_on(f'--lr {usual_lr:.2g}')}, or train anew with it"
+        evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
+        remedy = f"go on with more: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train anew with it"
         severity: Severity = "warning" if times < FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
     return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
 
 
-def grown(norms: Floats) -> float:
+def _gradient_growth(norms: Floats) -> float:
     """Median gradient norm of the last quarter over that of the second, as the first holds the warm-up."""
     quarter = len(norms) // 4
     if quarter < 2:
@@ -180,18 +182,18 @@ def grown(norms: Floats) -> float:
     return float(np.median(norms[-quarter:])) / max(before, 1e-30)
 
 
-def gradient(record: RunRecord) -> Finding | None:
+def check_gradient(record: RunRecord) -> Finding | None:
     """run.gradient: its norm over the run, and how much of it is clipped."""
     steps, norms = record.column("gradient_norm")
     if len(norms) < FEW:
         return None
     clip, later = record.config.training.clip, norms[len(norms) // 4 :]
-    clipped, growth = float((later > clip).mean()) if clip else 0.0, grown(norms)
+    clipped, growth = float((later > clip).mean()) if clip else 0.0, _gradient_growth(norms)
     series = {"gradient norm": (steps, norms)}
     if clip:
         series["clipped above"] = (steps, 0 * steps + clip)
     chart = line_chart(series, "step", "norm", log_y=bool(norms.min() > 0))
-    exhibits = (Exhibit("Gradient norm", svg=chart, caption="Before clipping."),)
+    exhibits = (Figure("Gradient norm", svg=chart, caption="Before clipping."),)
     facts = {"median": float(np.median(later)), "clipped": clipped, "growth": growth}
     evidence = f"gradient norm {facts['median']:.2g}, above the clip of {clip:g} in {clipped:.0%} of the logged steps"
     if growth > 4:
@@ -200,17 +202,17 @@ def gradient(record: RunRecord) -> Finding | None:
     return Finding("run.gradient", "fine", evidence, "", facts, exhibits)
 
 
-def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
+def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
     """run.unstable: steps that were refused for numbers that are not finite, and roll-backs, with what caused them."""
-    refused, backs = record.lately("step_refused"), record.lately("rolled_back")
+    refused, backs = record.recent_events("step_refused"), record.recent_events("rolled_back")
     steps = record.step - record.changed_at
     if steps <= 0:
         return None
     since = f" since settings changed at step {record.changed_at:,}" if record.changed_at else ""
     if not (refused or backs):
-        return Finding("run.unstable", "fine", f"none of {counted(steps, 'step')}{since} was refused or rolled back")
+        return Finding("run.unstable", "fine", f"none of {plural(steps, 'step')}{since} was refused or rolled back")
     share = len(refused) / steps
-    images = Counter(str(name) for row in refused for name in listed(row, "images"))
+    images = Counter(str(name) for row in refused for name in list_field(row, "images"))
     layers = Counter(str(row["layer"]) for row in refused if row.get("layer"))
     facts = {
         "refused": len(refused),
@@ -222,11 +224,11 @@ def stability(record: RunRecord, usual_lr: float | None = None) -> Finding | Non
     }
     told = []
     if refused:
-        told.append(f"{counted(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) refused, not being finite")
+        told.append(f"{plural(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) refused, not being finite")
     if backs:
         reason = str(backs[-1].get("reason", ""))[:160]
         told.append(
-            f"{counted(len(backs), 'roll-back')}, the last at step {number(backs[-1].get('step')):,.0f}: {reason}"
+            f"{plural(len(backs), 'roll-back')}, the last at step {finite_number(backs[-1].get('step')):,.0f}: {reason}"
         )
     remedy = _after_trouble(record, images, layers, bool(backs), usual_lr)
     severity: Severity = "warning" if backs or share > 0.01 else "hint"
@@ -242,18 +244,20 @@ def _after_trouble(
         return f"look at these images, or train without them: {', '.join(often)}"
     if went_back:
         lr = record.config.optimizer.lr * record.lr_scale
-        return f"the run goes on with a rate of {lr:.2g}; if there are more of these: {record.calmer(usual_lr)}"
+        return (
+            f"the run goes on with a rate of {lr:.2g}; if there are more of these: {record.stability_remedy(usual_lr)}"
+        )
     where = f" (first in {layers.most_common(1)[0][0]})" if layers else ""
-    return f"if it goes on, compute in fp32{where}: {record.go_on('--precision fp32')}"
+    return f"if it goes on, compute in fp32{where}: {record.resume_command('--precision fp32')}"
 
 
-def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Exhibit:
+def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Figure:
     """What the events say of each, the first twenty."""
     rows = [("step", "what", "where", "images", "noise levels")]
-    for row in sorted((*refused, *backs), key=lambda row: number(row.get("step")))[:20]:
+    for row in sorted((*refused, *backs), key=lambda row: finite_number(row.get("step")))[:20]:
         back = row in backs
         what = f"rolled back: {row.get('reason', '')}" if back else f"refused, gradient norm {row.get('gradient_norm')}"
-        levels = ", ".join(f"{number(level):.2f}" for level in listed(row, "levels"))
-        names = ", ".join(map(str, listed(row, "images")))
+        levels = ", ".join(f"{finite_number(level):.2f}" for level in list_field(row, "levels"))
+        names = ", ".join(map(str, list_field(row, "images")))
         rows.append((str(row.get("step", "")), what, str(row.get("layer", "")), names[:200], levels[:80]))
-    return Exhibit("Refused steps and roll-backs", table=rows)
+    return Figure("Refused steps and roll-backs", table=rows)

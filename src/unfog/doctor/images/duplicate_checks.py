@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.doctor.images.example_images import MOST_NAMES, groups_of_pictures, named, percent, share
-from unfog.doctor.images.near_duplicates import FLAT, Floats, Indices, candidates, compare, groups, thumbnails
-from unfog.doctor.images.pixel_statistics import Progress, Survey
+from unfog.doctor.images.example_images import MOST_NAMES, format_percent, format_share, groups_figure, list_names
+from unfog.doctor.images.near_duplicates import (
+    BLANK_DEVIATION,
+    Floats,
+    Indices,
+    candidate_pairs,
+    compare_thumbnails,
+    connected_groups,
+    thumbnails,
+)
+from unfog.doctor.images.pixel_statistics import ImageScan, Progress
 from unfog.reporting.findings import Finding, Severity
-from unfog.reporting.progress import counted
+from unfog.reporting.progress import plural
 
-EQUAL, AGAIN, LEAKED = 0.01, 0.02, 0.02
+_EQUAL, _RESAVED, _LEAKED = 0.01, 0.02, 0.02
 """Share of images from which their being there twice is a warning: equal ones, those saved again, and held-out ones."""
 
 _BATCH_BYTES = 64 * 2**20  # of pixels, read for one batch of pairs
@@ -27,46 +35,46 @@ _REASON = "what is there often is learned by heart first"
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class Duplicates:
     """Which images repeat others; blank ones, which equal each other, are left out. Rows as in `Survey.rows`."""
 
-    same: list[Indices]
+    equal: list[Indices]
     """Groups of rows that are equal to the pixel."""
 
-    again: Indices
+    resaved: Indices
     """[M, 2] rows of one picture that was saved again; of equal ones only the first row appears."""
 
-    alike: Indices
+    similar: Indices
     """[M, 2] rows of pictures nearly the same, and not in `again`."""
 
     complete: bool
     """Whether all pairs that could be alike were looked at."""
 
 
-def find_copies(survey: Survey, progress: Progress | None = None) -> Copies:
+def find_duplicates(survey: ImageScan, progress: Progress | None = None) -> Duplicates:
     """Search all that was looked at; `progress` is called with (pairs, pairs in all)."""
-    showing = np.flatnonzero(survey.seen.spread >= FLAT)
+    showing = np.flatnonzero(survey.statistics.spread >= BLANK_DEVIATION)
     _, first, kind, count = np.unique(
-        survey.seen.digest[showing], return_index=True, return_inverse=True, return_counts=True
+        survey.statistics.digest[showing], return_index=True, return_inverse=True, return_counts=True
     )
     order = np.argsort(kind, kind="stable")
     equal = np.split(survey.rows[showing[order]], np.cumsum(count)[:-1]) if len(showing) else []
     same = sorted((group for group in equal if len(group) > 1), key=len, reverse=True)
 
     distinct = showing[np.sort(first)]
-    pairs = distinct[_likely(survey.seen.hash[distinct], survey.seen.small[distinct])]
+    pairs = distinct[_likely(survey.statistics.hash[distinct], survey.statistics.small[distinct])]
     complete = len(pairs) <= _MOST_PAIRS
     if not complete:
         pairs = pairs[np.random.default_rng(0).choice(len(pairs), _MOST_PAIRS, replace=False)]
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     again, alike = _compared(survey, survey.rows[pairs], progress)
-    return Copies(same, survey.rows[pairs[again]], survey.rows[pairs[alike & ~again]], complete)
+    return Duplicates(same, survey.rows[pairs[again]], survey.rows[pairs[alike & ~again]], complete)
 
 
 def _likely(hashes: NDArray[np.uint64], small: NDArray[np.uint8]) -> Indices:
     """Pairs [M, 2] of positions, each once, that have similar hashes and similar small thumbnails."""
     found = [np.zeros(0, np.int64)]
-    for pairs in candidates(hashes):
+    for pairs in candidate_pairs(hashes):
         for part in np.array_split(pairs, max(1, len(pairs) // 100_000)):
             part = part[_similar(small[part[:, 0]], small[part[:, 1]])]
             found.append(part[:, 0] * len(hashes) + part[:, 1])
@@ -87,7 +95,9 @@ def _centred(small: NDArray[np.uint8]) -> Floats:
     return centred
 
 
-def _compared(survey: Survey, pairs: Indices, progress: Progress | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _compared(
+    survey: ImageScan, pairs: Indices, progress: Progress | None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Whether each pair of rows [M, 2] is a copy, and alike."""
     again, alike = np.zeros(len(pairs), np.bool_), np.zeros(len(pairs), np.bool_)
     image = int(np.prod(survey.prepared.train.pixels.shape[1:]))
@@ -97,13 +107,13 @@ def _compared(survey: Survey, pairs: Indices, progress: Progress | None) -> tupl
         rows, ends = np.unique(pairs[part], return_inverse=True)
         thumbs = thumbnails(survey.pixels(rows))
         ends = ends.reshape(-1, 2)
-        again[part], alike[part] = compare(thumbs[ends[:, 0]], thumbs[ends[:, 1]])
+        again[part], alike[part] = compare_thumbnails(thumbs[ends[:, 0]], thumbs[ends[:, 1]])
         if progress:
             progress(min(start + batch, len(pairs)), len(pairs))
     return again, alike
 
 
-def copy_findings(survey: Survey, copies: Copies) -> list[Finding]:
+def check_duplicates(survey: ImageScan, copies: Duplicates) -> list[Finding]:
     """What the search says of the training set, and of the split."""
     findings = [_duplicates(survey, copies), _near_duplicates(survey, copies)]
     if survey.prepared.held_out:
@@ -111,57 +121,57 @@ def copy_findings(survey: Survey, copies: Copies) -> list[Finding]:
     return findings
 
 
-def _duplicates(survey: Survey, copies: Copies) -> Finding:
+def _duplicates(survey: ImageScan, copies: Duplicates) -> Finding:
     train = len(survey.prepared.train)
-    same = [inside for group in copies.same if len(inside := group[group < train]) > 1]
+    same = [inside for group in copies.equal if len(inside := group[group < train]) > 1]
     looked = int(survey.in_train.sum())
     extra = sum(len(group) - 1 for group in same)
     facts: dict[str, Any] = {"images": looked, "copies": extra, "groups": _names(survey, same)}
     if not extra:
-        return Finding("data.duplicates", "fine", f"no two of {counted(looked)} are equal", facts=facts)
+        return Finding("data.duplicates", "fine", f"no two of {plural(looked)} are equal", facts=facts)
     most = f", one of them {len(same[0])} times" if len(same[0]) > 2 else ""
     return Finding(
         "data.duplicates",
-        "warning" if extra >= EQUAL * looked else "hint",
-        f"{share(extra, looked)} training images repeat another to the pixel{most}: {_equations(survey, same)}",
+        "warning" if extra >= _EQUAL * looked else "hint",
+        f"{format_share(extra, looked)} training images repeat another to the pixel{most}: {_equations(survey, same)}",
         f"keep one of each group (`unfog doctor` lists them in findings.json): {_REASON}",
         facts,
-        (groups_of_pictures(survey, same, "Equal images", "A group a row."),),
+        (groups_figure(survey, same, "Equal images", "A group a row."),),
     )
 
 
-def _near_duplicates(survey: Survey, copies: Copies) -> Finding:
+def _near_duplicates(survey: ImageScan, copies: Duplicates) -> Finding:
     train, looked = len(survey.prepared.train), int(survey.in_train.sum())
-    again, alike = (groups(pairs[(pairs < train).all(1)]) for pairs in (copies.again, copies.alike))
+    again, alike = (connected_groups(pairs[(pairs < train).all(1)]) for pairs in (copies.resaved, copies.similar))
     extra, related = (sum(len(group) - 1 for group in found) for found in (again, alike))
     facts: dict[str, Any] = {"images": looked, "copies": extra, "alike": related, "complete": copies.complete}
     facts |= {"groups": _names(survey, again), "alike_groups": _names(survey, alike)}
     if not extra and not related:
-        evidence = f"no two of {counted(looked)} are nearly the same"
+        evidence = f"no two of {plural(looked)} are nearly the same"
         return Finding("data.near_duplicates", "fine", evidence, facts=facts)
     least = "" if copies.complete else "at least "
     parts, exhibits = [], []
     if extra:
         parts.append(
-            f"{least}{share(extra, looked)} training images differ from another as if it had been saved again "
+            f"{least}{format_share(extra, looked)} training images differ from another as if it had been saved again "
             f"(compressed, resized or brightened): {_equations(survey, again)}"
         )
-        exhibits.append(groups_of_pictures(survey, again, "Saved again", "A group a row."))
+        exhibits.append(groups_figure(survey, again, "Saved again", "A group a row."))
     if related:
-        like = f"{least}{share(related, looked)} training images are nearly like another"
+        like = f"{least}{format_share(related, looked)} training images are nearly like another"
         parts.append(f"{like}: {_equations(survey, alike, _LIKE)}")
-        exhibits.append(groups_of_pictures(survey, alike, "Nearly alike", "A group a row, whose members form a chain."))
+        exhibits.append(groups_figure(survey, alike, "Nearly alike", "A group a row, whose members form a chain."))
     remedy = f"look at them, and keep one of each that is no picture of its own: {_REASON}"
-    severity: Severity = "warning" if extra >= AGAIN * looked else "hint"
+    severity: Severity = "warning" if extra >= _RESAVED * looked else "hint"
     return Finding("data.near_duplicates", severity, "; ".join(parts), remedy, facts, tuple(exhibits))
 
 
-def _leakage(survey: Survey, copies: Copies) -> Finding:
+def _leakage(survey: ImageScan, copies: Duplicates) -> Finding:
     train = len(survey.prepared.train)
     held = int((~survey.in_train).sum())
-    equal = [group for group in copies.same if group[0] < train <= group[-1]]
+    equal = [group for group in copies.equal if group[0] < train <= group[-1]]
     exact = np.concatenate([np.zeros(0, np.int64), *(group[group >= train] for group in equal)])
-    again, alike = (_across(pairs, train, copies.same) for pairs in (copies.again, copies.alike))
+    again, alike = (_across(pairs, train, copies.equal) for pairs in (copies.resaved, copies.similar))
     saved = np.setdiff1d([b for _, b in again], exact)
     related = np.setdiff1d([b for _, b in alike], np.concatenate([exact, saved]))
     leaked = len(exact) + len(saved)
@@ -173,23 +183,23 @@ def _leakage(survey: Survey, copies: Copies) -> Finding:
     parts = []
     if leaked:
         parts.append(
-            f"{share(leaked, held)} held-out images are trained on as well ({len(exact):,} equal to the pixel, "
+            f"{format_share(leaked, held)} held-out images are trained on as well ({len(exact):,} equal to the pixel, "
             f"{len(saved):,} as if saved again): {_equations(survey, pairs)}"
         )
     if len(related):
         shown = [np.array(pair) for pair in alike]
-        like = f"{share(len(related), held)} held-out images are nearly like a training image"
+        like = f"{format_share(len(related), held)} held-out images are nearly like a training image"
         parts.append(f"{like}: {_equations(survey, shown, _LIKE)}")
-    exhibits = [groups_of_pictures(survey, pairs, "Trained on and held out", "Left: trained on.")] if leaked else []
+    exhibits = [groups_figure(survey, pairs, "Trained on and held out", "Left: trained on.")] if leaked else []
     if len(related):
-        exhibits.append(groups_of_pictures(survey, shown, "Nearly alike across the split", "Left: trained on."))
+        exhibits.append(groups_figure(survey, shown, "Nearly alike across the split", "Left: trained on."))
     return Finding(
         "data.leakage",
-        "warning" if leaked >= LEAKED * held else "hint",
+        "warning" if leaked >= _LEAKED * held else "hint",
         "; ".join(parts),
         "remove one of each pair (`unfog doctor` lists them in findings.json); until then the held-out loss looks "
         "better than it is, by "
-        f"up to {percent((leaked + len(related)) / held)} of its images",
+        f"up to {format_percent((leaked + len(related)) / held)} of its images",
         facts,
         tuple(exhibits),
     )
@@ -205,7 +215,7 @@ def _across(pairs: Indices, train: int, same: list[Indices]) -> list[tuple[int, 
     return found
 
 
-def _names(survey: Survey, found: Sequence[Indices]) -> list[list[str]]:
+def _names(survey: ImageScan, found: Sequence[Indices]) -> list[list[str]]:
     listed, room = [], MOST_NAMES
     for group in found:
         if room <= 0:
@@ -215,7 +225,7 @@ def _names(survey: Survey, found: Sequence[Indices]) -> list[list[str]]:
     return listed
 
 
-def _equations(survey: Survey, found: Sequence[Indices], sign: str = " = ", most: int = 2) -> str:
+def _equations(survey: ImageScan, found: Sequence[Indices], sign: str = " = ", most: int = 2) -> str:
     """ "a.png = b.png, c.png = d.png, ..."."""
-    parts = [sign.join(named([survey.name(int(row))]) for row in group[:2]) for group in found[:most]]
+    parts = [sign.join(list_names([survey.name(int(row))]) for row in group[:2]) for group in found[:most]]
     return ", ".join([*parts, *["..."] * (len(found) > most)])
