@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import NETWORK
+from forked import Forked
 from unfog.training.checkpoints.format import read_tensors
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -40,6 +41,11 @@ def started(*words):
     return process
 
 
+def forked(words, script=""):
+    STARTED.append(Forked(words, script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    return STARTED[-1]
+
+
 def output(process, status=0):
     said, _ = process.communicate(timeout=300)
     assert process.returncode == status, said
@@ -53,7 +59,7 @@ def launched(size, command, folder, *words, restarts=0):
 
 def alone(command, folder, *words):
     source = ("fashion", "--out") if command == "train" else ()
-    return output(started(sys.executable, "-m", "unfog", command, *source, folder, *words))
+    return output(forked([command, *source, folder, *words]))
 
 
 def cases(tmp_path, size, names):

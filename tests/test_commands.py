@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from PIL import Image
 
 import unfog
 from conftest import NETWORK
+from forked import Forked
 from unfog.cli.main import main
 
 SMALL = ("--network", NETWORK, "--precision", "fp32", "--batch", "8", "--size", "16")
@@ -129,8 +129,7 @@ def test_what_is_asked_for_twice_or_wrongly_is_said(command, photos, tmp_path, c
 @pytest.mark.slow
 def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
     words = ["find-lr", "fashion", "--out", tmp_path / "lr", "--seconds", "60", "--network", "tiny"]
-    command = [sys.executable, "-m", "unfog", *map(str, words)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = Forked(words, stderr=subprocess.PIPE)
     time.sleep(6)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import forked
 import unfog
 from conftest import NETWORK
 from unfog.errors import RequestError, RunError
@@ -21,8 +22,7 @@ FLAGS = [
 
 
 def unfog_command(*words: object, status: int = 0, **options) -> str:
-    command = [sys.executable, "-m", "unfog", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    done = forked.run(words, **options)
     assert done.returncode == status, done.stderr
     return done.stdout + done.stderr
 

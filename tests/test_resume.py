@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+import forked
 import unfog
 from conftest import NETWORK, without_clock
+from forked import Forked
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
@@ -38,23 +39,11 @@ def changed(**settings: object) -> list[str]:
     return flags
 
 
-def command(*words: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "unfog", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    )
+def command(*words: object) -> Forked:
+    return Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def heed_signals() -> None:
-    """What is started in the background, or under nohup, inherits that these are ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def finish(process: subprocess.Popen, status: int = 0, wait: float = 280) -> str:
+def finish(process: Forked, status: int = 0, wait: float = 280) -> str:
     """Its words and status; the wait is for what hangs, as a busy machine takes long over the seconds of work."""
     out, err = process.communicate(timeout=wait)
     assert process.returncode == status, err
@@ -459,7 +448,7 @@ main(sys.argv[2:])
 def test_killed_inside_a_save_or_a_rotation(whole, tmp_path, call):
     folder = tmp_path / "run"
     flags = changed(**{"checkpoint.keep": 2})
-    done = subprocess.run([sys.executable, "-c", CRASH, str(call), "train", "fashion", "--out", folder, *flags])
+    done = forked.run([call, "train", "fashion", "--out", folder, *flags], CRASH)
     assert done.returncode == -signal.SIGKILL
     finish(command("resume", folder, "--checkpoint.keep", "100"))
     left = {path.name for path in (folder / "checkpoints").iterdir()}
@@ -492,8 +481,8 @@ main(sys.argv[2:])
 @pytest.mark.parametrize("call", [1, 6, 11, 16])  # each of the four that a snapshot makes
 def test_killed_inside_a_snapshot_of_averages(whole, tmp_path, call):
     folder = tmp_path / "run"
-    words = [sys.executable, "-c", CRASH_IN_AVERAGES, str(call), "train", "fashion", "--out", folder, *FLAGS]
-    assert subprocess.run(words).returncode == -signal.SIGKILL
+    done = forked.run([call, "train", "fashion", "--out", folder, *FLAGS], CRASH_IN_AVERAGES)
+    assert done.returncode == -signal.SIGKILL
     left = [path.name for path in (folder / "averages").iterdir()]
     assert any(name.startswith(".partial") for name in left) == (call in (1, 6))
     finish(command("resume", folder))

@@ -3,7 +3,6 @@
 import math
 import re
 import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+import forked
 import unfog
 from conftest import NETWORK
 from unfog.config.presets import preset
@@ -37,9 +37,7 @@ SETTINGS = {
 
 
 def unfog_command(*words: object, status: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, "-m", "unfog", *map(str, words)], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(words)
     assert done.returncode == status, done.stderr
     return done
 

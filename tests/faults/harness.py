@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import NETWORK, without_clock
+from forked import Forked
 from unfog.reporting.records import read_events, read_metrics
 
 FULL = os.environ.get("UNFOG_FAULTS") == "full"
@@ -79,12 +80,14 @@ class Job:
     alive: ClassVar[list[Job]] = []
 
     def __init__(self, *words: object, script: str = "", before: Sequence[str] = (), **options) -> None:
-        python = [sys.executable, "-c", script] if script else [sys.executable, "-m", "unfog"]
         self.output = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         streams = {"stdin": subprocess.DEVNULL, "stdout": self.output, "stderr": self.output}
-        self.process = subprocess.Popen(
-            [*before, *python, *map(str, words)], **(streams | {"start_new_session": True} | options)
-        )
+        options = streams | {"start_new_session": True} | options
+        if before or "LD_PRELOAD" in os.environ:  # which only a fresh interpreter heeds
+            python = [sys.executable, "-c", script] if script else [sys.executable, "-m", "unfog"]
+            self.process = subprocess.Popen([*before, *python, *map(str, words)], **options)
+        else:
+            self.process = Forked(words, script, **options)
         Job.alive.append(self)
 
     @property

@@ -21,9 +21,8 @@ from faults.harness import (
 )
 
 LIFE = Recipe("life", steps=160, every=3, flags={"--checkpoint.keep": 2}) if FULL else USUAL
-# The life of a process, its start of about two seconds included, over which the moments are spread: short enough for
-# the run to need many.
-WALL = 3.0 if FULL else 2.5
+# Seconds of a process, over which the moments are spread: short enough for the run to need many.
+WALL = 1.0
 LIVES = [(seed, 10) for seed in range(5)] if FULL else [(0, 8)]
 
 
