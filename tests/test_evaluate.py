@@ -132,7 +132,7 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
     assert "sampler dpmpp" in found["kid"].drawn
     assert found["held_out"].low < found["held_out"].value < found["held_out"].high
     said = capsys.readouterr().err
-    assert "drawing 40 pictures takes about" in said
+    assert "generating 40 samples takes about" in said
     (path,) = (run.path / "evaluations").glob("*.json")
     assert Evaluation.read(path) == found
     assert {one["by"] for one in found.copies} == {"pixels", "small pixels"}
@@ -359,7 +359,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     process = command(*words)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert "pictures are drawn already" in err
+    assert "samples are there already" in err
     assert all(path.stat().st_mtime_ns == before for path, before in some.items())
     assert len(list(drawn.glob("*/*.safetensors"))) == 20
 

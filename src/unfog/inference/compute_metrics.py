@@ -1,11 +1,11 @@
-"""The measuring of an evaluation: pictures against real ones, copies of training images, and what is held out."""
+"""The metrics of an evaluation: samples against real images, memorization, and held-out losses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from unfog.evaluation.features import Features
 from unfog.evaluation.held_out import HeldOut
 from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
-from unfog.inference import held_out_metrics
-from unfog.inference import memorization as copies
+from unfog.inference import held_out_metrics, memorization
 from unfog.inference.generated import GeneratedSamples
+from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.results import LOSSES, Evaluation, EvaluationSetup
 from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.generate import sample_grid
@@ -31,15 +31,11 @@ from unfog.reporting.progress import Progress
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
-if TYPE_CHECKING:
-    from unfog.inference.run import Run
-
-MOST_PIXELS = 20_000
-"""Pictures whose pixels are compared."""
+_MOST_PIXELS = 20_000  # samples whose pixels are compared
 
 
 class ImageRows:
-    """Some images of a set, by slices."""
+    """Some images of a set, uint8 [N, C, H, W] by slices."""
 
     def __init__(self, images: ImageSet, rows: NDArray[np.int64]):
         self.images, self.rows = images, rows
@@ -51,64 +47,68 @@ class ImageRows:
         return self.images.pixels[self.rows[key]]
 
 
-def measure_all(
-    run: Run, chosen: EvaluationSetup, prepared: Dataset, pictures: GeneratedSamples | None, world: World, out: Path
+def compute_metrics(
+    run: LoadedRun,
+    setup: EvaluationSetup,
+    dataset: Dataset,
+    samples: GeneratedSamples | None,
+    world: World,
+    out: Path,
 ) -> Evaluation:
-    """All that was asked for, and whether training images come back; the latter as pictures in `out` as well.
+    """Compute the metrics of `setup`, and search the samples for copies of training images, shown in the folder `out`.
 
-    Features are shared between processes; the rest is the first one's work, and the others return without it.
+    The ranks share the computation of features. Rank 0 does the rest, and the others return no metrics.
     """
-    drawing, found, searches = chosen.drawing, list[MetricResult](), list[dict[str, Any]]()
-    part = drawing.guidance != 1 and drawing.interval != (0.0, 1.0)
-    how = {
-        "weights": run.weights,
-        "sampler": drawing.sampler.kind,
-        "steps": drawing.sampler.steps,
-        "seed": drawing.seed,
-        "guidance": drawing.guidance,
-        **({"within": f"{drawing.interval[0]:g} to {drawing.interval[1]:g} of noise"} if part else {}),
-        "precision": drawing.precision,
-        "labels": "as in the data" if drawing.labels else "none",
-        "reference": chosen.what,
-    }
-    if pictures is not None:
-        real, drawn = both_features(chosen, pictures, world)
+    generation = _describe_generation(run, setup)
+    metrics, copies = list[MetricResult](), list[dict[str, Any]]()
+    if samples is not None:
+        real, fake = _features_of_both(setup, samples, world)
         if world.first:
-            found += of_pictures(chosen, pictures, real, drawn)
-            searches += of_copies(chosen, prepared, pictures, real, drawn, out)
+            metrics += _sample_metrics(setup, samples, real, fake)
+            copies += _search_copies(setup, dataset, samples, real, fake, out)
     if world.first:
-        told = ", ".join(f"{name} {value}" for name, value in how.items() if name != "reference")
-        found = [replace(one, drawn=told) for one in found] + of_held_out(run, chosen, prepared)
-    return Evaluation(run.checkpoint.step, how, found, searches)
+        drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
+        metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup, dataset)
+    return Evaluation(run.checkpoint.step, generation, metrics, copies)
 
 
-def both_features(
-    chosen: EvaluationSetup, pictures: GeneratedSamples, world: World
+def forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
+    """Delete the features of the samples from the cache, once all ranks have read them and the result is stored."""
+    # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
+    if setup.features is not None and samples is not None:
+        delete_features(samples.folder.name, len(samples), setup.features)
+
+
+def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:
+    generation = setup.generation
+    low, high = generation.interval
+    partly = generation.guidance != 1 and (low, high) != (0.0, 1.0)
+    return {
+        "weights": run.weights,
+        "sampler": generation.sampler.kind,
+        "steps": generation.sampler.steps,
+        "seed": generation.seed,
+        "guidance": generation.guidance,
+        **({"within": f"{low:g} to {high:g} of noise"} if partly else {}),
+        "precision": generation.precision,
+        "labels": "as in the data" if generation.labels else "none",
+        "reference": setup.reference_name,
+    }
+
+
+def _features_of_both(
+    setup: EvaluationSetup, samples: GeneratedSamples, world: World
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Features of the real images and of the pictures, each process computing a part; None where none are asked for."""
-    features = chosen.features
+    """Return features of the real images and of the samples; None if no metric needs them."""
+    features = setup.features
     if features is None:
         return None, None
-    real = shared(ImageRows(chosen.reference, chosen.rows), features, key_of_real(chosen), world, "real images")
-    return real, shared(pictures, features, pictures.folder.name, world, "pictures")
+    rows = ImageRows(setup.reference, setup.rows)
+    real = _features_by_all_ranks(rows, features, _reference_key(setup), world, "real images")
+    return real, _features_by_all_ranks(samples, features, samples.folder.name, world, "samples")
 
 
-def forget_drawn(chosen: EvaluationSetup, pictures: GeneratedSamples | None) -> None:
-    """Remove the features of the pictures from the cache, once all processes have read them and the result is stored.
-
-    Hardly anybody asks for them again. Those of the real images stay, for the next checkpoint, and the pictures too.
-    """
-    if chosen.features is not None and pictures is not None:
-        delete_features(pictures.folder.name, len(pictures), chosen.features)
-
-
-def key_of_real(chosen: EvaluationSetup) -> str:
-    """What features of the real images are kept under: they are spread over the set, as many as there are."""
-    return f"{chosen.reference.fingerprint} spread"
-
-
-def shared(pixels: PixelSource, features: Features, key: str, world: World, what: str) -> Tensor:
-    """Features of these by all processes, with progress."""
+def _features_by_all_ranks(pixels: PixelSource, features: Features, key: str, world: World, what: str) -> Tensor:
     with Progress(f"{features.name} of {what}", len(pixels)) as progress:
 
         def update(done: int, total: int) -> None:
@@ -118,62 +118,65 @@ def shared(pixels: PixelSource, features: Features, key: str, world: World, what
         return compute_features(pixels, features, key, update, world.rank, world.size, world.barrier)
 
 
-def of_pictures(
-    chosen: EvaluationSetup, pictures: GeneratedSamples, real: Tensor | None, drawn: Tensor | None
+def _reference_key(setup: EvaluationSetup) -> str:
+    # The number of rows is part of the cache's own key, and their spread over the set follows from it.
+    return f"{setup.reference.fingerprint} spread"
+
+
+def _sample_metrics(
+    setup: EvaluationSetup, samples: GeneratedSamples, real: Tensor | None, fake: Tensor | None
 ) -> list[MetricResult]:
-    """The metrics of the pictures, in the order in which they were asked for."""
+    """Return the metrics of the samples, in the order of `setup.metrics`."""
     found: dict[str, list[MetricResult]] = {}
-    names = [name for name in chosen.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
+    names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
     with Progress("computing metrics", None):
-        features = chosen.features
-        if features is not None and real is not None and drawn is not None and names:
-            known = compute_statistics(real, features, key_of_real(chosen)) if "fid" in names else None
-            # At once, as they share what they need.
-            by_features = compare_features(names, real, drawn, features=features, reference=known)
+        features = setup.features
+        if features is not None and real is not None and fake is not None and names:
+            known = compute_statistics(real, features, _reference_key(setup)) if "fid" in names else None
+            # In one call, as the metrics share distances and statistics.
+            by_features = compare_features(names, real, fake, features=features, reference=known)
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
-        found |= {name: of_pixels(name, chosen, pictures) for name in chosen.metrics if name in PIXEL_METRICS}
-    return [one for name in chosen.metrics for one in found.get(name, [])]
+        found |= {name: _pixel_metrics(name, setup, samples) for name in setup.metrics if name in PIXEL_METRICS}
+    return [one for name in setup.metrics for one in found.get(name, [])]
 
 
-def of_pixels(name: str, chosen: EvaluationSetup, pictures: GeneratedSamples) -> list[MetricResult]:
-    """A metric of pixels, of as many real images as there are pictures, evenly spread: both are cut to equal size."""
-    count = min(len(pictures), MOST_PIXELS, len(chosen.reference))
-    real = np.ascontiguousarray(chosen.reference.pixels[evenly_spaced(len(chosen.reference), count)])
-    drawn = pictures[0:count]
-    if real.shape[1:] != drawn.shape[1:]:
+def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples) -> list[MetricResult]:
+    # The metric sorts both sets against each other, so they must be of equal size.
+    count = min(len(samples), _MOST_PIXELS, len(setup.reference))
+    real = np.ascontiguousarray(setup.reference.pixels[evenly_spaced(len(setup.reference), count)])
+    fake = samples[0:count]
+    if real.shape[1:] != fake.shape[1:]:
         raise RequestError(
-            f"the reference has images {list(real.shape[1:])}, and the run draws {list(drawn.shape[1:])}"
+            f"the reference has images {list(real.shape[1:])}, and the run generates {list(fake.shape[1:])}"
         )
-    return compare_pixels([name], torch.from_numpy(real), torch.from_numpy(drawn))
+    return compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake))
 
 
-def of_copies(
-    chosen: EvaluationSetup,
-    prepared: Dataset,
-    pictures: GeneratedSamples,
+def _search_copies(
+    setup: EvaluationSetup,
+    dataset: Dataset,
+    samples: GeneratedSamples,
     real: Tensor | None,
-    drawn: Tensor | None,
+    fake: Tensor | None,
     out: Path,
 ) -> list[dict[str, Any]]:
-    """Searches for copies of training images, by pixels and by features, each with a picture of the nearest pairs."""
-    some = pictures[0 : copies.DRAWN].transpose(0, 2, 3, 1)
+    """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
+    some = samples[0 : memorization.DRAWN].transpose(0, 2, 3, 1)
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
-    if not copies.enough_images(prepared):
+    if not memorization.enough_images(dataset):
         return []
-    with Progress("searching copies", len(prepared.train)) as progress:
-        found = {"pixels": copies.check_memorization_by_pixels(some, prepared, progress.update)}
-    features = chosen.features
-    if features is not None and real is not None and drawn is not None and chosen.reference is prepared.train:
-        unseen = compute_features(copies.UnseenImages(prepared).pixels, features)
+    with Progress("searching copies", len(dataset.train)) as progress:
+        found = {"pixels": memorization.check_memorization_by_pixels(some, dataset, progress.update)}
+    features = setup.features
+    if features is not None and real is not None and fake is not None and setup.reference is dataset.train:
+        unseen = compute_features(memorization.UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
-        found[name] = copies.check_memorization_by_features(
-            some, drawn[: len(some)], real, chosen.rows, unseen, prepared
-        )
-    return [told(by, finding, out) for by, finding in found.items()]
+        found[name] = memorization.check_memorization_by_features(some, fake[: len(some)], real, setup.rows, unseen, dataset)
+    return [_save_search(by, finding, out) for by, finding in found.items()]
 
 
-def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
-    """A search as it is stored, with its picture of the nearest pairs written beside."""
+def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
+    """Save the image of the nearest pairs, and return the search as it is stored."""
     name = f"nearest-{by.replace(' ', '-')}.png"
     picture = finding.figures[0].image
     assert picture is not None, "the pairs are always shown"
@@ -188,39 +191,35 @@ def told(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     }
 
 
-def of_held_out(run: Run, chosen: EvaluationSetup, prepared: Dataset) -> list[MetricResult]:
-    """Loss and bits of the held-out images, as far as they are asked for."""
-    found, config, batch = list[MetricResult](), run.config, chosen.drawing.batch
-    if "held_out" in chosen.metrics:
-        held_out = some_held_out(prepared, run, held_out_metrics.MOST)
-        passes = len(held_out.levels) * len(held_out.x0) * (1 if chosen.against is None else 2)
+def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) -> list[MetricResult]:
+    found, config, batch = list[MetricResult](), run.config, setup.generation.batch
+    if "held_out" in setup.metrics:
+        held_out = _held_out_set(dataset, run, held_out_metrics.MOST)
+        passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
-            count = counting(progress)
-            losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, count)
+            advance = _adder(progress)
+            losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, advance)
             found.append(held_out_metrics.held_out_loss(losses))
-            if chosen.against is not None:
-                other = run.load_network(checkpoint.find(run.folder.checkpoints, chosen.against), chosen.against)
-                others = held_out_metrics.held_out_losses(other, config, held_out, batch, count)
-                found.append(held_out_metrics.held_out_difference(losses, others, chosen.against))
-    if "bits" in chosen.metrics:
-        held_out = some_held_out(prepared, run, held_out_metrics.LIKELY)
+            if setup.against is not None:
+                other = run.load_network(checkpoint.find(run.folder.checkpoints, setup.against), setup.against)
+                others = held_out_metrics.held_out_losses(other, config, held_out, batch, advance)
+                found.append(held_out_metrics.held_out_difference(losses, others, setup.against))
+    if "bits" in setup.metrics:
+        held_out = _held_out_set(dataset, run, held_out_metrics.LIKELY)
         with Progress("measuring bits", len(held_out.x0)) as progress:
-            seed = chosen.drawing.seed
-            found.append(
-                held_out_metrics.bits_per_value(run.network, config, held_out, batch, seed, counting(progress))
-            )
+            seed, advance = setup.generation.seed, _adder(progress)
+            found.append(held_out_metrics.bits_per_value(run.network, config, held_out, batch, seed, advance))
     return found
 
 
-def some_held_out(prepared: Dataset, run: Run, most: int) -> HeldOut:
-    """Held-out images, of which there are some, as was made sure of before."""
-    held_out = build_held_out_set(prepared, run.config, run.device, most)
-    assert held_out is not None
+def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
+    held_out = build_held_out_set(dataset, run.config, run.device, most)
+    assert held_out is not None, "metrics of held-out images are left out where there are none"
     return held_out
 
 
-def counting(progress: Progress) -> Callable[[int], None]:
-    """Adds up what it is told."""
+def _adder(progress: Progress) -> Callable[[int], None]:
+    """Return a function that advances the progress by its argument."""
     done = 0
 
     def add(count: int) -> None:

@@ -1,0 +1,102 @@
+"""A run folder with the network of one of its checkpoints loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from unfog.config.paths import path_text
+from unfog.config.schema import Config
+from unfog.config.toml import of_type
+from unfog.config.validate import override_sampler
+from unfog.diffusion.sampler import Sampler
+from unfog.errors import RequestError
+from unfog.inference.ema_weights import load_default_ema_weights, load_ema_weights
+from unfog.pipeline.autoencoder_folder import Decode, latent_decoder
+from unfog.pipeline.build import build_network
+from unfog.process.device import choose_device
+from unfog.process.run_folder import RunFolder
+from unfog.reporting.progress import warn
+from unfog.training.checkpoints import format as checkpoint
+
+
+class LoadedRun:
+    """A run folder, and the network of one of its checkpoints, on the device and in evaluation mode.
+
+    Args:
+        path: the run folder.
+        weights: "ema", the EMA weights, which give the best samples, or "raw", the weights as trained.
+        step: of the checkpoint; None is the newest complete one.
+        device: auto, cpu, cuda, cuda:1 or mps.
+        best: load the best checkpoint that was kept, by held-out loss or `evaluate.best`, instead of one by its step.
+        ema: width of the EMA, 0.01 to 0.28, rebuilt from the snapshots of the run; `step` may then be any up to the
+            last snapshot. None is the width that `ema_sweep` chose, else the width of the run's settings.
+
+    Raises:
+        RequestError: `path` is not a run, or has no such checkpoint, or its snapshots do not allow that EMA.
+        RunError: its checkpoints are broken, or there is none yet.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        weights: Literal["ema", "raw"] = "ema",
+        step: int | None = None,
+        device: str = "auto",
+        best: bool = False,
+        ema: float | None = None,
+    ):
+        self.folder = RunFolder(Path(path_text(path, "path")))
+        self.config: Config = self.folder.read_config()
+        if weights not in ("ema", "raw"):
+            raise RequestError(f"weights = {weights!r} is neither 'ema' nor 'raw'")
+        self.weights, self.device = weights, choose_device(device)
+        if self.config.trains_autoencoder:
+            raise RequestError(
+                f"{self.folder.path} is a codec, which draws nothing by itself; train a network on its latents: unfog "
+                f"train SOURCE --codec {self.folder.path}"
+            )
+        step = of_type(int | None, step, "step")
+        self.ema = of_type(float | None, ema, "ema")
+        if self.ema is not None and weights == "raw":
+            raise RequestError(f"ema = {ema:g} needs weights = 'ema', and weights = 'raw' was given; give one of them")
+        which: int | Literal["best"] | None = "best" if best else step if self.ema is None else None
+        self.checkpoint = checkpoint.find(self.folder.checkpoints, which, warn)
+        # At once, because a run that is still training may delete this checkpoint later.
+        self.network: nn.Module = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
+
+    def load_network(self, saved: checkpoint.Saved, step: int | None) -> nn.Module:
+        """Return the network of a checkpoint, with the kind of weights that this run was loaded with.
+
+        Args:
+            saved: the checkpoint.
+            step: of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
+        """
+        network = build_network(self.config)
+        if self.ema is not None:
+            load_ema_weights(network, self.folder, self.ema, step)
+        elif self.weights == "ema":
+            load_default_ema_weights(network, self.folder, self.config, saved)
+        else:
+            checkpoint.load_weights(saved.folder, "model", network)
+        return network.to(self.device).eval()
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; () without."""
+        return self.config.classes
+
+    @property
+    def decode(self) -> Decode:
+        """Map what the network generates, pixels or latents, to images [B, C, H, W] in about [-1, 1]."""
+        return latent_decoder(self.config, self.device)
+
+    def sampler(self, kind: str | None = None, steps: int | None = None) -> Sampler:
+        """Return the sampler of the run, with another kind or number of steps where given."""
+        return override_sampler(self.config.sampler, kind, steps)
