@@ -171,7 +171,9 @@ def _search_copies(
     if features is not None and real is not None and fake is not None and setup.reference is dataset.train:
         unseen = compute_features(memorization.UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
-        found[name] = memorization.check_memorization_by_features(some, fake[: len(some)], real, setup.rows, unseen, dataset)
+        found[name] = memorization.check_memorization_by_features(
+            some, fake[: len(some)], real, setup.rows, unseen, dataset
+        )
     return [_save_search(by, finding, out) for by, finding in found.items()]
 
 

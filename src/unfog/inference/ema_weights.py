@@ -1,4 +1,4 @@
-"""Which average of a run's weights is used: one of the checkpoint, or one of another length, rebuilt from snapshots."""
+"""The EMA weights of a run: those of a checkpoint, or an EMA of another width, rebuilt from snapshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from unfog.training.checkpoints.posthoc_ema import Mixture, kept_in, mixture, re
 from unfog.training.ema_schedules import PowerEma
 
 SWEEP_FILE = "ema-sweep.json"
-"""What `unfog ema-sweep` found: the width in it is the run's own from then on."""
+"""Result of `unfog ema-sweep`; the width in it is the default of the run from then on."""
 
 
 def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:
-    """Put the average of this width at this step, None being the last snapshot's, into a network; how it was made.
+    """Load the EMA of this width into a network, and return how it is composed of snapshots.
+
+    Args:
+        network: of the run.
+        folder: the run, with its snapshots.
+        width: of the EMA.
+        step: of the EMA; None is the last snapshot.
 
     Raises:
         RequestError: it cannot be rebuilt: no snapshots, too few of them, or a step after the last.
@@ -30,26 +36,26 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     try:
         network.load_state_dict(rebuild(mix), strict=True)
     except RuntimeError as error:
-        raise RunError(f"the averages in {folder.averages} are of another network: {str(error)[:120]} ...") from None
+        raise RunError(f"the snapshots in {folder.averages} are of another network: {str(error)[:120]} ...") from None
     return mix
 
 
 def load_default_ema_weights(network: nn.Module, folder: RunFolder, config: Config, saved: Saved) -> None:
-    """Put the average of a checkpoint into a network: of the width that a sweep has chosen, where one has."""
+    """Load the EMA of a checkpoint into a network; of the width that `unfog ema-sweep` chose, if it was run."""
     width = swept_width(folder.path)
     if width is not None and not (isinstance(config.ema, PowerEma) and config.ema.width == width):
         kept = kept_in(folder.averages)
         try:
-            # What was stopped between two snapshots is sampled as of the last one.
+            # A run that was stopped between two snapshots is sampled as of the last one.
             load_ema_weights(network, folder, width, min(saved.step, kept[-1].step) if kept else None)
             return
         except (RequestError, RunError) as error:
-            warn(f"the average that {SWEEP_FILE} chose is not used, but that of the checkpoint: {error}")
+            warn(f"the EMA width of {SWEEP_FILE} is not used, but that of the checkpoint: {error}")
     checkpoint.load_weights(saved.folder, "ema", network)
 
 
 def swept_width(run: Path) -> float | None:
-    """The width that a sweep has chosen for this run; None if there was none, or its file says nothing of use."""
+    """Return the width that `unfog ema-sweep` chose for this run; None without a sweep, or if its file is damaged."""
     try:
         width = checkpoint.read_json(run / SWEEP_FILE)["width"]
         return PowerEma(float(width)).width

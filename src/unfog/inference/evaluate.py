@@ -203,7 +203,7 @@ def _generate_samples(
     samples = GeneratedSamples(folder, generation.count, generation.batch)
     missing = samples.count_in(samples.missing())
     if missing < generation.count:
-        say(f"{plural(generation.count - missing, "sample")} are there already, in {samples.folder}")
+        say(f"{plural(generation.count - missing, 'sample')} are there already, in {samples.folder}")
     if missing:
         _report_cost(run, setup, missing, world)
 
@@ -220,7 +220,7 @@ def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: Wo
     """Say how long generation and features will take, from a few sampler steps and a few images."""
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
     seconds = seconds_per_sample(run.network, run.config, few) * missing
-    line = f"generating {plural(missing, "sample")} takes about {format_duration(seconds / world.size)}"
+    line = f"generating {plural(missing, 'sample')} takes about {format_duration(seconds / world.size)}"
     if (features := setup.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.reference.pixels[setup.rows[:50]]))
         each = wall_seconds(lambda: features(pixels).cpu()) / len(pixels)

@@ -1,4 +1,4 @@
-"""Pictures drawn to be measured: kept as they come, so that whoever is interrupted goes on, and nobody draws twice."""
+"""Samples for metrics, stored in chunks as they are generated, so that an interrupted evaluation goes on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from unfog.training.distributed.world import World
 
 
 class GeneratedSamples:
-    """The first `count` pictures of a seed, uint8 [N, C, H, W] by slices, in a folder, a file for each `chunk`.
+    """The first `count` samples of a seed, uint8 [N, C, H, W] by slices: a folder with one file for each `chunk`.
 
-    A file is whole or absent. More pictures go on where fewer ended; only a last chunk that was cut is drawn again, so
-    that each is drawn with the same neighbours, and to the same bit, whoever draws it.
+    A file is complete or absent. A larger `count` keeps the files of a smaller one, except a shorter last chunk.
     """
+
+    # A chunk is one batch of the sampler. Floating-point sums depend on the neighbours in a batch, so a chunk that
+    # was cut is generated again as a whole; then every sample is the same to the bit, on whichever rank.
 
     def __init__(self, folder: Path, count: int, chunk: int):
         self.folder, self.count, self.chunk = folder, count, chunk
@@ -36,53 +38,52 @@ class GeneratedSamples:
         first, last, _ = key.indices(self.count)
         parts = []
         for start in range(first - first % self.chunk, last, self.chunk):
-            pictures = self._load(start)
-            if pictures is None:
-                raise RunError(f"{self._file(start)} is missing; run it again, and it is drawn anew")
-            parts.append(pictures[max(0, first - start) : last - start])
+            samples = self._load(start)
+            if samples is None:
+                raise RunError(f"{self._file(start)} is missing; run it again, and it is generated anew")
+            parts.append(samples[max(0, first - start) : last - start])
         return np.concatenate(parts) if parts else np.zeros((0, 1, 1, 1), np.uint8)
 
     @property
     def grid(self) -> Pixels:
-        """The first pictures, [N, H, W, C], for people to look at."""
+        """The first samples, [N, H, W, C], to look at."""
         return self[0:64].transpose(0, 2, 3, 1)
 
     def missing(self) -> list[int]:
-        """The first picture of each chunk that is still to be drawn."""
+        """Return the number of the first sample of each missing chunk."""
         return [start for start in range(0, self.count, self.chunk) if self._load(start) is None]
 
     def count_in(self, starts: Sequence[int]) -> int:
-        """How many pictures these chunks have."""
+        """Return the number of samples in the chunks that start here."""
         return sum(self._size(start) for start in starts)
 
     def generate_missing(
-        self, draw: Callable[[int, int], Pixels], world: World, progress: Callable[[int], None] = lambda done: None
+        self, generate: Callable[[int, int], Pixels], world: World, progress: Callable[[int], None] = lambda done: None
     ) -> None:
-        """Draw what is missing, this process every `world`-th chunk; returns when all are there.
+        """Generate the missing chunks, dealt out to the ranks in turn; return when all are there.
 
         Args:
-            draw: (first picture, how many) -> uint8 [n, H, W, C].
-            world: the processes that share the folder.
-            progress: told how many of those pictures that were missing are drawn, as far as this process can tell.
+            generate: (first sample, count) -> uint8 [n, H, W, C].
+            world: the ranks, which share the folder.
+            progress: called with the number of samples that are done on all ranks, estimated from this one.
 
         Raises:
-            RunError: another process writes to another folder, or it cannot be written.
+            RunError: another rank writes to another folder, or the folder cannot be written.
         """
         missing, done = self.missing(), 0
-        world.barrier()  # nobody draws before all have looked, or they would divide different lists
+        world.barrier()  # every rank has listed the missing chunks before any is written
         for start in missing[world.rank :: world.size]:
-            self._keep(start, draw(start, self._size(start)))
+            self._write(start, generate(start, self._size(start)))
             done += self._size(start)
             progress(min(done * world.size, self.count_in(missing)))
         world.barrier()
         if left := self.missing():
             raise RunError(
-                f"{self._file(left[0])} is not there, which another process drew; they must share the run folder"
+                f"{self._file(left[0])} is missing, which another rank has written; all ranks must share the run folder"
             )
 
     @property
     def bytes(self) -> int:
-        """What the files take."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def _size(self, start: int) -> int:
@@ -92,26 +93,26 @@ class GeneratedSamples:
         return self.folder / f"{start:08d}.safetensors"
 
     def _load(self, start: int) -> NDArray[np.uint8] | None:
-        """A chunk; None if it is not there, is not whole, or has fewer pictures than are wanted."""
+        """Return a chunk; None if it is missing, damaged or has too few samples."""
         with suppress(OSError, SafetensorError, KeyError):
-            pictures: NDArray[np.uint8] = load_file(self._file(start))["pictures"]
-            if pictures.dtype == np.uint8 and pictures.ndim == 4 and len(pictures) >= self._size(start):
-                return pictures
+            samples: NDArray[np.uint8] = load_file(self._file(start))["pictures"]
+            if samples.dtype == np.uint8 and samples.ndim == 4 and len(samples) >= self._size(start):
+                return samples
         return None
 
-    def _keep(self, start: int, pictures: Pixels) -> None:
+    def _write(self, start: int, samples: Pixels) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._file(start), save({"pictures": np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))}))
+            write_atomic(self._file(start), save({"pictures": np.ascontiguousarray(samples.transpose(0, 3, 1, 2))}))
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({error.strerror or error}); put that right, then run it again: "
-                "what was drawn before is kept"
+                "the samples so far are kept"
             ) from error
 
 
 def weights_digest(network: torch.nn.Module) -> str:
-    """sha256 of the weights, whatever file or average they came from."""
+    """Return the sha256 of the weights, whichever file they were loaded from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""Metrics of a run's held-out images, for which nothing is drawn: their loss, and how likely they are."""
+"""Metrics of held-out images, which need no samples: their loss, and a bound on their likelihood."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from unfog.evaluation.metrics import MetricResult
 from unfog.evaluation.precision_recall import Z
 from unfog.pipeline.build import build_objective
 
-FEWEST = 2
-"""Held-out images, of fewer of which there is no error."""
-MOST = 1000
-LIKELY = 256
-"""Held-out images whose bits are counted."""
+MOST = 1000  # held-out images of the loss
+LIKELY = 256  # held-out images of the bits, which take many more network calls
 LEVELS = 64
-"""Network calls for them; 64 are good for a percent."""
+"""Network calls per image for the bits; with 64 the bound is within a percent."""
 
 
 def held_out_losses(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
-    """Loss [L, N] at each level of each image; `progress` is told of every pass how many images it had."""
+    """Return the loss [L, N] of each image at each noise level; `progress` gets the images of every forward pass."""
     objective = build_objective(config)
 
     def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,24 +37,24 @@ def held_out_losses(
 
 
 def held_out_loss(losses: Tensor) -> MetricResult:
-    """The held-out loss, with the interval that the choice of images gives it."""
+    """Return the mean loss, with the confidence interval for the choice of images."""
     note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
     return _as_metric("held_out", mean_over_images(losses), note)
 
 
 def held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
-    """By how much the held-out loss is above that of another checkpoint, image by image."""
+    """Return how much higher the loss is than that of another checkpoint, paired by image."""
     difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
     which = "lower" if difference.value < 0 else "higher"
-    note = f"{which} than at step {step:,}" if sure else f"no telling it from that at step {step:,}"
+    note = f"{which} than at step {step:,}" if sure else f"not significantly different from step {step:,}"
     return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 
 def bits_per_value(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
 ) -> MetricResult:
-    """Bound on the bits that an image takes, for each of its numbers."""
+    """Return the variational bound on the bits per dimension (VDM, Kingma et al. 2021)."""
     denoiser, found = Denoiser(network, config.diffusion, config.diffusion.learned_variance), []
     for first in range(0, len(held_out.x0), batch):
         x0 = held_out.x0[first : first + batch]
@@ -66,12 +63,11 @@ def bits_per_value(
         guess = partial(denoiser, label=label)
         found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
         progress(len(x0))
-    note = f"bound on the bits of a number of an image, by {LEVELS} noise levels or fewer"
+    note = f"upper bound on bits per dimension, from at most {LEVELS} noise levels"
     return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
 
 
 def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
-    """A mean over images, as metrics are told."""
     if math.isnan(mean.error):
         return MetricResult(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
     low, high = mean.value - Z * mean.error, mean.value + Z * mean.error

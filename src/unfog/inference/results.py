@@ -1,4 +1,4 @@
-"""What an evaluation of a run is asked for and what it finds, as it is printed and stored."""
+"""The request for an evaluation of a run, and its result, as it is printed and stored."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from unfog.training.settings import Evaluate, SamplingPrecision, names_in
 
 FORMAT = 1
 ARITHMETIC = 2
-"""Of how figures come of pictures and images: those that another one gave are measured anew."""
+"""Version of the computation of metrics; results of another version are computed again."""
 LOSSES = ("held_out", "bits")
-"""Metrics of the held-out images, for which nothing is drawn."""
+"""Metrics of the held-out images, which need no samples."""
 ON_REQUEST = ("fid_infinity",)
-"""Metrics that are measured where they are named alone, as they take thousands of pictures."""
+"""Metrics that are computed only if they are named, as they take thousands of samples."""
 METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
 HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to measure, and how the pictures for it are drawn. What is left open is chosen, and printed."""
+    """The metrics to compute, and the settings of the samples for them. Open settings are chosen, and printed."""
 
     metrics: tuple[str, ...] = ()
-    """Of METRICS; () is all that can be measured, but for WHERE_ASKED."""
+    """Of METRICS; () is all that are possible, except those of ON_REQUEST."""
     n: int = 0
-    """Pictures to draw; 0 is 1,000 on a CPU, and 10,000 elsewhere."""
+    """Number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere."""
     features: str = ""
     """inception, texture, pixels, or a TorchScript file; "" is inception for fid or where its file is there, else
     texture."""
     reference: str = ""
-    """What they are compared with: "" is the training images, "held-out" those, or any SOURCE."""
+    """Images to compare with: "" is the training images, "held-out" the held-out ones, or any SOURCE."""
     sampler: str | None = None
     steps: int | None = None
     seed: int = 0
@@ -68,41 +68,40 @@ class EvaluationRequest:
 
 
 class EvaluationSetup(NamedTuple):
-    """What is asked for, with what was left open settled."""
+    """An evaluation request with every open setting chosen."""
 
     metrics: tuple[str, ...]
     features: Features | None
-    drawing: GenerationSettings
+    generation: GenerationSettings
     reference: ImageSet
     rows: NDArray[np.int64]
-    """Which images of the reference."""
-    what: str
-    """The reference, for people."""
+    """Rows of the reference images that are compared."""
+    reference_name: str
     against: int | None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found of a run."""
+    """The metrics of a run."""
 
     step: int
     drawn: Mapping[str, Any]
-    """How: sampler, steps, seed, guidance, weights, n, what the reference is."""
+    """Settings of the samples: sampler, steps, seed, guidance, weights, reference."""
     measured: Sequence[MetricResult]
     copies: Sequence[Mapping[str, Any]] = ()
-    """Of each search for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
+    """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> MetricResult:
-        """What was measured under this name. KeyError if it was not."""
+        """Return the metric of this name. KeyError if there is none."""
         for one in self.measured:
             if one.metric == metric:
                 return one
         raise KeyError(metric)
 
     def lines(self) -> list[str]:
-        """As a table, with what there is to say about it."""
+        """Return the metrics as a table, with notes below."""
         rows: list[tuple[str, ...]] = [("metric", "value", "95% interval", "n", "reference", "features", "resize")]
         rows += [_table_row(one) for one in self.measured]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -117,21 +116,19 @@ class Evaluation:
 
     @property
     def how(self) -> str:
-        """How it was drawn, in words."""
+        """Settings of the samples, as text."""
         return ", ".join(f"{name} {value}" for name, value in self.drawn.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     def write(self, path: Path) -> None:
-        """Store it, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (json.dumps(self.to_dict(), indent=2, allow_nan=False) + os.linesep).encode())
 
     @classmethod
     def read(cls, path: Path) -> Evaluation | None:
-        """What `write` stored; None if there is nothing, or something else."""
+        """Return what `write` stored; None if the file is missing, damaged or of another format."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             stored = json.loads(path.read_bytes())
             if stored.pop("format") == FORMAT:
@@ -141,7 +138,6 @@ class Evaluation:
 
 
 def _table_row(one: MetricResult) -> tuple[str, ...]:
-    """The cells of a row of the table."""
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"

@@ -1,4 +1,4 @@
-"""What `unfog tune` made of a run's sampler, in its record, so that a resume does not take it for a person's wish."""
+"""Events of `unfog tune` in a run, by which a resume tells a tuned sampler from one that a person set."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ EVENT = "tuned"
 
 
 def record_tuned_sampler(folder: RunFolder, step: int, sampler: Sampler) -> None:
-    """Write down what was found with the weights of this step, and is the run's from now on."""
+    """Record that the sampler was tuned with the weights of this step."""
     with closing(Events(folder.events)) as events:
         events.write(EVENT, step, {"sampler": asdict(sampler)})
 
 
 def report_dropped_levels(before: Sampler, now: Sampler) -> None:
-    """Say so where levels that were tuned give way to the schedule's, as they were for another sampler."""
+    """Say so if tuned noise levels are dropped, because they were for another sampler or number of steps."""
     if (before.grid, now.grid) == ("tuned", "schedule"):
         say(f"  the levels were tuned for {plural(before.steps, 'step')} of {before.kind}; taking the schedule's")
 
 
 def omit_tuned_settings(lines: list[str], folder: RunFolder, sampler: Sampler) -> list[str]:
-    """Lines on changed settings, without those on settings of the sampler that are as `unfog tune` left them last."""
+    """Return the lines on changed settings, without those on sampler settings that `unfog tune` set last."""
     events = [row for row in read_events(folder.events) if row.get("kind") == EVENT]
     found: object = events[-1].get("sampler") if events else None
-    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # lists for tuples, as it was written
+    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # turns tuples into lists, as in the event
     theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
     return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]
