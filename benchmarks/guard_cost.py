@@ -35,7 +35,7 @@ from unfog.reporting.settings import Log
 from unfog.runs.session import Session
 from unfog.training import loop
 from unfog.training.settings import Checkpoint, Evaluate, Preview
-from unfog.training.stability.divergence import Guard
+from unfog.training.stability.divergence import DivergenceGuard
 
 spent: dict[str, float] = defaultdict(float)
 
@@ -56,19 +56,19 @@ def clocked(owner: Any, name: str, label: str) -> None:
 
 def clock_edges(stop: StopSignals) -> None:
     """Clock the entry and the exit of undivided stretches, and not what is inside."""
-    undivided = stop.undivided
+    defer_interrupts = stop.defer_interrupts
 
     @contextmanager
     def wrapper() -> Iterator[None]:
         started = time.perf_counter()
-        context: AbstractContextManager[None] = undivided()
+        context: AbstractContextManager[None] = defer_interrupts()
         with context:
             spent["undivided stretches"] += time.perf_counter() - started
             yield
             started = time.perf_counter()
         spent["undivided stretches"] += time.perf_counter() - started
 
-    stop.undivided = wrapper  # type: ignore[method-assign]
+    stop.defer_interrupts = wrapper  # type: ignore[method-assign]
 
 
 def settings(given: argparse.Namespace) -> tuple[Config, Any]:
@@ -112,7 +112,7 @@ def main() -> None:
     given = parser.parse_args()
     config, prepared = settings(given)
     clocked(loop, "summed", "relative loss")
-    clocked(Guard, "judge", "divergence guard")
+    clocked(DivergenceGuard, "judge", "divergence guard")
     clocked(Session, "stop_requested", "looking for a stop")
     clocked(Session, "save_requested", "looking for RUN/SAVE")
     clocked(Heartbeat, "_beat", "heartbeat")

@@ -21,26 +21,26 @@ import torch.distributed as dist
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.checkpoints.writer import Writer
-from unfog.training.distributed.coordination import Together
-from unfog.training.distributed.rendezvous import processes
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.writer import CheckpointWriter
+from unfog.training.distributed.coordination import CoordinatedHooks
+from unfog.training.distributed.rendezvous import init_world
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.hooks import Silent
+from unfog.training.hooks import TrainingHooks
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer
 from unfog.training.state import TrainState
 
 
-class Saves(Silent):
+class Saves(TrainingHooks):
     """Writes rows, and nothing else."""
 
     def __init__(self, place: Path):
-        self.writer, self.bytes = Writer(place, Checkpoint()), 0
+        self.writer, self.bytes = CheckpointWriter(place, Checkpoint()), 0
 
-    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
         """Copy the rows that are here, and have them written."""
-        taken = snapshot.take(state, 1)
+        taken = snapshot.take_snapshot(state, 1)
         self.bytes = taken.bytes
         self.writer.submit(taken, post)
 
@@ -58,20 +58,20 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--times", type=int, default=3)
     asked, cpu = parser.parse_args(), torch.device("cpu")
-    with processes() as world:
-        world.begin(cpu, 300.0)
-        place = Path(world.broadcast(tempfile.mkdtemp() if world.first else ""))
+    with init_world() as world:
+        world.init_process_group(cpu, 300.0)
+        place = Path(world.broadcast_object(tempfile.mkdtemp() if world.is_main else ""))
         torch.manual_seed(0)
         model = build_model(DiT(width=asked.width, depth=asked.depth), 3, 0, 0, None)
         state = TrainState(model, Optimizer(), PowerEma(), Precision("fp32", cpu), PowerEma(0.05))
         count = sum(p.numel() for p in model.parameters())
-        world.divide(state)
+        world.shard_state(state)
         for p in state.model.parameters():
             p.grad = torch.ones_like(p)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         run = Saves(place)
-        together, held, whole, grown = Together(run, world), [], [], []
+        together, held, whole, grown = CoordinatedHooks(run, world), [], [], []
         for _ in range(asked.times):
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")
@@ -88,7 +88,7 @@ def main() -> None:
         )
         found: list[str] = [""] * world.size
         dist.all_gather_object(found, line)
-        if world.first:
+        if world.is_main:
             print("\n".join(found))
 
 

@@ -24,12 +24,12 @@ from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import sharded as joint
 from unfog.training.checkpoints import snapshot
-from unfog.training.distributed.rendezvous import processes
-from unfog.training.distributed.sharded_tensors import whole
-from unfog.training.distributed.world import ALONE
+from unfog.training.distributed.rendezvous import init_world
+from unfog.training.distributed.sharded_tensors import full_tensor
+from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
@@ -46,7 +46,7 @@ OPTIMIZER = Optimizer(lr=1e-3, eps=1e-4)  # so that what is rounding is not take
 FEW = {"shard": True, "architecture": DIT}  # parts that have to be brought together
 MUON = replace(OPTIMIZER, method=Muon())
 KEPT = ("loss", "gradient_norm", "noise_scale", "gradient_signal", "gradient_noise")
-EVERY = Every(log=1, preview=0, evaluate=0, checkpoint=0)
+EVERY = Intervals(log=1, preview=0, evaluate=0, checkpoint=0)
 
 
 class Images:
@@ -60,7 +60,7 @@ class Images:
         return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
 
 
-class Diary(Silent):
+class Diary(TrainingHooks):
     """Keeps the losses; goes back to what it kept at the beginning; saves what is divided where it is told to."""
 
     place = Path(sys.argv[1]).parent / "checkpoints"
@@ -77,10 +77,10 @@ class Diary(Silent):
     def stop_requested(self):
         return self.stop_at is not None and self.into.seen >= self.stop_at
 
-    def refused(self, state, norm, culprit):
+    def on_skipped_step(self, state, norm, culprit):
         self.refusals.append(None if culprit is None else [culprit.phase, list(culprit.images)])
 
-    def shrunk(self, state):
+    def on_out_of_memory(self, state):
         self.shrinks += 1
 
     def roll_back(self, state, reason):
@@ -92,18 +92,18 @@ class Diary(Silent):
             for p, good in zip(state.model.parameters(), self.good):
                 p.copy_(good)
         guard = {**state.guard.to_dict(), "recent": []}
-        state.go_back({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
+        state.roll_back_to({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
         return ""
 
-    def begin_save(self, state):
+    def prepare_save(self, state):
         self.place.mkdir(exist_ok=True)
         return str(self.place)
 
-    def save_rows(self, state, for_best, place, post):
+    def save_shards(self, state, for_best, place, post):
         if not (self.saved and self.once):
-            taken = snapshot.take(state, state.seen)
+            taken = snapshot.take_snapshot(state, state.seen)
             self.numbers += [t.numel() for part in taken.tensors.values() for t in part.values()]
-            joint.write(taken, Path(place), post, threading.Event())
+            joint.write_shard(taken, Path(place), post, threading.Event())
             self.saved = Path(place, f"{state.seen:08d}")
 
 
@@ -141,7 +141,7 @@ def trained(
     if shard:
         into.due = ["save"]
     train(chosen, optimizer, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
-    into.found = [whole(t).clone() for part in into.tensors().values() for t in part.values()]
+    into.found = [full_tensor(t).clone() for part in into.tensors().values() for t in part.values()]
     world.shards = None
     return into, diary
 
@@ -168,7 +168,7 @@ def alike(world, of):
 def equal(world, alone=None, **settings):
     """Several processes against one, and against themselves."""
     several = trained(world, **settings)
-    one = trained(ALONE, **(settings if alone is None else {**settings, **alone}))
+    one = trained(SINGLE_PROCESS, **(settings if alone is None else {**settings, **alone}))
     same = alike(world, several[0])
     again = trained(world, **settings)
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(again[0]), strict=True))
@@ -184,7 +184,7 @@ def divided(world, again=False, **settings):
         return None
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(repeat[0]), strict=True))
     # The noise scale is of other first passes.
-    return difference(trained(ALONE, **settings), several, KEPT[:2]) | {"repeated": repeated}
+    return difference(trained(SINGLE_PROCESS, **settings), several, KEPT[:2]) | {"repeated": repeated}
 
 
 class Sums(nn.Module):
@@ -300,7 +300,7 @@ def goes_back(world):
     settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
     train(settings, OPTIMIZER, every, into, Images(), Augment(), loss, diary, world)
     world.shards = None
-    held = {file: {name: whole(t) for name, t in part.items()} for file, part in into.tensors().items()}
+    held = {file: {name: full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
     saved = {file: checkpoint.read_tensors(diary.saved / f"{file}.safetensors") for file in held}
     same = [
         tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])
@@ -322,12 +322,12 @@ def killed(world):
     into = state(DIT)
     diary = Diary(into)
     world.divide(into)
-    diary.save_rows(into, False, diary.begin_save(into), world.post())
+    diary.save_shards(into, False, diary.prepare_save(into), world.post())
     world.barrier()
     if world.rank == world.size - 1:
-        snapshot.verify = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        snapshot.verify_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     into.seen = 8
-    diary.save_rows(into, False, diary.place, world.post())
+    diary.save_shards(into, False, diary.place, world.post())
 
 
 def by_torch(folder, file):
@@ -382,11 +382,11 @@ CASES = {
 def main():
     torch.set_num_threads(1)
     found = {}
-    with processes() as world:
-        world.begin(CPU, 120.0)
+    with init_world() as world:
+        world.init_process_group(CPU, 120.0)
         for name in sys.argv[2].split(","):
             found[name] = CASES[name](world)
-        if world.first:
+        if world.is_main:
             Path(sys.argv[1]).write_text(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.augmentation.nonleaking import CONDITIONS, Geometry, draw
 from unfog.data.settings import Data
 from unfog.errors import RequestError
-from unfog.training.micro_batches import seed_at
+from unfog.training.micro_batches import seed_generators
 
 
 def photos(n: int = 4, channels: int = 3, height: int = 16, width: int = 16) -> Tensor:
@@ -343,7 +343,7 @@ def test_augmentation_is_a_function_of_the_position(augment: Augment) -> None:
     pixels = photos(6)
     made = []
     for position in (640, 640, 646):
-        seed_at(7, position)
+        seed_generators(7, position)
         made.append((*augment(pixels), torch.rand(1)))
         torch.rand(5)
     for first, again, elsewhere in zip(*made):

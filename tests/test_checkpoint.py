@@ -19,7 +19,7 @@ from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
-from unfog.training.checkpoints.writer import Writer
+from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer
@@ -44,7 +44,7 @@ def trained(steps: int = 3) -> TrainState:
     state = fresh()
     for _ in range(steps):
         step(state)
-    state.guard.judge(0.25)
+    state.guard.update(0.25)
     state.guard.roll_backs = 2
     state.window.loss += torch.rand(10)
     state.due, state.last, state.best = ["preview"], {"lr": 0.1, "gradient_norm": 0.5}, 0.3
@@ -57,7 +57,7 @@ def everything(state: TrainState) -> tuple:
 
 
 def write(state: TrainState, folder: Path, number: int = 3, **facts) -> Path:
-    return snapshot.write(snapshot.take(state, number, **facts), folder)
+    return snapshot.write_checkpoint(snapshot.take_snapshot(state, number, **facts), folder)
 
 
 def test_what_is_read_is_what_was_written_and_goes_on_alike(tmp_path):
@@ -83,11 +83,11 @@ def test_the_norm_of_a_refused_step_may_be_nan(tmp_path):
 
 def test_a_snapshot_stands_still_while_training_goes_on(tmp_path):
     state = trained()
-    taken, before = snapshot.take(state, 3), everything(state)
+    taken, before = snapshot.take_snapshot(state, 3), everything(state)
     step(state)
     state.due.append("save")
-    state.guard.judge(0.5)
-    snapshot.write(taken, tmp_path)
+    state.guard.update(0.5)
+    snapshot.write_checkpoint(taken, tmp_path)
     other = fresh()
     checkpoint.load(tmp_path / "00000003", other)
     assert everything(other) == before
@@ -99,7 +99,7 @@ def test_training_on_does_not_write_into_the_files_that_were_loaded(tmp_path):
     for _ in range(3):
         step(other)
     saved, _ = checkpoint.newest(tmp_path)
-    assert checkpoint.damage(saved) is None
+    assert checkpoint.find_damage(saved) is None
 
 
 def test_a_checkpoint_is_readable_by_whom_a_new_file_is(tmp_path):
@@ -128,8 +128,8 @@ def flip(path: Path) -> None:
 def test_a_disk_that_holds_something_else_is_found_out_before_anything_is_rotated(tmp_path, monkeypatch, damage):
     write(trained(1), tmp_path, 1)
     monkeypatch.setattr(snapshot, "save_file", lying(snapshot.save_file, damage))
-    writer = Writer(tmp_path, Checkpoint(keep=1))
-    writer.submit(snapshot.take(trained(2), 2))
+    writer = CheckpointWriter(tmp_path, Checkpoint(keep=1))
+    writer.submit(snapshot.take_snapshot(trained(2), 2))
     with pytest.raises(RunError, match=r"could not be written.*earlier ones are whole"):
         assert writer.wait(20)
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
@@ -139,41 +139,41 @@ def test_a_disk_that_holds_something_else_is_found_out_before_anything_is_rotate
 def test_trouble_of_the_thread_is_raised_once_and_the_writer_goes_on(tmp_path):
     place = tmp_path / "checkpoints"
     place.write_text("a file where the folder should be")
-    writer = Writer(place, Checkpoint())
-    writer.submit(snapshot.take(trained(), 3))
+    writer = CheckpointWriter(place, Checkpoint())
+    writer.submit(snapshot.take_snapshot(trained(), 3))
     with pytest.raises(RunError, match="Put that right"):
         assert writer.wait(20)
     place.unlink()
-    writer.submit(snapshot.take(trained(), 3))
+    writer.submit(snapshot.take_snapshot(trained(), 3))
     assert writer.wait(20)
-    (news,) = writer.news()
+    (news,) = writer.events()
     assert news.kind == "checkpoint"
     assert news.fields["write_seconds"] > 0
     assert checkpoint.newest(place)[0].step == 3
 
 
 def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, monkeypatch):
-    full, write_really = True, snapshot.write
+    full, write_really = True, snapshot.write_checkpoint
 
     def write(taken, folder):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_really(taken, folder)
 
-    monkeypatch.setattr(snapshot, "write", write)
+    monkeypatch.setattr(snapshot, "write_checkpoint", write)
     monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.02)
-    writer = Writer(tmp_path, Checkpoint())
-    writer.submit(snapshot.take(trained(), 3))
+    writer = CheckpointWriter(tmp_path, Checkpoint())
+    writer.submit(snapshot.take_snapshot(trained(), 3))
     assert not writer.wait(0.3)
     assert writer.waiting
     full = False
     assert writer.wait(20)
     assert not writer.waiting
-    assert [news.kind for news in writer.news()] == ["disk_full", "disk_has_room", "checkpoint"]
+    assert [news.kind for news in writer.events()] == ["disk_full", "disk_has_room", "checkpoint"]
     full = True
-    writer.submit(snapshot.take(trained(), 4))
+    writer.submit(snapshot.take_snapshot(trained(), 4))
     assert not writer.wait(0.1)
-    writer.give_up()
+    writer.abandon()
     assert writer.wait(20)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
 
@@ -187,8 +187,8 @@ def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, m
     ],
 )
 def test_what_the_system_said_is_found_in_what_safetensors_says(text):
-    assert snapshot.system_error(text) == errno.ENOSPC
-    assert snapshot.system_error("nothing of the kind") == 0
+    assert snapshot._errno_of(text) == errno.ENOSPC
+    assert snapshot._errno_of("nothing of the kind") == 0
 
 
 @pytest.mark.parametrize("file", ["model", "ema", "optimizer"])
@@ -211,7 +211,7 @@ def test_going_back_takes_the_weights_and_leaves_the_position(tmp_path):
     write(state, tmp_path, anchor=True)
     for _ in range(4):
         step(state)
-    found = checkpoint.anchor(tmp_path, state.seen)
+    found = checkpoint._newest_rollback_checkpoint(tmp_path, state.seen)
     checkpoint.roll_back(found.folder, state)
     assert everything(state)[0] == good[0]
     assert (state.seen, state.updates) == (56, 3)
@@ -223,11 +223,11 @@ def test_what_may_be_gone_back_to(tmp_path):
     for number in range(1, 5):
         step(state)
         write(state, tmp_path, number, anchor=number != 4)
-    assert checkpoint.anchor(tmp_path, state.seen).step == 3
-    assert checkpoint.anchor(tmp_path, 2 * 8).step == 2
+    assert checkpoint._newest_rollback_checkpoint(tmp_path, state.seen).step == 3
+    assert checkpoint._newest_rollback_checkpoint(tmp_path, 2 * 8).step == 2
     flip(tmp_path / "00000003/ema.safetensors")
-    assert checkpoint.anchor(tmp_path, state.seen).step == 2
-    assert checkpoint.anchor(tmp_path, 0) is None
+    assert checkpoint._newest_rollback_checkpoint(tmp_path, state.seen).step == 2
+    assert checkpoint._newest_rollback_checkpoint(tmp_path, 0) is None
 
 
 def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
@@ -238,13 +238,13 @@ def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
 
     def goes_to(ordinary: int) -> int:
         state.guard.ordinary = ordinary
-        return checkpoint.to_go_back_to(tmp_path, state, patience=20).step
+        return checkpoint.find_rollback_checkpoint(tmp_path, state, patience=20).step
 
     assert goes_to(0) == 3, "the first"
-    state.guard.roll_backs, state.guard.anchor = 1, 3 * 8
+    state.guard.roll_backs, state.guard.rollback_images = 1, 3 * 8
     assert goes_to(30) == 3
     assert goes_to(19) == 2
-    state.guard.anchor = 1 * 8
+    state.guard.rollback_images = 1 * 8
     assert goes_to(0) == 1, "where nothing is older"
 
 
@@ -272,7 +272,7 @@ def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
         write(state, tmp_path)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) == (None, [])
-    rotation.put_back(tmp_path)
+    rotation.restore_replaced(tmp_path)
     assert checkpoint.newest(tmp_path)[0].step == 3
     write(state, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["00000003"]
@@ -282,24 +282,24 @@ def test_old_ones_that_cannot_be_removed_stop_nothing(tmp_path, monkeypatch):
     def refuse(checkpoints, keep):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    monkeypatch.setattr(rotation, "rotate", refuse)
-    writer = Writer(tmp_path, Checkpoint())
-    writer.submit(snapshot.take(trained(), 3))
+    monkeypatch.setattr(rotation, "remove_old_checkpoints", refuse)
+    writer = CheckpointWriter(tmp_path, Checkpoint())
+    writer.submit(snapshot.take_snapshot(trained(), 3))
     assert writer.wait(20)
-    assert [news.kind for news in writer.news()] == ["checkpoint", "not_removed"]
+    assert [news.kind for news in writer.events()] == ["checkpoint", "not_removed"]
 
 
 def test_other_settings_forget_what_was_true_of_the_old_ones(tmp_path):
     state = trained()
-    state.adopt({"training": "a", "repeat": "a", "measure": "a"})
+    state.adopt_settings({"training": "a", "repeat": "a", "measure": "a"})
     assert (state.guard.recent, state.guard.roll_backs, state.best) == ([], 0, None)
     state.guard.recent, state.guard.roll_backs, state.best = [0.5], 3, 0.1
     folder = write(state, tmp_path, anchor=True)
-    state.adopt({"training": "a", "repeat": "b", "measure": "b"})
+    state.adopt_settings({"training": "a", "repeat": "b", "measure": "b"})
     assert (state.guard.recent, state.guard.roll_backs, state.best) == ([0.5], 3, None)
     checkpoint.roll_back(folder, state)
     assert state.guard.recent == [0.5]
-    state.adopt({"training": "b", "repeat": "b", "measure": "b"})
+    state.adopt_settings({"training": "b", "repeat": "b", "measure": "b"})
     assert (state.guard.recent, state.guard.roll_backs) == ([], 0)
     checkpoint.roll_back(folder, state)
     assert state.guard.recent == [], "what was usual before the change"
@@ -311,14 +311,16 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
         step(state)
         state.last = {"held_out_loss": 1 / number}
         write(state, tmp_path, number, for_best=number % 3 != 0, anchor=number % 3 == 0)
-        rotation.rotate(tmp_path, Checkpoint(keep=2))
-    state.keys = {"measure": "another"}
+        rotation.remove_old_checkpoints(tmp_path, Checkpoint(keep=2))
+    state.settings_digests = {"measure": "another"}
     state.last = {"held_out_loss": 0.9}
     write(state, tmp_path, 8, for_best=True)
-    assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 8, "only what was measured alike compares"
-    rotation.remove(tmp_path / "00000008")
+    assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 8, (
+        "only what was measured alike compares"
+    )
+    rotation._remove_checkpoint(tmp_path / "00000008")
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [3, 6, 7]
-    assert checkpoint.best_of(checkpoint.described(tmp_path)[0]).step == 7
+    assert checkpoint.best_of(checkpoint.list_checkpoints(tmp_path)[0]).step == 7
 
 
 def test_manifests_of_other_makers_are_refused(tmp_path):
@@ -331,21 +333,23 @@ def test_manifests_of_other_makers_are_refused(tmp_path):
         {"files": {}},
     ):
         (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest | change))
-        assert len(checkpoint.described(tmp_path)[1]) == 1
+        assert len(checkpoint.list_checkpoints(tmp_path)[1]) == 1
         if "files" in change:  # also when its digest is right
             forged = {k: v for k, v in (manifest | change).items() if k != "sha256"}
-            (folder / checkpoint.MANIFEST).write_text(json.dumps(forged | {"sha256": checkpoint.digest(forged)}))
-            assert "it lists" in checkpoint.described(tmp_path)[1][0].reason
+            (folder / checkpoint.MANIFEST).write_text(
+                json.dumps(forged | {"sha256": checkpoint.manifest_digest(forged)})
+            )
+            assert "it lists" in checkpoint.list_checkpoints(tmp_path)[1][0].reason
     (folder / checkpoint.MANIFEST).write_bytes(b" " * (checkpoint.LARGEST_JSON + 1))
-    assert "over" in checkpoint.described(tmp_path)[1][0].reason
+    assert "over" in checkpoint.list_checkpoints(tmp_path)[1][0].reason
 
 
 def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
     folder = write(trained(), tmp_path)
     os.truncate(folder / "model.safetensors", 2**40)  # a sparse file: hashing it would take an hour
     started = time.perf_counter()
-    saved, _ = checkpoint.described(tmp_path)
-    assert "bytes of" in checkpoint.damage(saved[0])
+    saved, _ = checkpoint.list_checkpoints(tmp_path)
+    assert "bytes of" in checkpoint.find_damage(saved[0])
     assert time.perf_counter() - started < 5
 
 
@@ -363,7 +367,7 @@ def test_a_roll_back_comes_back_to_a_regular_step_at_which_all_was_well():
     state = fresh()
 
     def anchor(at, ordinary, strange):
-        state.guard.ordinary, state.guard.strange = ordinary, strange
+        state.guard.ordinary, state.guard.anomalous = ordinary, strange
         return Saver._is_anchor(SimpleNamespace(config=config), state, at)
 
     assert anchor(0, 0, 0), "the beginning, always"
@@ -374,21 +378,21 @@ def test_a_roll_back_comes_back_to_a_regular_step_at_which_all_was_well():
 
 
 def test_a_disk_that_refuses_now_and_then_is_tried_again(tmp_path, monkeypatch):
-    write_really, refusals = snapshot.write, [errno.EIO, errno.ESTALE]
+    write_really, refusals = snapshot.write_checkpoint, [errno.EIO, errno.ESTALE]
 
     def write(taken, folder):
         if refusals:
             raise OSError(refusals.pop(), "a moment ago")
         return write_really(taken, folder)
 
-    monkeypatch.setattr(snapshot, "write", write)
+    monkeypatch.setattr(snapshot, "write_checkpoint", write)
     monkeypatch.setattr("unfog.training.checkpoints.writer.RETRY", 0.01)
-    writer = Writer(tmp_path, Checkpoint())
-    writer.submit(snapshot.take(trained(), 3))
+    writer = CheckpointWriter(tmp_path, Checkpoint())
+    writer.submit(snapshot.take_snapshot(trained(), 3))
     assert writer.wait(20)
-    assert [news.kind for news in writer.news()] == ["checkpoint"]
+    assert [news.kind for news in writer.events()] == ["checkpoint"]
     refusals += [errno.EIO] * 3
-    writer.submit(snapshot.take(trained(), 4))
+    writer.submit(snapshot.take_snapshot(trained(), 4))
     with pytest.raises(RunError, match="could not be written"):
         writer.wait(20)
 
@@ -398,5 +402,5 @@ def test_a_roll_back_is_noted_with_where_it_went(tmp_path):
     folder = write(state, tmp_path, anchor=True)
     state.seen += 80
     checkpoint.roll_back(folder, state)
-    assert state.guard.anchor == 24
-    assert (state.guard.strange, state.guard.refused, state.guard.ordinary) == (0, 0, 0)
+    assert state.guard.rollback_images == 24
+    assert (state.guard.anomalous, state.guard.skipped, state.guard.ordinary) == (0, 0, 0)

@@ -24,7 +24,7 @@ from unfog.pipeline.autoencoder_folder import load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.train import resume
-from unfog.training.autoencoder_loss import CodecLoss, bands, blurred, divergence, psnr
+from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, standard_normal_kl, psnr
 
 SMALL = Autoencoder(factor=4, latent_channels=3, channels=(8, 16), norm_groups=4)
 
@@ -44,22 +44,24 @@ def photos(tmp_path_factory):
 def test_divergence_is_that_of_torch_distributions():
     mean, logvar = torch.randn(2, 3, 5, 5), 3 * torch.randn(2, 3, 5, 5)
     expected = kl_divergence(Normal(mean, (0.5 * logvar).exp()), Normal(0.0, 1.0))
-    torch.testing.assert_close(divergence(mean, logvar), expected, rtol=1e-5, atol=1e-5)
-    assert float(divergence(torch.zeros(1), torch.zeros(1))) == 0
+    torch.testing.assert_close(standard_normal_kl(mean, logvar), expected, rtol=1e-5, atol=1e-5)
+    assert float(standard_normal_kl(torch.zeros(1), torch.zeros(1))) == 0
 
 
 def test_bands_add_up_to_the_image_and_are_linear():
     x, y = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    found, rest = bands(x), x
+    found, rest = _laplacian_pyramid(x), x
     assert [band.shape[-1] for band in found] == [16, 8, 4]
     for band in found:
-        torch.testing.assert_close(rest - band, blurred(rest))
-        rest = blurred(rest)[..., ::2, ::2]
-    for band, one, other in zip(bands(x - y), found, bands(y)):
+        torch.testing.assert_close(rest - band, _blur(rest))
+        rest = _blur(rest)[..., ::2, ::2]
+    for band, one, other in zip(_laplacian_pyramid(x - y), found, _laplacian_pyramid(y)):
         torch.testing.assert_close(band, one - other)
     flat = torch.full((1, 1, 8, 8), 0.7)
-    assert all(float(band.abs().max()) < 1e-6 for band in bands(flat))  # nothing but what is coarser than all of them
-    assert bands(torch.randn(1, 1, 3, 3)) == []
+    assert all(
+        float(band.abs().max()) < 1e-6 for band in _laplacian_pyramid(flat)
+    )  # nothing but what is coarser than all of them
+    assert _laplacian_pyramid(torch.randn(1, 1, 3, 3)) == []
 
 
 def test_loss_is_absolute_error_bands_and_divergence():
@@ -68,13 +70,13 @@ def test_loss_is_absolute_error_bands_and_divergence():
             return x + 0.25, torch.full((len(x), 2, 4, 4), 2.0), torch.zeros(len(x), 2, 4, 4)
 
     x0 = torch.rand(3, 3, 16, 16) - 0.5
-    loss = CodecLoss(kl=0.5, pyramid=7.0)(Known(), x0)
+    loss = AutoencoderLoss(kl=0.5, pyramid=7.0)(Known(), x0)
     # A constant error has no bands; a mean of 2 at unit variance diverges by 2.
     torch.testing.assert_close(loss.per_image, torch.full((3,), 0.25 + 0.5 * 2.0), rtol=1e-5, atol=1e-5)
-    nothing = CodecLoss(kl=0.0, pyramid=7.0)
-    torch.testing.assert_close(loss.reference, nothing.reconstruction(x0))
-    plain = x0.abs().mean((1, 2, 3)) + 7 * sum(band.abs().mean((1, 2, 3)) for band in bands(x0))
-    torch.testing.assert_close(loss.reference, plain)
+    nothing = AutoencoderLoss(kl=0.0, pyramid=7.0)
+    torch.testing.assert_close(loss.null_loss, nothing.reconstruction(x0))
+    plain = x0.abs().mean((1, 2, 3)) + 7 * sum(band.abs().mean((1, 2, 3)) for band in _laplacian_pyramid(x0))
+    torch.testing.assert_close(loss.null_loss, plain)
 
 
 def test_psnr_by_its_definition():

@@ -43,10 +43,10 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run_parts import shortened_evaluation
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.micro_batches import seed_at
+from unfog.training.micro_batches import seed_generators
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer
-from unfog.training.stability.nan_debug import find_culprit
+from unfog.training.stability.nan_debug import find_nan_source
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -200,14 +200,14 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
     objective = Objective(Diffusion())
 
     def forward(first, count):
-        seed_at(0, first)
+        seed_generators(0, first)
         x0 = torch.rand(count, 1, 8, 8) - 0.5
         for image in range(first, first + count):
             if image == 4:
                 x0[image - first] = np.nan
         return objective(model, x0)
 
-    culprit = find_culprit(state, forward, [(0, 3), (3, 3)])
+    culprit = find_nan_source(state, forward, [(0, 3), (3, 3)])
     assert (culprit.phase, culprit.where, culprit.images, culprit.every) == ("forward", "input", (4,), False)
 
 
@@ -361,5 +361,5 @@ def test_loud_latents_are_no_divergence():
     """An answer of 0 loses no more than `reference` says, also where latents are made louder than pixels can be."""
     diffusion, x0 = Diffusion(schedule=Cosine(), target=X0(), sigma_data=3.0), torch.randn(64, 4, 8, 8) * 3
     loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0)
-    assert float(loss.per_image.sum() / loss.reference.sum()) == pytest.approx(1.0, abs=0.1)
+    assert float(loss.per_image.sum() / loss.null_loss.sum()) == pytest.approx(1.0, abs=0.1)
     assert Normalise((0.0,), (1.0,), 3.0).forward(torch.ones(1, 1, 1, 1)).item() == 3.0

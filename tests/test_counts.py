@@ -19,8 +19,8 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.generate import default_generation, generate_images
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 
 CPU = torch.device("cpu")
 BATCH, SIDE, STEPS = 8, 8, 3
@@ -46,12 +46,12 @@ def remedy(what, counted, expected):
     return f"{what}: {counted} where {expected} was expected; what to do then stands at the top of this file"
 
 
-class Stopping(Silent):
+class Stopping(TrainingHooks):
     """Ends the loop after `until` steps."""
 
     step = until = 0
 
-    def advance(self, step):
+    def on_step_end(self, step):
         self.step = step
 
     def stop_requested(self):
@@ -106,7 +106,7 @@ def counted_steps(config, monkeypatch, microbatch=0):
         Pixels.copied = 0
         with counting, monkeypatch.context() as patched:
             counting.watch_reads(patched)
-            train(config.training, config.optimizer, Every(0, 0, 0, 0), state, stream, augmented, objective, run)
+            train(config.training, config.optimizer, Intervals(0, 0, 0, 0), state, stream, augmented, objective, run)
     assert state.updates == state.seen // BATCH == 2 + STEPS
     return counting
 

@@ -28,11 +28,11 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.launch import find_earlier_attempt, write_launch_file
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
-from unfog.sharded_rng import part_of
-from unfog.training.distributed.rendezvous import device_of
-from unfog.training.distributed.watchdog import Sign, blamed
+from unfog.sharded_rng import rows_of
+from unfog.training.distributed.rendezvous import local_device
+from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
-from unfog.training.micro_batches import passes_of, seed_at, seeded
+from unfog.training.micro_batches import seed_generators, split_batch, with_own_seed
 
 pytestmark = pytest.mark.usefixtures("ended")
 
@@ -77,13 +77,13 @@ def test_shares_and_passes_cover_each_batch_once(batch, size):
     for drawn, most in ((batch, batch), (3, 3), (batch, 2), (5, 2)):
         everything = []
         for rank in range(size):
-            share = World(rank, size).share(100, batch)
-            passes = list(passes_of(100, batch, drawn, share, most))
+            share = World(rank, size).batch_range(100, batch)
+            passes = list(split_batch(100, batch, drawn, share, most))
             everything += [place for one in passes for place in range(one.first, one.first + one.images)]
             assert len(share) in (batch // size, batch // size + 1)
             assert all(one.images <= most for one in passes)
-            assert all(one.drawn_first <= one.first for one in passes)
-            assert all(one.first + one.images <= one.drawn_first + one.drawn_count for one in passes)
+            assert all(one.rng_first <= one.first for one in passes)
+            assert all(one.first + one.images <= one.rng_first + one.rng_count for one in passes)
         assert everything == list(range(100, 100 + batch))
 
 
@@ -98,13 +98,13 @@ def test_the_randomness_of_a_part_is_that_of_its_rows():
         return torch.zeros_like(x)
 
     def looked_at(start, stop):
-        seed_at(3, 0)
+        seed_generators(3, 0)
         x0, condition = augment(images[start:stop])
         return objective(network, x0, label[start:stop], condition)
 
     whole = looked_at(0, 12)
     for start, stop in ((0, 12), (0, 5), (5, 6), (6, 12)):
-        with part_of(start, 12):
+        with rows_of(start, 12):
             part = looked_at(start, stop)
         assert torch.equal(part.u, whole.u[start:stop])
         for mine, of_whole in zip(seen[-1], seen[0], strict=True):
@@ -114,27 +114,29 @@ def test_the_randomness_of_a_part_is_that_of_its_rows():
 
 def test_parts_of_what_is_drawn_together_have_dropout_of_their_own():
     dropout, x = torch.nn.Dropout(0.5), torch.ones(2, 64)
-    first, again, other = (seeded(dropout, 3, place)(x) for place in (8, 8, 12))
+    first, again, other = (with_own_seed(dropout, 3, place)(x) for place in (8, 8, 12))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    seed_at(3, 8)
+    seed_generators(3, 8)
     assert not torch.equal(first, dropout(x))  # nor that of what began at the same place
 
 
 def sign(rank, step, phase, seconds):
-    return Sign(rank, 1, step, phase, seconds, f"host, process {rank}")
+    return Heartbeat(rank, 1, step, phase, seconds, f"host, process {rank}")
 
 
 def test_who_hangs_is_named_with_what_it_was_at():
     waiting = [sign(0, 7, "agreeing", 61.0), sign(1, 7, "backward", 61.5), sign(2, 7, "data", 62.0)]
-    assert blamed(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
-    assert blamed(waiting, {}, 90.0) is None
+    assert find_failed_rank(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
+    assert find_failed_rank(waiting, {}, 90.0) is None
     frozen = [sign(0, 7, "agreeing", 61.0), sign(1, 6, "forward", 0.1)]
-    assert "rank 1 (host, process 1) has given no sign of life for 25 s" in blamed(frozen, {0: 0.5, 1: 25.0}, 60.0)
+    assert "rank 1 (host, process 1) has given no sign of life for 25 s" in find_failed_rank(
+        frozen, {0: 0.5, 1: 25.0}, 60.0
+    )
     # What the first one does alone may take long, as long as it gives signs.
     alone = [sign(0, -1, "evaluation (rank 0 alone)", 5000.0), sign(1, -1, "waiting for rank 0: evaluation", 5000.0)]
-    assert blamed(alone, {0: 3.0, 1: 3.0}, 60.0) is None
-    assert "rank 0" in blamed(alone, {0: 61.0, 1: 3.0}, 60.0)
+    assert find_failed_rank(alone, {0: 3.0, 1: 3.0}, 60.0) is None
+    assert "rank 0" in find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
 
 
 CUT_OFF = """
@@ -204,12 +206,12 @@ def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the
 def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_of("auto") == "auto"
+    assert local_device("auto") == "auto"
     monkeypatch.setenv("WORLD_SIZE", "4")
     for local, device in (("0", "cuda:0"), ("1", "cuda:1"), ("3", "cuda:1")):
         monkeypatch.setenv("LOCAL_RANK", local)
-        assert device_of("auto") == device_of("cuda:0") == device
-        assert device_of("cpu") == "cpu"
+        assert local_device("auto") == local_device("cuda:0") == device
+        assert local_device("cpu") == "cpu"
 
 
 @pytest.mark.slow

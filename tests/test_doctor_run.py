@@ -74,7 +74,7 @@ def rewrite_average(run, change):
     change(tensors["ema"], tensors["model"])
     state, config = checkpoint.read_state(saved.folder), (saved.folder / checkpoint.CONFIG).read_text()
     parts = (saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0)
-    snapshot.write(snapshot.Snapshot(*parts), run / "checkpoints")
+    snapshot.write_checkpoint(snapshot.Snapshot(*parts), run / "checkpoints")
 
 
 def rewrite_beat(run, age, **fields):

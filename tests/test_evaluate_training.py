@@ -97,7 +97,7 @@ def test_values_do_not_depend_on_interruptions(measured, tmp_path):
 
 
 def test_the_best_is_kept_by_what_was_chosen(measured):
-    saved, _ = checkpoint.described(measured / "checkpoints")
+    saved, _ = checkpoint.list_checkpoints(measured / "checkpoints")
     kid = {row["step"]: row["kid"] for row in read_metrics(measured / "metrics.jsonl") if "kid" in row}
     assert {one.step: one.value for one in saved if one.value is not None} == kid
     assert {one.metric for one in saved} == {"kid"}
@@ -113,8 +113,8 @@ def test_checkpoints_of_before_are_compared_by_their_held_out_loss(measured, tmp
     for path in folder.glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["chosen_by"], manifest["value"], manifest["sha256"]
-        path.write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
-    saved, broken = checkpoint.described(folder)
+        path.write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
+    saved, broken = checkpoint.list_checkpoints(folder)
     assert not broken
     losses = {one.step: one.held_out_loss for one in saved if one.held_out_loss is not None}
     assert checkpoint.best_of(saved).step == min(losses, key=lambda step: losses[step])

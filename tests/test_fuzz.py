@@ -390,7 +390,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     """A folder with one whole checkpoint, 00000001; its manifest."""
     folder = tmp_path_factory.mktemp("checkpoints")
     state = build_state(TINY, torch.device("cpu"))
-    made = snapshot.write(snapshot.take(state, 1, anchor=True), folder)
+    made = snapshot.write_checkpoint(snapshot.take_snapshot(state, 1, anchor=True), folder)
     assert checkpoint.newest(folder)[0] is not None
     return folder, json.loads((made / "manifest.json").read_text())
 
@@ -404,7 +404,7 @@ def signed(manifest: object) -> str:
     """A manifest as whoever knows the format would forge it."""
     if isinstance(manifest, dict):
         manifest = {key: value for key, value in manifest.items() if key != "sha256"}
-        manifest["sha256"] = checkpoint.digest(manifest)
+        manifest["sha256"] = checkpoint.manifest_digest(manifest)
     return json.dumps(manifest)
 
 
@@ -414,13 +414,13 @@ def none_or_passed_over(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         read = checkpoint.sha256
         patch.setattr(checkpoint, "sha256", lambda path: opened.append(path) or read(path))
-        found, broken = checkpoint.described(folder)
+        found, broken = checkpoint.list_checkpoints(folder)
         assert len(found) + len(broken) == 1
         assert all(isinstance(str(one), str) for one in broken)
-        assert all(checkpoint.damage(one) is None or isinstance(checkpoint.damage(one), str) for one in found)
+        assert all(checkpoint.find_damage(one) is None or isinstance(checkpoint.find_damage(one), str) for one in found)
         for step in (None, 1):
             with suppress(RequestError, RunError):
-                checkpoint.find(folder, step)
+                checkpoint.find_checkpoint(folder, step)
     assert all(path.parent.parent == folder and not path.is_symlink() for path in opened)
 
 
@@ -485,9 +485,9 @@ def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch
     with (there / "ema.safetensors").open("r+b") as file:
         file.truncate(2**40)  # with holes, so that it takes no room
     monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("read") if path.stat().st_size > 2**30 else "")
-    found, _ = checkpoint.described(there.parent)
+    found, _ = checkpoint.list_checkpoints(there.parent)
     assert "bytes" in str(
-        checkpoint.damage(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}))
+        checkpoint.find_damage(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}))
     )
 
 
@@ -559,6 +559,6 @@ def test_numbers_that_no_step_can_be_make_no_checkpoint(saved, tmp_path, key, va
     folder, manifest = saved
     there = copied(folder, tmp_path)
     (there / "manifest.json").write_text(signed({**manifest, key: value}))
-    found, broken = checkpoint.described(there.parent)
+    found, broken = checkpoint.list_checkpoints(there.parent)
     assert not found
     assert broken[0].reason.startswith("manifest.json: ")

@@ -16,7 +16,7 @@ from conftest import NETWORK
 from test_training import Diary, denoising, linear_state, reconstruction, run, weights
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
-from unfog.training.loop import Every
+from unfog.training.loop import Intervals
 from unfog.training.noise_scale import noise_scale
 from unfog.training.stability.out_of_memory import is_out_of_memory
 
@@ -26,7 +26,7 @@ class Refused(Diary):
         super().__init__()
         self.at_once = []
 
-    def shrunk(self, state):
+    def on_out_of_memory(self, state):
         self.at_once.append(state.microbatch)
 
 
@@ -94,7 +94,7 @@ def test_position_of_the_smaller_batch_is_part_of_the_state():
     run(first, too_large_above(3, denoising), Refused(), images=40)
     second.load_progress(json.loads(json.dumps(first.progress())))
     assert second.microbatch == 2
-    second.adopt({"training": "", "repeat": "other settings", "measure": ""})
+    second.adopt_settings({"training": "", "repeat": "other settings", "measure": ""})
     assert second.microbatch == 0
 
 
@@ -108,7 +108,7 @@ def test_errors_of_memory_are_known(error):
 
 def test_noise_scale_is_logged_under_accumulation_only():
     diary, whole = Diary(), Diary()
-    every = Every(5, 0, 0, 0)
+    every = Intervals(5, 0, 0, 0)
     run(linear_state(), denoising, diary, every, microbatch=2)
     run(linear_state(), denoising, whole, every)
     records = [record for _, _, record in diary.records]

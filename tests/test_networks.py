@@ -27,8 +27,8 @@ from unfog.planning.flops import count_flops
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.settings import Optimizer, Training
 
 CPU = torch.device("cpu")
@@ -307,10 +307,10 @@ def config_of(settings, **changes) -> Config:
 def advance(config, state, steps):
     """Train until `steps` steps are taken."""
 
-    class Until(Silent):
+    class Until(TrainingHooks):
         step = state.seen // 8
 
-        def advance(self, step):
+        def on_step_end(self, step):
             self.step = step
 
         def stop_requested(self):
@@ -323,7 +323,7 @@ def advance(config, state, steps):
     train(
         config.training,
         config.optimizer,
-        Every(0, 0, 0, 0),
+        Intervals(0, 0, 0, 0),
         state,
         ImageStream(images, 0),
         Augment.of(config.data),
@@ -340,7 +340,9 @@ def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
     config = replace(config, training=replace(config.training, memory_format="channels_last"))
     whole = advance(config, build_state(config, CPU), 6)
     config = replace(config, training=replace(config.training, **changes))  # which changes no bit
-    folder = snapshot.write(snapshot.take(advance(config, build_state(config, CPU), 3), 3), tmp_path)
+    folder = snapshot.write_checkpoint(
+        snapshot.take_snapshot(advance(config, build_state(config, CPU), 3), 3), tmp_path
+    )
     again = build_state(config, CPU)
     checkpoint.load(folder, again)
     advance(config, again, 6)

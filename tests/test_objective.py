@@ -94,10 +94,10 @@ def test_reference_is_what_answering_0_is_expected_to_lose(diffusion: Diffusion)
     noise = torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     extreme = torch.randint(0, 2, noise.shape, generator=torch.Generator().manual_seed(2)) * 2.0 - 1
     loss = Objective(diffusion)(nothing, extreme, u=u, noise=noise)
-    torch.testing.assert_close(loss.per_image, loss.reference, rtol=0.1, atol=0)
+    torch.testing.assert_close(loss.per_image, loss.null_loss, rtol=0.1, atol=0)
     flat = Objective(diffusion)(nothing, 0.3 * extreme, u=u, noise=noise)
-    assert torch.equal(flat.reference, loss.reference)
-    assert (flat.per_image <= 1.1 * flat.reference).all()
+    assert torch.equal(flat.null_loss, loss.null_loss)
+    assert (flat.per_image <= 1.1 * flat.null_loss).all()
 
 
 def test_stratified_u_covers_the_interval() -> None:
@@ -230,4 +230,4 @@ def test_reference_of_latents_is_by_their_own_deviation():
     x0, noise = 3 * torch.randn(2, 64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     diffusion = Diffusion(Flow(), LogitNormal(), FlowVelocity(), Plain(), sigma_data=3.0)
     loss = Objective(diffusion)(lambda x, c_noise, label: torch.zeros_like(x), x0, noise=noise / 3)
-    torch.testing.assert_close(loss.per_image, loss.reference, rtol=0.2, atol=0)
+    torch.testing.assert_close(loss.per_image, loss.null_loss, rtol=0.2, atol=0)

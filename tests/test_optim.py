@@ -24,7 +24,7 @@ from unfog.training import optimizers as optim
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.optimizer_settings import AdamW, Custom, Method, Muon
+from unfog.training.optimizer_settings import AdamW, Custom, Muon, OptimizerKind
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.state import TrainState
@@ -78,7 +78,7 @@ def network() -> nn.Module:
 ADAMW = AdamW()
 
 
-def state(method: Method = ADAMW, precision="fp32", **settings) -> TrainState:
+def state(method: OptimizerKind = ADAMW, precision="fp32", **settings) -> TrainState:
     optimizer = Optimizer(**{"lr": 1e-2, "method": method, **settings})
     return TrainState(network(), optimizer, PowerEma(), Precision(precision, CPU))
 
@@ -108,10 +108,10 @@ def test_orthogonalised_applies_its_polynomial_to_the_singular_values(shape):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     u, s, vt = torch.linalg.svd(x, full_matrices=False)
     s = s / s.norm(dim=1, keepdim=True)
-    a, b, c = optim.QUINTIC
+    a, b, c = optim._NEWTON_SCHULZ
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
-    torch.testing.assert_close(optim.orthogonalised(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(optim.orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
     assert s.min() > 0.6
     assert s.max() < 1.25
 
@@ -141,7 +141,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
 def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, 10, 9)
-    matrices, others = optim.parted(model)
+    matrices, others = optim.split_for_muon(model)
     names = {id(p): name for name, p in model.named_parameters()}
     apart = {names[id(p)] for p in others if p.ndim >= 2}
     assert apart == {"conv_in.weight", "conv_out.weight", "class_embedding.weight", "augment_embedding.weight"}
@@ -150,7 +150,7 @@ def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
     twin = copy.deepcopy(model)
     begun = {name: p.detach().clone() for name, p in model.named_parameters()}
     for net, method in ((model, Muon()), (twin, AdamW())):
-        optimizer = optim.build(net, Optimizer(lr=1e-3, method=method))
+        optimizer = optim.build_optimizer(net, Optimizer(lr=1e-3, method=method))
         generator = torch.Generator().manual_seed(0)
         for p in net.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
@@ -169,7 +169,7 @@ def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
 def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
     """Also where a hidden width is that of latents, or twice that, and where a told augmentation comes last."""
     model = build_model(SIZES[name], channels, 10, 9, 2 * channels)
-    held = {id(p) for p in optim.parted(model)[1]}
+    held = {id(p) for p in optim.split_for_muon(model)[1]}
     ends = {"class_embedding", "augment_embedding"} | set(
         ("patch_in", "patch_out") if name == "dit-tiny" else ("conv_in", "conv_out")
     )
@@ -178,7 +178,7 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
 
 def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 3))
-    matrices, _ = optim.parted(model)
+    matrices, _ = optim.split_for_muon(model)
     assert [p.shape for p in matrices] == [(4, 4)]
     assert matrices[0] is model[1].weight
 
@@ -190,7 +190,7 @@ def test_saved_and_restored_in_the_middle_is_bit_identical(tmp_path, method, odd
     for _ in range(3):
         step(straight)
         step(first)
-    folder = snapshot.write(snapshot.take(first, 3), tmp_path / "checkpoints")
+    folder = snapshot.write_checkpoint(snapshot.take_snapshot(first, 3), tmp_path / "checkpoints")
     checkpoint.load(folder, second)
     assert same(everything(second), everything(straight))
     for _ in range(14):  # past the twelve of `Odd`
@@ -203,7 +203,10 @@ def test_saved_and_restored_in_the_middle_is_bit_identical(tmp_path, method, odd
 def test_roll_back_returns_the_moments_of_both(tmp_path):
     into = state(Muon())
     step(into)
-    saved, folder = everything(into), snapshot.write(snapshot.take(into, 1), tmp_path / "checkpoints")
+    saved, folder = (
+        everything(into),
+        snapshot.write_checkpoint(snapshot.take_snapshot(into, 1), tmp_path / "checkpoints"),
+    )
     for _ in range(3):
         step(into)
     assert not same(everything(into), saved)
@@ -230,7 +233,7 @@ def test_refused_step_leaves_weights_and_moments_of_both(precision):
 def test_another_optimiser_on_resume_begins_its_own_moments(tmp_path):
     before, after = state(), state(Muon())
     step(before)
-    checkpoint.load(snapshot.write(snapshot.take(before, 1), tmp_path / "checkpoints"), after)
+    checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(before, 1), tmp_path / "checkpoints"), after)
     assert after.tensors()["optimizer"] == {}
     assert same(after.tensors()["model"], before.tensors()["model"])
     step(after)
@@ -240,9 +243,9 @@ def test_another_optimiser_on_resume_begins_its_own_moments(tmp_path):
 def test_first_checkpoints_said_nothing_of_their_optimiser(tmp_path):
     before, after = state(), state()
     step(before)
-    folder = snapshot.write(snapshot.take(before, 1), tmp_path / "checkpoints")
+    folder = snapshot.write_checkpoint(snapshot.take_snapshot(before, 1), tmp_path / "checkpoints")
     old = {k: v for k, v in checkpoint.read_state(folder).items() if k not in ("method", "optimizer", "averages")}
-    after.load_moments(checkpoint.read_tensors(folder / "optimizer.safetensors"), old)
+    after.load_optimizer(checkpoint.read_tensors(folder / "optimizer.safetensors"), old)
     assert same(after.tensors()["optimizer"], before.tensors()["optimizer"])
     after.load_progress(old)
     assert after.updates == 1
@@ -281,7 +284,7 @@ def test_what_cannot_be_imported_is_refused_before_images_are_read(tmp_path, mon
 
 def test_trying_an_optimiser_out_leaves_the_random_numbers_alone(odd):
     before = torch.get_rng_state()
-    optim.build(nn.Linear(2, 2, bias=False), Optimizer(lr=1e-3, method=odd))
+    optim.build_optimizer(nn.Linear(2, 2, bias=False), Optimizer(lr=1e-3, method=odd))
     drawn = torch.get_rng_state()
     torch.set_rng_state(before)
     nn.Linear(2, 2, bias=False)
@@ -289,7 +292,7 @@ def test_trying_an_optimiser_out_leaves_the_random_numbers_alone(odd):
 
 
 def test_optimisers_by_word_and_by_table():
-    words = registry_of(Method)
+    words = registry_of(OptimizerKind)
     assert parse_spec(words, "muon:momentum=0.9") == Muon(momentum=0.9)
     text = "custom:path=torch.optim.RMSprop,arguments=alpha=0.9/momentum=0.5"
     assert parse_spec(words, text) == Custom("torch.optim.RMSprop", ("alpha=0.9", "momentum=0.5"))
@@ -352,14 +355,14 @@ class Counting(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "NAdam", "RAdam", "ASGD", "Rprop", "Adagrad", "Adafactor"])
 def test_optimisers_of_torch_are_known_to_go_on_to_the_bit(name):
-    optim.check_goes_on(Custom(f"torch.optim.{name}"))
+    optim.check_resumable(Custom(f"torch.optim.{name}"))
 
 
 def test_one_that_no_checkpoint_can_bring_back_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "counting", type(sys)("counting"))
     sys.modules["counting"].Counting = Counting
     with pytest.raises(RequestError, match="keeps something outside its state"):
-        optim.check_goes_on(Custom("counting.Counting"))
+        optim.check_resumable(Custom("counting.Counting"))
 
 
 def test_other_arguments_begin_moments_of_their_own():
@@ -367,7 +370,7 @@ def test_other_arguments_begin_moments_of_their_own():
     plain, heavy = Custom("torch.optim.RMSprop"), Custom("torch.optim.RMSprop", ("momentum=0.9",))
     before, after = state(plain), state(heavy)
     step(before)
-    after.load_moments(before.tensors()["optimizer"], before.progress())
+    after.load_optimizer(before.tensors()["optimizer"], before.progress())
     step(after)
     assert after.non_finite() is None
     assert plain.identity == Custom("torch.optim.RMSprop").identity != heavy.identity

@@ -263,7 +263,7 @@ def test_a_budget_begins_after_what_was_seen(monkeypatch):
 
 @pytest.mark.parametrize(("fp32", "bf16", "name"), [(0.1, 0.05, "bf16"), (0.1, 0.2, "fp32"), (0.1, 0.099, "fp32")])
 def test_the_faster_precision_is_chosen(monkeypatch, fp32, bf16, name):
-    monkeypatch.setattr("unfog.planning.auto_settings.imitates_bf16", lambda: False)
+    monkeypatch.setattr("unfog.planning.auto_settings.emulates_bf16", lambda: False)
     found = AutoSettings(asked(precision="auto"), None, CPU, lambda: False)
     monkeypatch.setattr(found, "_seconds_per_step", lambda of, limit=3.0: {"fp32": fp32, "bf16": bf16}[of])
     found.resolve_precision()

@@ -15,10 +15,25 @@ from unfog.errors import RequestError, RunError
 from unfog.training.checkpoints import ema_snapshots as averages
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.ema_snapshots import AverageWriter, forget_after, spacing, take, thin, write
-from unfog.training.checkpoints.posthoc_ema import SAID, Kept, coefficients, inner, kept_in, mixture, rebuild
+from unfog.training.checkpoints.ema_snapshots import (
+    EmaSnapshotWriter,
+    _remove_surplus,
+    remove_after,
+    snapshot_interval,
+    take_snapshot,
+    write_snapshot,
+)
+from unfog.training.checkpoints.posthoc_ema import (
+    METADATA_KEY,
+    EmaSnapshotFile,
+    _inner_product,
+    coefficients,
+    list_snapshots,
+    rebuild,
+    solve_mixture,
+)
 from unfog.training.ema_schedules import FixedEma, PowerEma
-from unfog.training.loop import Every
+from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, Optimizer
 from unfog.training.state import TrainState
@@ -40,7 +55,7 @@ def test_profiles_are_integrals_of_powers_and_their_products_are_in_closed_form(
         np.testing.assert_allclose(weights, (n / 4000) ** (gamma + 1) - ((n - 1) / 4000) ** (gamma + 1), atol=1e-13)
         other, end = PowerEma(0.06).gamma, 2500
         theirs = np.append(share(other, n[:end], end), np.zeros(4000 - end))
-        got = inner(np.array([gamma]), np.array([4000.0]), other, float(end))
+        got = _inner_product(np.array([gamma]), np.array([4000.0]), other, float(end))
         assert got[0] == pytest.approx(weights @ theirs, rel=2e-3)  # a sum over updates against an integral
 
 
@@ -69,12 +84,12 @@ class Recorder(Diary):
         super().__init__(stop_at)
         self.state, self.folder, self.history = state, folder, []
 
-    def advance(self, step):
-        super().advance(step)
+    def on_step_end(self, step):
+        super().on_step_end(step)
         self.history.append(torch.cat([p.detach().double().flatten() for p in self.state.model.parameters()]).numpy())
 
-    def keep_averages(self, state):
-        write(take(state, state.seen // 8), self.folder)
+    def save_ema_snapshot(self, state):
+        write_snapshot(take_snapshot(state, state.seen // 8), self.folder)
 
 
 SECOND = PowerEma(0.05)
@@ -92,7 +107,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "averages"
     state = fresh()
     recorder = Recorder(state, folder)
-    run(state, denoising, recorder, Every(0, 0, 0, 0, EVERY), images=STEPS * 8)
+    run(state, denoising, recorder, Intervals(0, 0, 0, 0, EVERY), images=STEPS * 8)
     return folder, np.stack(recorder.history), state
 
 
@@ -104,7 +119,7 @@ def flat(tensors: dict[str, torch.Tensor], state: TrainState) -> np.ndarray:
 @pytest.mark.parametrize("width", [0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2])
 def test_any_length_is_rebuilt_to_a_thousandth(trained, width, step):
     folder, history, state = trained
-    mix = mixture(kept_in(folder), width, step + EVERY - 1 if step < STEPS else None)
+    mix = solve_mixture(list_snapshots(folder), width, step + EVERY - 1 if step < STEPS else None)
     assert mix.step == step  # of the snapshot before: between two, the newest weights are in none
     direct = share(PowerEma(width).gamma, np.arange(1, step + 1), step) @ history[:step]
     error = np.linalg.norm(flat(rebuild(mix), state) - direct) / np.linalg.norm(direct)
@@ -127,7 +142,7 @@ def test_the_solver_alone_is_exact_to_the_profiles(trained):
 
 def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(trained):
     folder, _, state = trained
-    rebuilt = rebuild(mixture(kept_in(folder), 0.08))
+    rebuilt = rebuild(solve_mixture(list_snapshots(folder), 0.08))
     assert rebuilt.keys() == state.model.state_dict().keys()
     for name, buffer in state.model.named_buffers():
         assert torch.equal(rebuilt[name], buffer)
@@ -137,36 +152,36 @@ def test_buffers_are_those_of_the_newest_snapshot_and_what_is_rebuilt_fits(train
 def test_interrupted_keeps_the_same_snapshots(trained, tmp_path):
     reference, _, _ = trained
     folder, first = tmp_path / "averages", fresh()
-    run(first, denoising, Recorder(first, folder, stop_at=250), Every(0, 0, 0, 0, EVERY), images=STEPS * 8)
-    place = snapshot.write(snapshot.take(first, 250), tmp_path / "checkpoints")
-    assert (place / checkpoint.SECOND).exists()
+    run(first, denoising, Recorder(first, folder, stop_at=250), Intervals(0, 0, 0, 0, EVERY), images=STEPS * 8)
+    place = snapshot.write_checkpoint(snapshot.take_snapshot(first, 250), tmp_path / "checkpoints")
+    assert (place / checkpoint.EMA2).exists()
     save_file({"0/x": torch.ones(1)}, folder / "00000260.safetensors")  # of what the killed process still did
     (folder / ".partial-00000260").write_bytes(b"half")
-    forget_after(folder, 250)
-    assert [one.step for one in kept_in(folder)] == list(range(EVERY, 250, EVERY))
+    remove_after(folder, 250)
+    assert [one.step for one in list_snapshots(folder)] == list(range(EVERY, 250, EVERY))
     assert not list(folder.glob(".*"))
     assert not (folder / "00000260.safetensors").exists()
     second = fresh()
     checkpoint.load(place, second)
-    assert second.pure
-    run(second, denoising, Recorder(second, folder), Every(0, 0, 0, 0, EVERY), images=STEPS * 8)
+    assert second.ema_history_known
+    run(second, denoising, Recorder(second, folder), Intervals(0, 0, 0, 0, EVERY), images=STEPS * 8)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in reference.iterdir()}
 
 
 def test_what_began_without_or_with_others_takes_no_snapshots(tmp_path):
     without, other = fresh(None), fresh(PowerEma(0.07))
-    folder = snapshot.write(snapshot.take(without, 0), tmp_path / "a")
-    assert not (folder / checkpoint.SECOND).exists()
+    folder = snapshot.write_checkpoint(snapshot.take_snapshot(without, 0), tmp_path / "a")
+    assert not (folder / checkpoint.EMA2).exists()
     checkpoint.read_manifest(folder)
-    for place in (folder, snapshot.write(snapshot.take(other, 0), tmp_path / "b")):
+    for place in (folder, snapshot.write_checkpoint(snapshot.take_snapshot(other, 0), tmp_path / "b")):
         into = fresh()
         checkpoint.load(place, into)
-        assert into.widths == []
+        assert into.ema_widths == []
         again = fresh()
-        checkpoint.load(snapshot.write(snapshot.take(into, 1), tmp_path / "c"), again)
-        assert again.widths == []  # nor ever after
+        checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(into, 1), tmp_path / "c"), again)
+        assert again.ema_widths == []  # nor ever after
     back = fresh(None)
-    checkpoint.load(snapshot.write(snapshot.take(fresh(), 0), tmp_path / "d"), back)
+    checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(fresh(), 0), tmp_path / "d"), back)
     assert back.second is None
 
 
@@ -178,28 +193,36 @@ def test_refused_steps_count_for_nothing(tmp_path):
             for p in state.model.parameters():
                 p += 0.01 * accepted
         state.advance(8, accepted, [])
-        write(take(state, place), tmp_path / "averages")
-    kept = kept_in(tmp_path / "averages")
+        write_snapshot(take_snapshot(state, place), tmp_path / "averages")
+    kept = list_snapshots(tmp_path / "averages")
     assert [one.updates for one in kept] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.step for one in kept] == [1, 2, 3, 4, 8, 9, 10]
 
 
 def test_spacing_doubles_so_that_no_more_than_the_most_are_kept():
-    assert [spacing(10, step) for step in (10, 480, 489, 490, 960, 980, 10_000)] == [10, 10, 10, 20, 20, 40, 320]
+    assert [snapshot_interval(10, step) for step in (10, 480, 489, 490, 960, 980, 10_000)] == [
+        10,
+        10,
+        10,
+        20,
+        20,
+        40,
+        320,
+    ]
     every, folder_of = 1, []
     for step in range(1, 1000):
-        if step % spacing(every, step) == 0:
-            folder_of = [one for one in [*folder_of, step] if one % spacing(every, step) == 0]
+        if step % snapshot_interval(every, step) == 0:
+            folder_of = [one for one in [*folder_of, step] if one % snapshot_interval(every, step) == 0]
         assert len(folder_of) <= MAX_EMA_SNAPSHOTS + 1
     assert len(folder_of) > MAX_EMA_SNAPSHOTS / 2 - 1
 
 
 def test_thinned_on_disk(tmp_path):
     for step in (10, 20, 30, 485, 490, 500):
-        said = {SAID: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
+        said = {METADATA_KEY: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
         save_file({"0/a": torch.ones(1)}, tmp_path / f"{step:08d}.safetensors", said)
-    thin(tmp_path, 10, 500)
-    assert [one.step for one in kept_in(tmp_path)] == [20, 500]
+    _remove_surplus(tmp_path, 10, 500)
+    assert [one.step for one in list_snapshots(tmp_path)] == [20, 500]
 
 
 def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
@@ -208,7 +231,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
         next(state.model.parameters())[0] = 1e6
     state.advance(8, True, [])
     path = tmp_path / "averages"
-    write(take(state, 1), path)
+    write_snapshot(take_snapshot(state, 1), path)
     tensors = load_file(next(path.iterdir()))
     kinds = {name: t.dtype for name, t in tensors.items()}
     assert kinds["0/0.weight"] == torch.float32  # as float16 ends at 65504
@@ -217,31 +240,31 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
 
 
 def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
-    writer, state = AverageWriter(EmaSnapshots(every=1)), fresh()
+    writer, state = EmaSnapshotWriter(EmaSnapshots(every=1)), fresh()
     state.advance(8, True, [])
     (tmp_path / "averages").write_text("somebody's notes")
-    writer.submit(take(state, 1), tmp_path / "averages")
-    writer.submit(take(state, 2), tmp_path / "gone/averages")  # a run that was moved is not made anew
+    writer.submit(take_snapshot(state, 1), tmp_path / "averages")
+    writer.submit(take_snapshot(state, 2), tmp_path / "gone/averages")  # a run that was moved is not made anew
     writer.wait()
     assert [step for step, _ in writer.failures()] == [1, 2]
     assert writer.failures() == []
     assert not (tmp_path / "gone").exists()
     with torch.no_grad():
         state.ema.parameters[0][0] = math.nan
-    writer.submit(take(state, 3), tmp_path / "real")
+    writer.submit(take_snapshot(state, 3), tmp_path / "real")
     writer.wait()
     assert writer.failures() == [(3, "it is not finite")]
 
 
 def test_full_disk_is_not_waited_for(tmp_path):
     resource = pytest.importorskip("resource")
-    state, writer = fresh(), AverageWriter(EmaSnapshots(every=1))
+    state, writer = fresh(), EmaSnapshotWriter(EmaSnapshots(every=1))
     state.advance(8, True, [])
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may grow beyond: EFBIG
     try:
         (tmp_path / "averages").mkdir()
-        writer.submit(take(state, 1), tmp_path / "averages")
+        writer.submit(take_snapshot(state, 1), tmp_path / "averages")
         writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -252,54 +275,58 @@ def test_full_disk_is_not_waited_for(tmp_path):
 
 def test_what_cannot_be_rebuilt_is_refused_and_what_is_damaged_passed_over(trained, tmp_path):
     folder, _, _ = trained
-    kept = kept_in(folder)
+    kept = list_snapshots(folder)
     with pytest.raises(RequestError, match="no snapshots"):
-        mixture([], 0.1)
+        solve_mixture([], 0.1)
     with pytest.raises(RequestError, match="step = 481 must be from 20 to 480"):
-        mixture(kept, 0.1, 481)
+        solve_mixture(kept, 0.1, 481)
     with pytest.raises(RequestError, match=r"width = 0\.5 must be from 0\.01"):
-        mixture(kept, 0.5)
+        solve_mixture(kept, 0.5)
     with pytest.raises(RequestError, match=r"ema = 0.2 cannot be rebuilt at step 20.* nearer to 0.1 or 0.05"):
-        mixture(kept, 0.2, 20)
+        solve_mixture(kept, 0.2, 20)
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "00000100.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0notjson!")
     (tmp_path / "00000120.safetensors").write_bytes((folder / "00000120.safetensors").read_bytes()[:500])
     (tmp_path / "notes.txt").write_text("mine")
     save_file(
-        {"0/a": torch.ones(1)}, tmp_path / "00000140.safetensors", {SAID: '{"step": 140, "updates": -1, "widths": []}'}
+        {"0/a": torch.ones(1)},
+        tmp_path / "00000140.safetensors",
+        {METADATA_KEY: '{"step": 140, "updates": -1, "widths": []}'},
     )
-    assert [one.step for one in kept_in(tmp_path)] == [one.step for one in kept if one.step not in (100, 120, 140)]
-    assert mixture(kept_in(tmp_path), 0.07).error < 0.05
-    mix = mixture(kept_in(tmp_path), 0.07)
+    assert [one.step for one in list_snapshots(tmp_path)] == [
+        one.step for one in kept if one.step not in (100, 120, 140)
+    ]
+    assert solve_mixture(list_snapshots(tmp_path), 0.07).error < 0.05
+    mix = solve_mixture(list_snapshots(tmp_path), 0.07)
     (tmp_path / "00000080.safetensors").unlink()
     with pytest.raises(RunError, match="cannot be read"):
         rebuild(mix)
 
 
 def test_the_second_average_is_another_one():
-    assert EmaSnapshots().profile(PowerEma(0.1)) == PowerEma(0.05)
-    assert EmaSnapshots().profile(PowerEma(0.015)) == PowerEma(0.03)
-    assert EmaSnapshots(second=0.2).profile(PowerEma(0.1)) == PowerEma(0.2)
-    assert EmaSnapshots(every=-1).profile(PowerEma()) is None
-    assert EmaSnapshots().profile(FixedEma()) is None
+    assert EmaSnapshots().second_schedule(PowerEma(0.1)) == PowerEma(0.05)
+    assert EmaSnapshots().second_schedule(PowerEma(0.015)) == PowerEma(0.03)
+    assert EmaSnapshots(second=0.2).second_schedule(PowerEma(0.1)) == PowerEma(0.2)
+    assert EmaSnapshots(every=-1).second_schedule(PowerEma()) is None
+    assert EmaSnapshots().second_schedule(FixedEma()) is None
     for wrong in ({"every": -2}, {"second": 0.5}):
         with pytest.raises(RequestError):
             EmaSnapshots(**wrong)
     assert averages.MAX_EMA_SNAPSHOTS == 48
-    assert Kept._fields == ("path", "step", "updates", "widths")
+    assert EmaSnapshotFile._fields == ("path", "step", "updates", "widths")
 
 
 def test_the_newest_snapshot_stays_wherever_it_is(tmp_path):
     for step in (10, 20, 30, 490, 505):
-        said = {SAID: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
+        said = {METADATA_KEY: json.dumps({"step": step, "updates": step, "widths": [0.1, 0.05]})}
         save_file({"0/a": torch.ones(1)}, tmp_path / f"{step:08d}.safetensors", said)
-    thin(tmp_path, 10, 505)
-    assert [one.step for one in kept_in(tmp_path)] == [20, 505]
+    _remove_surplus(tmp_path, 10, 505)
+    assert [one.step for one in list_snapshots(tmp_path)] == [20, 505]
 
 
 def test_the_last_step_has_a_snapshot_of_the_averages():
-    every = Every(0, 0, 0, 0, averages=4)
+    every = Intervals(0, 0, 0, 0, averages=4)
     assert "averages" in every.due(8, last=False)
     assert "averages" not in every.due(9, last=False)
     assert "averages" in every.due(9, last=True)

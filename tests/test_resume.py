@@ -60,7 +60,7 @@ def whole(tmp_path_factory) -> Path:
 
 def assert_same(folder: Path, reference: Path) -> None:
     step = "00000036"
-    for name in (*checkpoint.FILES, checkpoint.SECOND):
+    for name in (*checkpoint.FILES, checkpoint.EMA2):
         mine, theirs = ((f / "checkpoints" / step / name).read_bytes() for f in (folder, reference))
         assert mine == theirs, f"{name} differs"
     mine, theirs = ({p.name: p.read_bytes() for p in (f / "averages").iterdir()} for f in (folder, reference))
@@ -216,7 +216,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["files"]["model.safetensors"]["sha256"] = checkpoint.sha256(newest / "model.safetensors")
-    (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = finish(command("resume", folder, "--verify"), status=1)
     assert "came out differently: model: conv_in.weight and 0 other" in said
     config = folder / "config.toml"
@@ -345,7 +345,7 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     flags = changed(steps=2, microbatch=8, network=NETWORK.replace("dropout=0.1", "dropout=0"), **{"log.every": 1})
     finish(command("train", "fashion", "--out", tmp_path / "eager", *flags))
     finish(command("train", "fashion", "--out", tmp_path / "compiled", *flags, "--compile"))
-    mine, theirs = (checkpoint.find(tmp_path / name / "checkpoints", None) for name in ("compiled", "eager"))
+    mine, theirs = (checkpoint.find_checkpoint(tmp_path / name / "checkpoints", None) for name in ("compiled", "eager"))
     tensors = [checkpoint.read_tensors(saved.folder / "model.safetensors") for saved in (mine, theirs)]
     assert tensors[0].keys() == tensors[1].keys()
     first = [read_metrics(tmp_path / name / "metrics.jsonl")[1] for name in ("compiled", "eager")]
@@ -402,7 +402,7 @@ def test_last_few_and_milestones_are_kept(whole, tmp_path):
     from unfog.training.settings import Checkpoint
 
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    rotation.rotate(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
+    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=2, milestones=12))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000030", "00000036"]
 
@@ -417,8 +417,8 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
         file = tmp_path / f"checkpoints/{step:08d}/manifest.json"
         manifest = json.loads(file.read_text()) | changes
         del manifest["sha256"]
-        file.write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
-    rotation.rotate(tmp_path / "checkpoints", Checkpoint(keep=1))
+        file.write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
+    rotation.remove_old_checkpoints(tmp_path / "checkpoints", Checkpoint(keep=1))
     left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert left == ["00000000", "00000012", "00000024", "00000036"]
 

@@ -24,9 +24,9 @@ from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.ema_snapshots import narrow
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.checkpoints.ema_snapshots import _to_float16
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.settings import EmaSnapshots, Evaluate
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
@@ -95,7 +95,7 @@ def cut(run: Path, into: Path, step: int) -> Path:
 
 
 def assert_same(one: Path, other: Path, step: int = 12) -> None:
-    for name in (*checkpoint.FILES, checkpoint.SECOND):
+    for name in (*checkpoint.FILES, checkpoint.EMA2):
         mine, theirs = (folder / "checkpoints" / f"{step:08d}" / name for folder in (one, other))
         assert mine.read_bytes() == theirs.read_bytes(), name
     kept = [{p.name: p.read_bytes() for p in (folder / "averages").iterdir()} for folder in (one, other)]
@@ -118,7 +118,7 @@ def test_interrupted_is_uninterrupted_with_everything(tmp_path, settings):
     metric = "kid" if "evaluate" in settings else "held_out_loss"
     values = {row["step"]: row[metric] for row in read_metrics(broken / "metrics.jsonl") if metric in row}
     assert len(values) > 2
-    found, _ = checkpoint.described(broken / "checkpoints")
+    found, _ = checkpoint.list_checkpoints(broken / "checkpoints")
     assert checkpoint.best_of(found).value == pytest.approx(min(values.values()))
 
 
@@ -211,7 +211,7 @@ def sealed(folder: Path, without: tuple[str, ...] = ()) -> None:
     for name in ("state.json", "config.toml"):
         size, digest = (folder / name).stat().st_size, checkpoint.sha256(folder / name)
         manifest["files"][name] = {"bytes": size, "sha256": digest}
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.digest(manifest)}))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
 
 
 def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
@@ -224,7 +224,7 @@ def test_a_run_of_the_first_version_goes_on_to_the_bit(tmp_path):
     for name in ("model", "ema", "optimizer"):
         mine, theirs = (run / f"checkpoints/00000012/{name}.safetensors" for run in (broken, straight))
         assert mine.read_bytes() == theirs.read_bytes(), name
-    assert not (broken / "checkpoints/00000012" / checkpoint.SECOND).exists()
+    assert not (broken / "checkpoints/00000012" / checkpoint.EMA2).exists()
     assert not (broken / "averages").exists()
     assert "equal to the bit" in unfog.verify(broken)  # from a checkpoint of one version to one of the other
     assert unfog.load(broken).sample(2).shape == (2, 8, 8, 1)
@@ -242,7 +242,7 @@ def test_what_a_run_of_the_first_version_had_learned_is_not_forgotten(tmp_path):
     after = json.loads((run / "checkpoints/00000012/state.json").read_text())
     assert (after["guard"]["roll_backs"], after["microbatch"], after["best"]) == (2, 2, 1e-9)
     assert after["guard"]["recent"][:8] == before["guard"]["recent"]
-    found, _ = checkpoint.described(run / "checkpoints")
+    found, _ = checkpoint.list_checkpoints(run / "checkpoints")
     assert len({(one.chosen_by, one.measure) for one in found}) == 1
 
 
@@ -314,9 +314,9 @@ def test_the_loss_by_level_outlives_what_it_does_not_depend_on_and_no_more():
         replace(config, training=replace(config.training, patience=7)),
         replace(config, optimizer=replace(config.optimizer, lr=1e-4)),
     ):
-        state.adopt(settings_digests(same))
+        state.adopt_settings(settings_digests(same))
         assert state.levels.seen == 4
-    state.adopt(settings_digests(replace(config, diffusion=replace(config.diffusion, weighting=Elbo()))))
+    state.adopt_settings(settings_digests(replace(config, diffusion=replace(config.diffusion, weighting=Elbo()))))
     assert state.levels.seen == 0
 
 
@@ -324,10 +324,10 @@ def test_a_roll_back_to_before_another_weighting_does_not_bring_its_losses_by_le
     config = configured(weighting="uncertainty")
     state = with_keys(build_state(config, torch.device("cpu")), config)
     saved = state.progress()
-    state.go_back(saved)
+    state.roll_back_to(saved)
     assert state.levels.seen == 4
     with_keys(state, replace(config, diffusion=replace(config.diffusion, weighting=Elbo())))
-    state.go_back(saved)
+    state.roll_back_to(saved)
     assert state.levels.seen == 0
 
 
@@ -361,8 +361,8 @@ def test_a_step_waits_for_the_device_once(settings):
             return type("Batch", (), {"pixels": pixels, "label": torch.from_numpy(LABELS)[index]})
 
     def until(step):
-        parts = (Images(), Augment.of(config.data), build_loss(config, state.levels), Silent())
-        train(replace(config.training, images=8 * step), config.optimizer, Every(0, 0, 0, 0), state, *parts)
+        parts = (Images(), Augment.of(config.data), build_loss(config, state.levels), TrainingHooks())
+        train(replace(config.training, images=8 * step), config.optimizer, Intervals(0, 0, 0, 0), state, *parts)
 
     until(1)  # which makes the tables that are kept
     steps = 4
@@ -378,7 +378,7 @@ def test_a_snapshot_of_averages_waits_once_for_all_whether_they_fit_in_float16()
     state = build_state(config, torch.device("cpu"))
     assert len(state.ema.parameters) > 20
     with Waits() as waits:
-        narrow(state.ema.parameters)
+        _to_float16(state.ema.parameters)
     assert waits.found == ["tolist"]
 
 

@@ -40,14 +40,14 @@ from unfog.runs.workers import check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints import sharded as joint
-from unfog.training.checkpoints.shard_files import write_whole
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.distributed.fsdp import blocks_of, compile_blocks, divide, mesh_of
-from unfog.training.distributed.sharded_tensors import all_finite, divided, total_norm
-from unfog.training.distributed.watchdog import Vigil
+from unfog.training.checkpoints.shard_files import write_merged
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks, shard_network
+from unfog.training.distributed.sharded_tensors import all_finite, is_sharded, total_norm
+from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.micro_batches import passes_here
+from unfog.training.micro_batches import _local_micro_batches
 from unfog.training.optimizer_settings import AdamW, Custom, Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, Training
@@ -106,7 +106,7 @@ def check_damage(checkpoints):
     assert {path.name for path in newest.iterdir()} == parts | {"manifest.json", "state.json", "config.toml"}
     plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, 3, 9, None)
     for file in ("model", "optimizer"):  # whose step counts have no dimensions
-        write_whole(newest / f"{file}.safetensors", plain)
+        write_merged(newest / f"{file}.safetensors", plain)
         assert same_tensors(load_file(plain), checkpoint.read_tensors(newest / f"{file}.safetensors"))
     checkpoint.load_weights(newest, "ema", network)
     assert same_tensors(network.state_dict(), checkpoint.read_tensors(newest / "ema.safetensors"))
@@ -197,14 +197,14 @@ def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_o
     unet = UNet(channels=(8, 16, 24), blocks=2, norm_groups=4, head_channels=8)
     for settings, least, most in ((unet, 9, 99), (DiT(width=16, depth=10, head_channels=8), 1, 1)):
         network = build_model(settings, 3, 2)
-        for block in blocks_of(network):
+        for block in _blocks(network):
             weights = tuple(parameter.shape for parameter in block.parameters())
             block.register_forward_pre_hook(lambda _, inputs, of=weights: shapes.add((of, inputs[0].shape)))
         x, level, label = torch.randn(2, 3, 16, 16), torch.zeros(2), torch.tensor([0, 1])
         for parameter in network.parameters():
             nn.init.normal_(parameter, 0, 0.1)  # the last layer begins as zero
         plain = network(x, level, label)
-        for block in blocks_of(network):
+        for block in _blocks(network):
             block._forward_pre_hooks.clear()
         compile_blocks(network)
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_b
     assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
     saved, broken = checkpoint.newest(checkpoints)
     assert (saved.images, broken) == (0, [])
-    rotation.clear_away(checkpoints, broken)
+    rotation.remove_leftovers(checkpoints, broken)
     assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
 
 
@@ -264,24 +264,24 @@ def wait_for_events(folder, kind, process):
 def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch):
     monkeypatch.setattr(joint, "TO_BE_SEEN", 0.1)
     (tmp_path / "here").write_text("four")
-    post, on, off = Post(HashStore(), "parts/1"), threading.Event(), threading.Event()
+    post, on, off = ShardStatusStore(HashStore(), "parts/1"), threading.Event(), threading.Event()
     on.set()
-    assert joint.awaited(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
-    post.tell(1, {"files": {"here": {"bytes": 4}}})
-    assert joint.awaited(1, tmp_path, post, off) == {"here": {"bytes": 4}}
-    post.tell(2, {"files": {"elsewhere": {"bytes": 4}}})
+    assert joint._wait_for_shard(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
+    post.set(1, {"files": {"here": {"bytes": 4}}})
+    assert joint._wait_for_shard(1, tmp_path, post, off) == {"here": {"bytes": 4}}
+    post.set(2, {"files": {"elsewhere": {"bytes": 4}}})
     with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
-        joint.awaited(2, tmp_path, post, off)
-    post.tell(3, {"failed": "Permission denied"})
+        joint._wait_for_shard(2, tmp_path, post, off)
+    post.set(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
-        joint.awaited(3, tmp_path, post, off)
+        joint._wait_for_shard(3, tmp_path, post, off)
     check_visible(tmp_path, "the checkpoints", World(3, 4))
     with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
         check_visible(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
 
 
 def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):
-    post, full, files = Post(HashStore(), "parts/1"), threading.Event(), ("model", "ema", "optimizer")
+    post, full, files = ShardStatusStore(HashStore(), "parts/1"), threading.Event(), ("model", "ema", "optimizer")
     full.set()
 
     def write_files(taken, folder):
@@ -292,7 +292,7 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     real = snapshot.write_files
     monkeypatch.setattr(snapshot, "write_files", write_files)
     monkeypatch.setattr(writer, "RETRY", 0.05)
-    writers = [writer.Writer(tmp_path, Checkpoint()) for _ in range(2)]
+    writers = [writer.CheckpointWriter(tmp_path, Checkpoint()) for _ in range(2)]
     for rank, one in enumerate(writers):
         progress = {"seen": 8, "last": {}, "keys": {}}
         part, rows = ({file: {"w": value} for file in files} for value in (torch.ones(2), 2 * rank))
@@ -301,11 +301,11 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     while not all(one.waiting for one in writers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert [news.kind for news in writers[0].news()] == ["disk_full"]
+    assert [news.kind for news in writers[0].events()] == ["disk_full"]
     assert not (tmp_path / "00000001").exists()
     full.clear()
     assert all(one.wait(20) for one in writers)
-    assert [news.kind for news in writers[0].news()] == ["disk_has_room", "checkpoint"]
+    assert [news.kind for news in writers[0].events()] == ["disk_has_room", "checkpoint"]
     assert checkpoint.read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
 
 
@@ -319,11 +319,11 @@ def test_all_take_part_in_as_many_passes(batch, microbatch, size):
     for rank in range(size):
         world = World(rank, size)
         world.shards = object()
-        passes, own = passes_here(world, settings, Seen(), drawn)
+        passes, own = _local_micro_batches(world, settings, Seen(), drawn)
         counts.add(len(passes))
         seen += [place for one in passes[:own] for place in range(one.first, one.first + one.images)]
         idle = [one.first for one in passes[own:]]
-        assert not set(idle) & set(world.share(100, batch))
+        assert not set(idle) & set(world.batch_range(100, batch))
         assert all(100 <= place < 100 + batch for place in idle)
     assert len(counts) == 1
     assert seen == list(range(100, 100 + batch))
@@ -331,14 +331,14 @@ def test_all_take_part_in_as_many_passes(batch, microbatch, size):
 
 def test_what_a_divided_network_cannot_do_is_said(monkeypatch):
     world = World(1, 2)
-    assert world.home(False, torch.device("cuda")) is World().home(True, CPU) is None
-    assert World(0, 2).home(True, CPU) == CPU
-    assert world.home(True, CPU) == torch.device("meta")
+    assert world.init_device(False, torch.device("cuda")) is World().init_device(True, CPU) is None
+    assert World(0, 2).init_device(True, CPU) == CPU
+    assert world.init_device(True, CPU) == torch.device("meta")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     with pytest.raises(RequestError, match="each needs a GPU of its own"):
-        world.home(True, torch.device("cuda"))
+        world.init_device(True, torch.device("cuda"))
     world.shards = object()
-    with pytest.raises(RunError, match="smaller --microbatch"), world.reducing(last=False):
+    with pytest.raises(RunError, match="smaller --microbatch"), world.explain_out_of_memory(last=False):
         raise torch.OutOfMemoryError("CUDA out of memory")
     config = Config(source="fashion", training=Training(shard=True, budget="5m"))
     with pytest.raises(RequestError, match="give --steps or --images"):
@@ -350,8 +350,8 @@ def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, rank, **k: began.append(rank))
     threads = []
     for rank in (1, 0):
-        world = World(rank, 2, store, Vigil(rank, 2, store, 60))
-        threads.append(threading.Thread(target=world.begin, args=(CPU, 60)))
+        world = World(rank, 2, store, Watchdog(rank, 2, store, 60))
+        threads.append(threading.Thread(target=world.init_process_group, args=(CPU, 60)))
         assert not began
         threads[-1].start()
         time.sleep(0.3)
@@ -364,8 +364,8 @@ def test_processes_begin_when_all_are_there_however_long_that_takes(monkeypatch)
 def test_the_loss_scaler_takes_a_divided_network_whose_first_weight_has_no_rows(method):
     with fake_process_group(2):
         network = build_model(MPUNet(channels=(8, 16), attention=(False, True)), 1)
-        divide(network, mesh_of("cpu", 2), False)
-        assert not divided(next(network.parameters()))
+        shard_network(network, build_mesh("cpu", 2), False)
+        assert not is_sharded(next(network.parameters()))
         state = TrainState(network, Optimizer(method=method), PowerEma(0.1), Precision("fp16", CPU))
         for parameter in network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -171,8 +171,8 @@ def test_alarm_waits_for_what_is_undivided_and_rings_soon_after():
         with stop:
             ready()
             try:
-                with stop.undivided():
-                    with stop.undivided():
+                with stop.defer_interrupts():
+                    with stop.defer_interrupts():
                         time.sleep(1.3)
                     time.sleep(1)
                     inside = seconds()
@@ -191,7 +191,7 @@ def test_a_loop_that_looks_after_an_undivided_step_is_not_cut_off():
         with stop:
             ready()
             while not stop():
-                with stop.undivided():
+                with stop.defer_interrupts():
                     time.sleep(1.3)
             tell("out after", seconds())
     """)
@@ -348,7 +348,7 @@ LONG_WORK = """
 """
 
 
-@pytest.mark.parametrize("context", ["open(os.devnull)", "stop.undivided()"])
+@pytest.mark.parametrize("context", ["open(os.devnull)", "stop.defer_interrupts()"])
 def test_second_interrupt_leaves_at_once(context):
     child = Child(dedent(LONG_WORK).format(context=context)).send(signal.SIGINT)
     assert child.told() == "flag"
@@ -402,7 +402,7 @@ def test_a_signal_long_after_the_first_is_another():
         with stop:
             ready()
             try:
-                with stop.undivided():
+                with stop.defer_interrupts():
                     while not stop():
                         time.sleep(0.01)
                     time.sleep(1.2)
@@ -532,7 +532,7 @@ def test_outside_the_main_thread_asking_is_what_is_left():
             told.append(stop())
             stop.request("STOP file")
             told.append(stop())
-            with stop.undivided():
+            with stop.defer_interrupts():
                 time.sleep(1.2)
             with pytest.raises(Interrupted, match="STOP file"):
                 stop.leave_if_requested()
@@ -584,7 +584,7 @@ def test_a_timer_that_was_due_meanwhile_rings_at_the_end_and_one_from_before_doe
         with stop:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
-            with stop.undivided():
+            with stop.defer_interrupts():
                 time.sleep(0.7)
         time.sleep(1.5)
         tell(*rung)

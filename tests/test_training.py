@@ -17,16 +17,16 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.ema_schedules import FixedEma, PowerEma
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, Stopwatch, train
-from unfog.training.micro_batches import micro_batches, seed_at
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, Stopwatch, train
+from unfog.training.micro_batches import seed_generators, split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training, learning_rate
-from unfog.training.stability.divergence import Guard
-from unfog.training.state import TrainState, Window
+from unfog.training.stability.divergence import DivergenceGuard
+from unfog.training.state import LogWindow, TrainState
 
 CPU = torch.device("cpu")
-NEVER = Every(0, 0, 0, 0)
+NEVER = Intervals(0, 0, 0, 0)
 
 
 class Images:
@@ -40,7 +40,7 @@ class Images:
         return type("Batch", (), {"pixels": self.all[index], "label": index % 3})
 
 
-class Diary(Silent):
+class Diary(TrainingHooks):
     """A run that keeps what the loop says."""
 
     def __init__(self, stop_at=None):
@@ -50,16 +50,16 @@ class Diary(Silent):
     def log(self, step, images, record):
         self.records.append((step, images, record))
 
-    def refused(self, state, norm, culprit):
+    def on_skipped_step(self, state, norm, culprit):
         self.refusals.append((state.seen // 8, norm, culprit))
 
     def roll_back(self, state, reason):
         self.roll_backs.append(reason)
         state.model.load_state_dict(self.good)
         state.ema = Ema(state.model, state.ema.profile)
-        state.go_back({"seen": 0, "updates": 0, "guard": Guard().to_dict(), "keys": {}, "scaler": {}})
+        state.roll_back_to({"seen": 0, "updates": 0, "guard": DivergenceGuard().to_dict(), "keys": {}, "scaler": {}})
 
-    def advance(self, step):
+    def on_step_end(self, step):
         self.step = step
 
     def stop_requested(self):
@@ -138,15 +138,15 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
     def unlabelled(model, x0, label, condition):
         return objective(lambda x, level, label: model(x) * level[:, None, None, None], x0)
 
-    logs = [run(whole, unlabelled, noise="batch", every=Every(1, 0, 0, 0)).records]
-    logs += [run(cut, unlabelled, noise="batch", every=Every(1, 0, 0, 0), microbatch=microbatch).records]
+    logs = [run(whole, unlabelled, noise="batch", every=Intervals(1, 0, 0, 0)).records]
+    logs += [run(cut, unlabelled, noise="batch", every=Intervals(1, 0, 0, 0), microbatch=microbatch).records]
     torch.testing.assert_close(weights(cut), weights(whole), rtol=1e-5, atol=1e-6)
     for (_, _, one), (_, _, other) in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(micro_batches(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
 def test_stopped_and_continued_in_memory_is_bit_identical():
@@ -164,10 +164,10 @@ def test_randomness_is_a_function_of_seed_and_position():
     draws = {}
     for seed in range(3):
         for position in (0, 1, 2, 63, 64, 10**12):
-            seed_at(seed, position)
+            seed_generators(seed, position)
             draws[seed, position] = torch.randn(8)
             torch.rand(5)
-            seed_at(seed, position)
+            seed_generators(seed, position)
             assert torch.equal(draws[seed, position], torch.randn(8))
     assert len({tuple(d.tolist()) for d in draws.values()}) == len(draws)
 
@@ -176,7 +176,7 @@ def positions():
     """The step that a micro-batch belongs to, by the seed that the loop gives its position."""
     table = {}
     for position in range(1000):
-        seed_at(0, position)
+        seed_generators(0, position)
         table[torch.initial_seed()] = position // 8
     return table
 
@@ -224,7 +224,7 @@ def test_refused_step_leaves_everything_but_the_position(precision):
 
 def test_losses_of_a_refused_step_are_not_in_the_log():
     into = linear_state()
-    diary = run(into, overflow_at([1]), images=32, every=Every(4, 0, 0, 0))
+    diary = run(into, overflow_at([1]), images=32, every=Intervals(4, 0, 0, 0))
     (_, _, record) = diary.records[0]
     assert math.isfinite(record["loss"])
     assert record["refused"] == 1
@@ -250,7 +250,7 @@ def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
     assert again.levels.to_dict() == broken.levels.to_dict()
     run(broken, microbatch=3)
     assert broken.levels.to_dict() == straight.levels.to_dict() != saved["levels"]
-    broken.go_back(saved)
+    broken.roll_back_to(saved)
     assert broken.levels.to_dict() == saved["levels"]
     del saved["levels"]  # as in checkpoints of before
     again.load_progress(saved)
@@ -268,9 +268,9 @@ def test_states_with_and_without_levels_take_over_and_go_back_to_each_other():
     for into in (plain, followed):
         for other in (plain, followed):
             into.load_progress(other.progress())
-            into.go_back(other.progress())
+            into.roll_back_to(other.progress())
             assert into.seen == 80
-        into.adopt({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
+        into.adopt_settings({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
     assert plain.levels is None
     assert followed.levels.seen == 0
 
@@ -292,11 +292,13 @@ def test_what_counts_a_step_takes_few_operations_however_many_weights_there_are(
 
 def test_levels_are_forgotten_where_the_loss_is_another():
     into = following(linear_state())
-    into.adopt({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
+    into.adopt_settings({"training": "a", "repeat": "a", "measure": "a", "objective": "a"})
     run(into)
-    into.adopt({"training": "b", "repeat": "b", "measure": "b", "objective": "a"})  # another learning rate, say
+    into.adopt_settings(
+        {"training": "b", "repeat": "b", "measure": "b", "objective": "a"}
+    )  # another learning rate, say
     assert into.levels.seen == 80
-    into.adopt({"training": "c", "repeat": "c", "measure": "b", "objective": "b"})  # another weighting
+    into.adopt_settings({"training": "c", "repeat": "c", "measure": "b", "objective": "b"})  # another weighting
     assert into.levels.seen == 0
 
 
@@ -311,7 +313,7 @@ def test_log_window_and_guard_measure_the_error_and_not_what_was_made_of_it():
         return loss._replace(per_image=1e-3 * loss.per_image * importance, error=error, importance=importance)
 
     cases = ((weighed, uneven), (plain, denoising))
-    said = [run(into, loss, every=Every(1, 0, 0, 0), images=8) for into, loss in cases]
+    said = [run(into, loss, every=Intervals(1, 0, 0, 0), images=8) for into, loss in cases]
     assert weighed.guard.recent == plain.guard.recent
     assert torch.equal(weighed.levels.sums, plain.levels.sums)
     records = [diary.records[0][2] for diary in said]
@@ -382,7 +384,7 @@ def test_a_batch_that_weighs_nothing_is_no_trouble():
 
     def weightless(model, x0, label, condition=None):
         loss = reconstruction(model, x0, label)
-        return loss._replace(per_image=loss.per_image * 0, reference=loss.reference * 0)
+        return loss._replace(per_image=loss.per_image * 0, reference=loss.null_loss * 0)
 
     diary = run(into, weightless)
     assert not diary.refusals
@@ -394,7 +396,7 @@ def test_a_spike_that_passes_is_chance_and_one_that_stays_is_rolled_back():
     diary = with_good_weights(into)
     run(into, scaled_at(range(20, 24), 1e3), diary, images=240, patience=5)
     assert not diary.roll_backs
-    assert into.guard.strange == 0
+    assert into.guard.anomalous == 0
     into = linear_state()
     diary = with_good_weights(into)
     run(into, scaled_at(range(20, 25), 1e3), diary, images=240, patience=5, every=NEVER._replace(log=1))
@@ -407,24 +409,24 @@ def test_a_spike_that_passes_is_chance_and_one_that_stays_is_rolled_back():
 
 
 def test_guard_knows_what_is_usual():
-    guard = Guard()
-    assert guard.judge(1.9)
-    assert not guard.judge(2.1), "worse than no answer, whatever came before"
-    guard = Guard()
+    guard = DivergenceGuard()
+    assert guard.update(1.9)
+    assert not guard.update(2.1), "worse than no answer, whatever came before"
+    guard = DivergenceGuard()
     for i in range(64):
-        assert guard.judge(0.1 + 0.001 * (i % 5))
-    assert guard.judge(0.149)
-    assert not guard.judge(0.16)
-    assert guard.strange == 1
-    assert not guard.judge(math.nan)
-    assert (guard.strange, guard.refused) == (2, 1)
-    assert guard.judge(0.1)
-    assert (guard.strange, guard.refused) == (0, 0)
-    noisy = Guard()
+        assert guard.update(0.1 + 0.001 * (i % 5))
+    assert guard.update(0.149)
+    assert not guard.update(0.16)
+    assert guard.anomalous == 1
+    assert not guard.update(math.nan)
+    assert (guard.anomalous, guard.skipped) == (2, 1)
+    assert guard.update(0.1)
+    assert (guard.anomalous, guard.skipped) == (0, 0)
+    noisy = DivergenceGuard()
     for i in range(64):
-        noisy.judge(0.1 + 0.05 * (i % 5))
-    assert noisy.judge(0.3), "half as much again is nothing where the loss jumps that much by itself"
-    assert Guard.from_dict(guard.to_dict()) == guard
+        noisy.update(0.1 + 0.05 * (i % 5))
+    assert noisy.update(0.3), "half as much again is nothing where the loss jumps that much by itself"
+    assert DivergenceGuard.from_dict(guard.to_dict()) == guard
 
 
 def test_overflow_of_the_scale_is_told_apart_from_divergence():
@@ -441,7 +443,7 @@ def test_overflow_of_the_scale_is_told_apart_from_divergence():
 
 @pytest.mark.parametrize("where", ["evaluate", "preview", "save", "second micro-batch"])
 def test_interrupted_anywhere_and_continued_says_and_learns_the_same(where):
-    every = Every(log=2, preview=3, evaluate=3, checkpoint=3)
+    every = Intervals(log=2, preview=3, evaluate=3, checkpoint=3)
 
     class Hasty(Diary):
         """Leaves once, in the middle of something."""
@@ -494,7 +496,9 @@ def test_interrupted_anywhere_and_continued_says_and_learns_the_same(where):
 
 def test_gradient_norm_is_logged_before_clipping_and_clipping_bounds_the_step():
     free, clipped = linear_state(), linear_state()
-    logs = [run(s, reconstruction, clip=c, images=8, every=Every(1, 0, 0, 0)) for s, c in ((free, 0), (clipped, 1e-3))]
+    logs = [
+        run(s, reconstruction, clip=c, images=8, every=Intervals(1, 0, 0, 0)) for s, c in ((free, 0), (clipped, 1e-3))
+    ]
     norms = [diary.records[0][2]["gradient_norm"] for diary in logs]
     assert norms[0] == norms[1] > 1e-2
     momentum = [torch.cat([s["exp_avg"].flatten() for s in x.optimizer.state.values()]).norm() for x in (free, clipped)]
@@ -511,7 +515,7 @@ def test_log_window_is_the_mean_since_the_last_log_and_by_level():
         seen.append((loss.per_image.detach(), loss.u))
         return loss
 
-    diary = run(into, spy, every=Every(5, 0, 0, 0), microbatch=3)
+    diary = run(into, spy, every=Intervals(5, 0, 0, 0), microbatch=3)
     assert [r[0] for r in diary.records] == [5, 10]
     half = len(seen) // 2
     losses = torch.cat([p for p, _ in seen[:half]]).double()
@@ -615,7 +619,7 @@ def test_pixels_reach_the_network_in_minus_one_to_one():
 
 
 def test_what_is_due_after_a_step():
-    every = Every(log=5, preview=0, evaluate=10, checkpoint=4)
+    every = Intervals(log=5, preview=0, evaluate=10, checkpoint=4)
     assert every.due(3, last=False) == []
     assert every.due(10, last=False) == ["evaluate", "log"]
     assert every.due(20, last=False) == ["evaluate", "log", "save"]
@@ -632,7 +636,7 @@ def test_settings_that_train_on_nothing_are_refused(wrong):
 def test_the_noise_scale_does_not_see_the_loss_scale():
     records = []
     for precision in ("fp32", "fp16"):
-        diary = run(linear_state(precision), denoising, Diary(), Every(10, 0, 0, 0), microbatch=2)
+        diary = run(linear_state(precision), denoising, Diary(), Intervals(10, 0, 0, 0), microbatch=2)
         records.append(diary.records[0][2])
     for name in ("gradient_signal", "gradient_noise"):
         assert records[1][name] == pytest.approx(records[0][name], rel=0.5)
@@ -640,27 +644,32 @@ def test_the_noise_scale_does_not_see_the_loss_scale():
 
 def test_another_choice_forgets_the_best_so_far():
     into, keys = state(), {"training": "a", "repeat": "a", "measure": "a"}
-    into.adopt(keys)
+    into.adopt_settings(keys)
     into.best = 0.3  # of the held-out loss
-    into.adopt(keys | {"best": "kid:one"})
+    into.adopt_settings(keys | {"best": "kid:one"})
     assert into.best is None
-    assert into.judge({"kid": 0.7})
-    into.adopt(keys | {"best": "kid:one"})
+    assert into.update_best({"kid": 0.7})
+    into.adopt_settings(keys | {"best": "kid:one"})
     assert into.best == 0.7
-    into.adopt(keys | {"best": "kid:another"})
+    into.adopt_settings(keys | {"best": "kid:another"})
     assert into.best is None
 
 
 def test_what_was_not_measured_is_never_the_best():
     into = state()
-    assert not into.judge({"loss": 1.0})
-    assert not into.judge({"held_out_loss": math.nan})
-    assert [into.judge({"held_out_loss": value}) for value in (0.5, 0.6, math.nan, 0.4)] == [True, False, False, True]
+    assert not into.update_best({"loss": 1.0})
+    assert not into.update_best({"held_out_loss": math.nan})
+    assert [into.update_best({"held_out_loss": value}) for value in (0.5, 0.6, math.nan, 0.4)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert into.best == 0.4
 
 
 def test_the_log_weighs_uneven_levels_as_even_ones():
-    window, u = Window(CPU), torch.tensor([0.05, 0.06, 0.95])
+    window, u = LogWindow(CPU), torch.tensor([0.05, 0.06, 0.95])
     loss, importance = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([2.0, 0.5, 1.0])
     window.add(loss, u, importance)
     record = window.close()
@@ -674,7 +683,7 @@ def test_the_stopwatch_counts_what_is_training(monkeypatch):
     watch = Stopwatch()
     for seconds, images in ((3, 60), (2, 20)):
         now[0] += seconds
-        with watch.paused():  # a preview
+        with watch.exclude():  # a preview
             now[0] += 50
         now[0] += 1
         watch.images, watch.data_wait = images, 0.5
@@ -696,22 +705,22 @@ def test_an_overflow_that_no_scale_helps_is_refused():
 
 def test_the_guard_remembers_the_last_steps_alone():
     """And a checkpoint stays small: the file that it is in may have a megabyte."""
-    guard = Guard()
+    guard = DivergenceGuard()
     for i in range(200):
-        guard.judge(0.1 + 1e-4 * i)
+        guard.update(0.1 + 1e-4 * i)
     assert guard.recent == pytest.approx([0.1 + 1e-4 * i for i in range(136, 200)])
 
 
 def test_twice_the_loss_of_no_answer_is_never_ordinary():
-    guard = Guard()
+    guard = DivergenceGuard()
     for _ in range(64):
-        guard.judge(1.5)
-    assert guard.judge(1.9)
-    assert not guard.judge(2.1)
+        guard.update(1.5)
+    assert guard.update(1.9)
+    assert not guard.update(2.1)
 
 
 def test_refused_steps_are_counted_by_window():
-    diary = run(linear_state(), overflow_at([1]), images=64, every=Every(4, 0, 0, 0))
+    diary = run(linear_state(), overflow_at([1]), images=64, every=Intervals(4, 0, 0, 0))
     assert [record["refused"] for _, _, record in diary.records] == [1, 0]
 
 

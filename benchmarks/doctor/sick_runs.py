@@ -131,7 +131,7 @@ def with_average(run: Path, change: Callable[[dict[str, torch.Tensor]], object])
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in tensors.items()}
     change(tensors["ema"])
     config, state = (saved.folder / checkpoint.CONFIG).read_text(), checkpoint.read_state(saved.folder)
-    snapshot.write(
+    snapshot.write_checkpoint(
         snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0),
         run / "checkpoints",
     )

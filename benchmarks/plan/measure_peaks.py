@@ -121,13 +121,13 @@ def measure(case: Case) -> int:
     from unfog.diffusion.objective import Objective
     from unfog.models.settings import UNet
     from unfog.pipeline.build import build_state
-    from unfog.training.distributed.rendezvous import processes
-    from unfog.training.hooks import Silent
-    from unfog.training.loop import Every, train
+    from unfog.training.distributed.rendezvous import init_world
+    from unfog.training.hooks import TrainingHooks
+    from unfog.training.loop import Intervals, train
 
     device = torch.device("cpu")
 
-    class Few(Silent):
+    class Few(TrainingHooks):
         """So many steps, and no end of a run, at which the first process has a divided network whole."""
 
         def __init__(self, state, images):
@@ -144,7 +144,7 @@ def measure(case: Case) -> int:
         if case.shard:
             world.divide(state)
             forget_peak()
-        every = Every(log=0, preview=0, evaluate=0, checkpoint=0)
+        every = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
         augment, objective = Augment(), Objective(config.diffusion)
         few, stream = Few(state, STEPS * config.training.batch), ImageStream(images, 0)
         train(config.training, config.optimizer, every, state, stream, augment, objective, few, world)
@@ -152,8 +152,8 @@ def measure(case: Case) -> int:
 
     small = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)
     warm = config_of(replace(case, batch=4, size=16, microbatch=0))
-    with processes() as world:
-        world.begin(device, 600.0)
+    with init_world() as world:
+        world.init_process_group(device, 600.0)
         run(replace(warm, network=small), world)  # what is loaded and compiled at the first use, in every process
         gc.collect()
         before = status("VmRSS")

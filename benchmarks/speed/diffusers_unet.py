@@ -43,8 +43,8 @@ from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import from_unet2d
 from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.optimizer_settings import AdamW
 from unfog.training.settings import Optimizer, Training
 
@@ -168,12 +168,12 @@ def script(weights: dict[str, Tensor], batch: int, precision: str) -> Steps:
     return timed(step)
 
 
-class Some(Silent):
+class Some(TrainingHooks):
     """A run that ends after so many steps."""
 
     left = 0
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Count."""
         self.left -= 1
 
@@ -192,7 +192,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
 
     def steps(count: int) -> float:
         run.left, started = count, time.perf_counter()
-        train(config.training, config.optimizer, Every(0, 0, 0, 0), state, stream, augment, loss, run)
+        train(config.training, config.optimizer, Intervals(0, 0, 0, 0), state, stream, augment, loss, run)
         return (time.perf_counter() - started) / count
 
     return steps

@@ -26,7 +26,7 @@ from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.models.settings import SIZES
 from unfog.pipeline.build import build_network
-from unfog.training.precision import Precision, usual_format
+from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import Training
 
 KINDS = {
@@ -56,7 +56,7 @@ def main() -> None:
     if asked.threads:
         torch.set_num_threads(asked.threads)
     device, precision = torch.device(asked.device), Precision(asked.precision, torch.device(asked.device))
-    form = usual_format(device, asked.precision)[0] if asked.format == "auto" else asked.format
+    form = default_memory_format(device, asked.precision)[0] if asked.format == "auto" else asked.format
     training = Training(batch=asked.batch, precision=asked.precision, memory_format=form, images=asked.batch)
     config = replace(Config(network=SIZES[asked.network]), data=Data(size=asked.size, channels=3), training=training)
     network = build_network(config).to(device)

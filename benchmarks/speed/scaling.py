@@ -32,11 +32,11 @@ from unfog.diffusion.objective import Objective
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
 from unfog.planning.flops import LAUNCH, count_flops
-from unfog.training.distributed.rendezvous import processes
-from unfog.training.distributed.world import ALONE, World
+from unfog.training.distributed.rendezvous import init_world
+from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
@@ -173,13 +173,13 @@ class Images:
         return type("Batch", (), {"pixels": pixels, "label": None})
 
 
-class Watch(Silent):
+class Watch(TrainingHooks):
     """Notes the time, and the bytes sent, after each step."""
 
     def __init__(self) -> None:
         self.marks = [(time.perf_counter(), sent())]
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Note both."""
         self.marks.append((time.perf_counter(), sent()))
 
@@ -200,7 +200,7 @@ def trained(world: World, batch: int, compress: str = "none") -> tuple[float, fl
     state = TrainState(build_model(NETWORK, 1), Optimizer(lr=1e-4, method=Muon()), PowerEma(), Precision("fp32", CPU))
     settings = Training(batch=batch, images=STEPS * batch, precision="fp32", noise="batch", compress=compress)
     watch, objective = Watch(), Objective(Diffusion(), interleaved=True)
-    never = Every(log=0, preview=0, evaluate=0, checkpoint=0)
+    never = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
     train(settings, Optimizer(lr=1e-4), never, state, Images(), Augment(), objective, watch, world)
     return watch.median()
 
@@ -210,15 +210,15 @@ CPU = torch.device("cpu")
 
 def worker(out: Path, megabits: list[float]) -> None:
     """One of the processes: measures a step alone, and with the others at each speed of the link."""
-    with processes() as world:
-        world.begin(CPU, 600.0)
+    with init_world() as world:
+        world.init_process_group(CPU, 600.0)
         rows = []
         for speed in megabits:
             burst = str(max(65536, int(speed * 1250)))
             rate = ("rate", f"{speed}mbit", "burst", burst, "latency", "400ms")
             subprocess.run(["tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *rate], check=True)
             world.barrier()
-            alone, _ = trained(ALONE, BATCH)  # side by side, each for itself, as they may have to share cores
+            alone, _ = trained(SINGLE_PROCESS, BATCH)  # side by side, each for itself, as they may have to share cores
             for compress in ("none", "bf16"):
                 world.barrier()
                 seconds, sent_bytes = trained(world, BATCH * world.size, compress)
@@ -229,7 +229,7 @@ def worker(out: Path, megabits: list[float]) -> None:
             began = time.perf_counter()
             dist.all_reduce(small)
             times.append(time.perf_counter() - began)
-        if world.first:
+        if world.is_main:
             out.write_text(json.dumps({"message": statistics.median(times), "rows": rows}))
 
 

@@ -46,7 +46,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
 from unfog.runs.session import Session
-from unfog.training.optimizers import build
+from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
 
@@ -69,7 +69,7 @@ def timed(step: Callable[[], None], count: int) -> list[float]:
 def bare(config: Config, device: torch.device) -> Steps:
     """Forward, loss, backward, optimiser: the least that a step can be."""
     network = build_network(config).to(device).train()
-    optimizer = build(network, replace(config.optimizer, lr=1e-5), torch.float32)
+    optimizer = build_optimizer(network, replace(config.optimizer, lr=1e-5), torch.float32)
     precision = Precision(config.training.precision, device)
     shape = (config.training.batch, config.data.channels, config.data.size, config.data.size)
     x, y = torch.randn(shape, device=device), torch.randn(shape, device=device)

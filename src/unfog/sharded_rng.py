@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class _Rows(NamedTuple):
     """Rows of a batch."""
 
     start: int
@@ -21,21 +21,21 @@ class Part(NamedTuple):
     """Rows of the whole."""
 
 
-_part: Part | None = None
+_part: _Rows | None = None
 
 
 @contextmanager
-def part_of(start: int, of: int) -> Iterator[None]:
+def rows_of(start: int, of: int) -> Iterator[None]:
     """Let what is drawn inside be the rows from `start` on, of a batch of `of` rows. Not for several threads."""
     global _part
-    before, _part = _part, Part(start, of)
+    before, _part = _part, _Rows(start, of)
     try:
         yield
     finally:
         _part = before
 
 
-def taken(count: int, draw: Callable[[int], Tensor], dim: int = 0) -> Tensor:
+def draw_rows(count: int, draw: Callable[[int], Tensor], dim: int = 0) -> Tensor:
     """`draw(count)`; inside `part_of`, the `count` rows of that part along `dim` of what is drawn for the whole."""
     if _part is None:
         return draw(count)

@@ -112,13 +112,13 @@ def test_no_bit_of_a_manifest_can_be_wrong_unnoticed(whole, tmp_path):
     shutil.copytree(whole / "checkpoints/00000048", folder)
     manifest = folder / "manifest.json"
     content = manifest.read_bytes()
-    (good,), _ = checkpoint.described(tmp_path / "checkpoints")
+    (good,), _ = checkpoint.list_checkpoints(tmp_path / "checkpoints")
     wrong = []
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(flipped)
-        found, _ = checkpoint.described(tmp_path / "checkpoints")
+        found, _ = checkpoint.list_checkpoints(tmp_path / "checkpoints")
         if any((saved.step, saved.images) != (good.step, good.images) for saved in found):
             wrong.append(flipped[max(0, bit // 8 - 12) : bit // 8 + 4])
     assert not wrong

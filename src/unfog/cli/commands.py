@@ -166,15 +166,15 @@ def evaluate(words: Sequence[str]) -> int:
     from unfog.inference.run import Run
     from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
-    from unfog.training.distributed.rendezvous import device_of, is_first
+    from unfog.training.distributed.rendezvous import is_main_process, local_device
 
     names = {f.name for f in fields(EvaluationRequest)}
     asked = update(
         EvaluationRequest(), {k: v for k, v in vars(request).items() if k in names}, ""
     )  # before weights are read
-    run = Run(request.run, request.weights, request.checkpoint, device_of(request.device), request.best)
+    run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
     found = run.evaluate(**vars(asked))
-    if is_first():
+    if is_main_process():
         print_result("\n".join(found.lines()))
         write_report(run.path)
     return 0

@@ -36,7 +36,7 @@ from unfog.reporting.findings import Figure, Finding, json_values, render
 from unfog.reporting.progress import Progress, print_result, say
 from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
-from unfog.training.checkpoints.posthoc_ema import Kept, kept_in, mixture
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
 from unfog.training.ema_schedules import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
@@ -157,11 +157,11 @@ def ema_sweep(
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(path)
-    config, kept, n = folder.read_config(), kept_in(folder.averages), n or USUAL_N[metric]
+    config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or USUAL_N[metric]
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
     asked = _rebuildable_widths(kept, config, widths, step)
-    step = mixture(kept, asked[0], step).step
+    step = solve_mixture(kept, asked[0], step).step
     place = choose_device(device)
     folder.check_writable()
     with StopSignals(saves=False) as stop:
@@ -185,7 +185,7 @@ def ema_sweep(
     return swept
 
 
-def _rebuildable_widths(kept: list[Kept], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
+def _rebuildable_widths(kept: list[EmaSnapshotFile], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
     """The widths to try, narrow to wide: those given, or the usual ones as far as these snapshots allow them.
 
     Raises:
@@ -193,14 +193,14 @@ def _rebuildable_widths(kept: list[Kept], config: Config, widths: tuple[float, .
     """
     if widths:
         for width in widths:
-            mixture(kept, width, step)
+            solve_mixture(kept, width, step)
         return sorted(set(widths))
     found: list[float] = []
     own = {config.ema.width} if isinstance(config.ema, PowerEma) else set()
-    mixture(kept, next(iter(own), WIDTHS[5]), step)  # which says what is wrong, if not even that can be had
+    solve_mixture(kept, next(iter(own), WIDTHS[5]), step)  # which says what is wrong, if not even that can be had
     for width in sorted({*WIDTHS, *own}):
         try:
-            mixture(kept, width, step)
+            solve_mixture(kept, width, step)
             found.append(width)
         except RequestError:
             say(f"  width {width:g} is left out: the snapshots are too far apart for it")

@@ -40,7 +40,7 @@ from unfog.reporting.findings import Finding, json_values
 from unfog.reporting.progress import format_bytes
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 
@@ -188,7 +188,7 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
         step, call = pace_of(auto, work, other, device, untimed)
     in_memory = decoded_bytes(prepared, now) if now.data.cache == "memory" or not is_memory_mapped(prepared) else 0
     traces = MemoryEstimator(share, device.type, processes)
-    memory = traces.estimate(at_once(share.training), now.training.checkpointing, in_memory)
+    memory = traces.estimate(microbatch_size(share.training), now.training.checkpointing, in_memory)
     disk, findings = disk_of(now, prepared, in_memory)
     if not fatal:
         findings.append(memory_finding(memory, available))

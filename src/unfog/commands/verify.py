@@ -21,12 +21,12 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.state import TrainState
 
 
-class Replay(Silent):
+class Replay(TrainingHooks):
     """A run that keeps nothing, goes back where the run did, and ends at a given image."""
 
     def __init__(self, folder: RunFolder, state: TrainState, until: int, patience: int, stop: StopSignals):
@@ -39,19 +39,19 @@ class Replay(Silent):
 
     def roll_back(self, state: TrainState, reason: str) -> str:
         """As the run itself did, if its last good checkpoint is still there."""
-        good = checkpoint.to_go_back_to(self.folder.checkpoints, state, self.patience)
+        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(f"the run went back at image {state.seen:,} to a checkpoint that is gone: no comparison")
         checkpoint.roll_back(good.folder, state)
         return str(good.folder)
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Show progress."""
         self.progress.update(step)
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """A stretch that a stop waits for."""
-        return self.stop.undivided()
+        return self.stop.defer_interrupts()
 
 
 def verify(folder: RunFolder) -> str:
@@ -88,8 +88,8 @@ def replay(
     folder: RunFolder,
     config: Config,
     prepared: Dataset,
-    first: checkpoint.Saved,
-    last: checkpoint.Saved,
+    first: checkpoint.CheckpointInfo,
+    last: checkpoint.CheckpointInfo,
     stop: StopSignals,
 ) -> TrainState:
     """Train from one checkpoint to the position of a later one. Interrupted if a signal came."""
@@ -102,7 +102,7 @@ def replay(
         train(
             replace(config.training, rollbacks=10**9),  # whether there were too many is not asked here
             config.optimizer,
-            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             ImageStream(prepared.as_network_input.train, config.training.seed),
             build_augmentation(config),
@@ -116,12 +116,12 @@ def replay(
     return state
 
 
-def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, checkpoint.Saved]:
+def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.CheckpointInfo, checkpoint.CheckpointInfo]:
     """The newest whole checkpoint and the one before. RequestError if what lies between cannot be repeated."""
-    found, _ = checkpoint.described(folder.checkpoints)
-    whole: list[checkpoint.Saved] = []
+    found, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    whole: list[checkpoint.CheckpointInfo] = []
     for saved in reversed(found):
-        if len(whole) < 2 and checkpoint.damage(saved) is None:
+        if len(whole) < 2 and checkpoint.find_damage(saved) is None:
             whole.insert(0, saved)
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
@@ -141,7 +141,7 @@ def two_newest(folder: RunFolder, config: Config) -> tuple[checkpoint.Saved, che
     return first, last
 
 
-def compare(tensors: dict[str, dict[str, Tensor]], saved: checkpoint.Saved) -> list[str]:
+def compare(tensors: dict[str, dict[str, Tensor]], saved: checkpoint.CheckpointInfo) -> list[str]:
     """Names of the tensors that are not those of a checkpoint, bit for bit; an earlier version saved one average."""
     different = []
     for file, mine in tensors.items():

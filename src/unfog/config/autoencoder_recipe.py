@@ -11,7 +11,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.reporting.settings import Log
-from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
 
 
@@ -32,7 +32,7 @@ class AutoencoderRunSettings:
     data: Data
     training: Training
     optimizer: Optimizer
-    ema: EmaProfile = PowerEma()
+    ema: EmaSchedule = PowerEma()
     """Average of the weights, which becomes the codec: power:width=0.1 or fixed:decay_max=0.9999."""
     ema_snapshots: EmaSnapshots = EmaSnapshots()
     log: Log = Log()

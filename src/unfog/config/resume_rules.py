@@ -133,7 +133,7 @@ def settings_digests(config: Config) -> dict[str, str]:
     "best": the name of what the best is chosen by, and for a metric of drawn pictures what it is a measure of.
     """
     # What an earlier version did not know, and is as it was then or not used, changes no digest.
-    second = config.ema_snapshots.profile(config.ema)
+    second = config.ema_snapshots.second_schedule(config.ema)
     idle = (
         ("latents", config.autoencoder_folder),
         ("autoencoder", config.autoencoder.factor),

@@ -20,7 +20,7 @@ from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
 from unfog.text import without_secrets
-from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
 
 Network = Architecture | None  # None: chosen for the device and the image size
@@ -68,7 +68,7 @@ class Config:
     diffusion: Diffusion = Diffusion()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
-    ema: EmaProfile = PowerEma()
+    ema: EmaSchedule = PowerEma()
     """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
     ema_snapshots: EmaSnapshots = EmaSnapshots()
     sampler: Sampler = Sampler()

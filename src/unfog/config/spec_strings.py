@@ -18,8 +18,8 @@ from unfog.diffusion.target import TARGETS
 from unfog.diffusion.weighting import WEIGHTINGS
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES, SIZES
-from unfog.training.ema_schedules import EMAS
-from unfog.training.optimizer_settings import METHODS
+from unfog.training.ema_schedules import EMA_SCHEDULES
+from unfog.training.optimizer_settings import OPTIMIZERS
 
 
 def _by_kind(classes: tuple[Any, ...]) -> dict[str, Any]:
@@ -34,8 +34,8 @@ REGISTRIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
         (SCHEDULES, _by_kind(SCHEDULES)),
         (TARGETS, _by_kind(TARGETS)),
         (WEIGHTINGS, _by_kind(WEIGHTINGS)),
-        (EMAS, _by_kind(EMAS)),
-        (METHODS, _by_kind(METHODS)),
+        (EMA_SCHEDULES, _by_kind(EMA_SCHEDULES)),
+        (OPTIMIZERS, _by_kind(OPTIMIZERS)),
         (ARCHITECTURES, {"auto": None, **_by_kind(ARCHITECTURES), **SIZES}),
     )
 )

@@ -31,7 +31,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.packs.pack_journal import BusyError, locked
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
-from unfog.sharded_rng import taken
+from unfog.sharded_rng import draw_rows
 
 FORMAT = 1
 IN_MEMORY = 2**30
@@ -284,7 +284,7 @@ class Normalise:
         """
         latents = stored[:, 0]
         if self.flip:
-            mirrored = taken(len(stored), lambda n: torch.rand(n, device=stored.device)) < 0.5
+            mirrored = draw_rows(len(stored), lambda n: torch.rand(n, device=stored.device)) < 0.5
             latents = torch.where(mirrored.view(-1, 1, 1, 1), stored[:, 1], latents)
         return self.forward(latents), None
 

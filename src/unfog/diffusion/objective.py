@@ -15,7 +15,7 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.variance import variational_bound
 from unfog.diffusion.weighting import Snr, Uncertainty
 from unfog.errors import RequestError
-from unfog.sharded_rng import taken
+from unfog.sharded_rng import draw_rows
 
 VLB_SHARE = 0.001
 """Weight of the variational bound in bits per number beside the squared error (Nichol & Dhariwal 2021, eq. 16)."""
@@ -28,7 +28,7 @@ class Loss(NamedTuple):
     """float32 [B], weighted; its mean is what training lowers. The caller reduces."""
     u: Tensor
     """float32 [B] in (0, 1), clean to noisy."""
-    reference: Tensor
+    null_loss: Tensor
     """float32 [B]: the error of answering 0 to an image of mean square 1, so no image's expected one is higher."""
     error: Tensor | None = None
     """float32 [B]: what `weight` alone makes of the squared error, where `per_image` is more than that; else None."""
@@ -93,13 +93,13 @@ class Objective:
         """
         importance = None
         if u is None:
-            u = taken(len(x0), lambda n: stratified(n, x0.device, self.interleaved))
+            u = draw_rows(len(x0), lambda n: stratified(n, x0.device, self.interleaved))
             if self.levels is not None and self.diffusion.adaptive:
                 divided = isinstance(self.diffusion.weighting, Uncertainty)
                 u, importance = self.levels.draw(u, self.diffusion.adaptive, divided)
-        noise = taken(len(x0), lambda n: normal_like(x0, n)) if noise is None else noise
+        noise = draw_rows(len(x0), lambda n: normal_like(x0, n)) if noise is None else noise
         if label is not None and self.label_dropout > 0:
-            hide = taken(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
+            hide = draw_rows(len(x0), lambda n: torch.rand(n, device=x0.device)) < self.label_dropout
             label = label.masked_fill(hide, self.num_classes)
         logsnr = self.diffusion.schedule(u)
         weight = self.diffusion.weight(logsnr)

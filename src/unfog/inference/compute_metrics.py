@@ -63,10 +63,10 @@ def compute_metrics(
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     if samples is not None:
         real, fake = _features_of_both(setup, samples, world)
-        if world.first:
+        if world.is_main:
             metrics += _sample_metrics(setup, samples, real, fake)
             copies += _search_copies(setup, dataset, samples, real, fake, out)
-    if world.first:
+    if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup, dataset)
     return Evaluation(run.checkpoint.step, generation, metrics, copies)
@@ -203,7 +203,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) 
             losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, advance)
             found.append(held_out_metrics.held_out_loss(losses))
             if setup.against is not None:
-                other = run.load_network(checkpoint.find(run.folder.checkpoints, setup.against), setup.against)
+                other = run.load_network(checkpoint.find_checkpoint(run.folder.checkpoints, setup.against), setup.against)
                 others = held_out_metrics.held_out_losses(other, config, held_out, batch, advance)
                 found.append(held_out_metrics.held_out_difference(losses, others, setup.against))
     if "bits" in setup.metrics:

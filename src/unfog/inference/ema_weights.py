@@ -11,8 +11,8 @@ from unfog.errors import RequestError, RunError
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.format import Saved
-from unfog.training.checkpoints.posthoc_ema import Mixture, kept_in, mixture, rebuild
+from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, rebuild, solve_mixture
 from unfog.training.ema_schedules import PowerEma
 
 SWEEP_FILE = "ema-sweep.json"
@@ -32,7 +32,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
         RequestError: it cannot be rebuilt: no snapshots, too few of them, or a step after the last.
         RunError: the snapshots cannot be read, or are of another network.
     """
-    mix = mixture(kept_in(folder.averages), width, step)
+    mix = solve_mixture(list_snapshots(folder.averages), width, step)
     try:
         network.load_state_dict(rebuild(mix), strict=True)
     except RuntimeError as error:
@@ -40,11 +40,11 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     return mix
 
 
-def load_default_ema_weights(network: nn.Module, folder: RunFolder, config: Config, saved: Saved) -> None:
+def load_default_ema_weights(network: nn.Module, folder: RunFolder, config: Config, saved: CheckpointInfo) -> None:
     """Load the EMA of a checkpoint into a network; of the width that `unfog ema-sweep` chose, if it was run."""
     width = swept_width(folder.path)
     if width is not None and not (isinstance(config.ema, PowerEma) and config.ema.width == width):
-        kept = kept_in(folder.averages)
+        kept = list_snapshots(folder.averages)
         try:
             # A run that was stopped between two snapshots is sampled as of the last one.
             load_ema_weights(network, folder, width, min(saved.step, kept[-1].step) if kept else None)

@@ -39,7 +39,7 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.distributed.rendezvous import processes
+from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import World
 
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
@@ -55,10 +55,10 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
         RunError: the run folder or the cache cannot be written.
         Interrupted: a stop was requested; the samples so far are kept, and the same call goes on from there.
     """
-    with processes() as world, StopSignals() as stop:
+    with init_world() as world, StopSignals() as stop:
         started = time.monotonic()
         if request.against is not None:
-            checkpoint.find(run.folder.checkpoints, request.against)  # fails now rather than after sampling
+            checkpoint.find_checkpoint(run.folder.checkpoints, request.against)  # fails now rather than after sampling
         dataset = _load_dataset(run, stop)
         setup = _resolve_request(run, request, dataset, stop)
         path = run.path / "evaluations" / f"{run.checkpoint.step:08d}-{_result_key(run, setup)}.json"
@@ -69,11 +69,11 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             return stored
         samples = _generate_samples(run, setup, world, stop)
         evaluation = compute_metrics(run, setup, dataset, samples, world, path.with_suffix(""))
-        if world.first:
+        if world.is_main:
             seconds = round(time.monotonic() - started, 1)
             _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds))
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
-        if world.first:
+        if world.is_main:
             forget_sample_features(setup, samples)
         return Evaluation.read(path) or evaluation
 

@@ -63,11 +63,11 @@ class LoadedRun:
         if self.ema is not None and weights == "raw":
             raise RequestError(f"ema = {ema:g} needs weights = 'ema', and weights = 'raw' was given; give one of them")
         which: int | Literal["best"] | None = "best" if best else step if self.ema is None else None
-        self.checkpoint = checkpoint.find(self.folder.checkpoints, which, warn)
+        self.checkpoint = checkpoint.find_checkpoint(self.folder.checkpoints, which, warn)
         # At once, because a run that is still training may delete this checkpoint later.
         self.network: nn.Module = self.load_network(self.checkpoint, self.checkpoint.step if best else step)
 
-    def load_network(self, saved: checkpoint.Saved, step: int | None) -> nn.Module:
+    def load_network(self, saved: checkpoint.CheckpointInfo, step: int | None) -> nn.Module:
         """Return the network of a checkpoint, with the kind of weights that this run was loaded with.
 
         Args:

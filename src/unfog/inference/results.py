@@ -19,7 +19,7 @@ from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.records import write_atomic
-from unfog.training.settings import Evaluate, SamplingPrecision, names_in
+from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 
 FORMAT = 1
 ARITHMETIC = 2
@@ -55,7 +55,7 @@ class EvaluationRequest:
     """Step of another checkpoint, whose held-out loss is compared image by image."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", names_in(self.metrics))
+        object.__setattr__(self, "metrics", split_names(self.metrics))
         for name in self.metrics:
             if name not in METRICS:
                 raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")

@@ -20,10 +20,10 @@ from unfog.errors import RequestError
 from unfog.evaluation.held_out import HeldOut, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.registry import Network, build_model
-from unfog.training.autoencoder_loss import CodecLoss
+from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.distributed.fsdp import compile_blocks
 from unfog.training.hooks import Augmentation, LossFunction
-from unfog.training.loop import Every
+from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
@@ -66,7 +66,7 @@ def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
     """What training minimises: the objective of the diffusion, which may follow the losses measured so far by noise
     level, or that of a codec."""
     if config.trains_autoencoder:
-        return CodecLoss(config.autoencoder.kl, config.autoencoder.pyramid)
+        return AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid)
     return build_objective(config).following(levels)
 
 
@@ -123,16 +123,16 @@ def build_state(
         network.compile()  # in place, so that the names of the weights stay what they are
     elif config.training.compile:
         compile_blocks(network)
-    precision, second = Precision(config.training.precision, device), config.ema_snapshots.profile(config.ema)
+    precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
     followed = config.diffusion.follows_losses and not config.trains_autoencoder
     levels = Levels(device) if followed else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
-def build_intervals(config: Config, state: TrainState) -> Every:
+def build_intervals(config: Config, state: TrainState) -> Intervals:
     """What follows a step when; snapshots of averages only where their profiles are known."""
     every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
-    return Every(*every, averages=config.ema_snapshots.every if state.widths else 0)
+    return Intervals(*every, averages=config.ema_snapshots.every if state.ema_widths else 0)
 
 
 def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:

@@ -28,7 +28,7 @@ def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy
     return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
 
 
-def read_failed_shards(saved: checkpoint.Saved | None) -> Mapping[str, str] | None:
+def read_failed_shards(saved: checkpoint.CheckpointInfo | None) -> Mapping[str, str] | None:
     """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
     return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
 

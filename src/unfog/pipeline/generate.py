@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.pipeline.autoencoder_folder import encode_edit, latent_decoder
 from unfog.pipeline.build import input_shape
 from unfog.reporting.image_grids import Pixels, grid
-from unfog.training.precision import DTYPES, usual_format
+from unfog.training.precision import DTYPES, default_memory_format
 from unfog.training.settings import SamplingPrecision
 
 
@@ -82,7 +82,7 @@ def generate_images(
     was_training, pictures, memory_format = network.training, [], getattr(network, "channels_last", False)
     network.eval()
     # However it is trained, so that a preview is what `sample` draws.
-    network.channels_last = usual_format(device, drawing.precision)[0] == "channels_last"  # type: ignore[assignment]
+    network.channels_last = default_memory_format(device, drawing.precision)[0] == "channels_last"  # type: ignore[assignment]
     try:
         end = drawing.first + drawing.count
         for first in range(drawing.first, end, drawing.batch):

@@ -23,7 +23,7 @@ from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
 from unfog.reporting.progress import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
-from unfog.training.precision import imitates_bf16, native_precision, usual_format
+from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 AVERAGES = 24
@@ -118,7 +118,7 @@ class AutoSettings:
         if self.config.training.precision != "auto":
             return
         name: PrecisionName = "fp32"
-        if self._device.type == "cpu" and imitates_bf16():
+        if self._device.type == "cpu" and emulates_bf16():
             reason = "this CPU has no instructions for bf16"
         elif self._device.type == "cpu":
             # A second is enough for the one that hardly ever is the faster where there are instructions for the other.
@@ -139,7 +139,7 @@ class AutoSettings:
             return
         name: MemoryFormat = "contiguous"
         if self.config.network is not None and self.config.network.prefers_channels_last:
-            name, reason = usual_format(self._device, self.config.training.precision)
+            name, reason = default_memory_format(self._device, self.config.training.precision)
             self._note("memory_format", name, reason)
         self.config = replace(self.config, training=replace(self.config.training, memory_format=name))
 
@@ -224,7 +224,7 @@ class AutoSettings:
         if config.log.every == 0:
             config = replace(config, log=replace(config.log, every=min(50, round_down_to_125(steps / 20))))
             self._note("log.every", config.log.every, "twenty times or more, at most 50 steps apart")
-        if config.ema_snapshots.every > 0 and config.ema_snapshots.profile(config.ema) is None:
+        if config.ema_snapshots.every > 0 and config.ema_snapshots.second_schedule(config.ema) is None:
             config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
             self._note("ema_snapshots.every", -1, "averages of a fixed decay cannot be rebuilt into others")
         if config.ema_snapshots.every == 0:
@@ -239,7 +239,7 @@ class AutoSettings:
 
     def _averages_every(self, config: Config, steps: int) -> int:
         """Some 24 snapshots, from which `unfog ema-sweep` finds the best length; none where nobody would sweep."""
-        if steps < WORTH_AVERAGES or config.ema_snapshots.profile(config.ema) is None:
+        if steps < WORTH_AVERAGES or config.ema_snapshots.second_schedule(config.ema) is None:
             return -1
         every = max(1, round(steps / AVERAGES))
         takes = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
@@ -272,7 +272,7 @@ class AutoSettings:
     @property
     def sharded(self) -> bool:
         """Whether the network will be divided among processes."""
-        return self.config.training.divided(self.processes)
+        return self.config.training.is_sharded(self.processes)
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))

@@ -24,10 +24,10 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress, format_duration
-from unfog.training.hooks import Augmentation, Silent, Stream
-from unfog.training.loop import Every, train
+from unfog.training.hooks import Augmentation, Stream, TrainingHooks
+from unfog.training.loop import Intervals, train
 from unfog.training.settings import Optimizer, Training
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 LOWEST, HIGHEST = 1e-5, 1.0
@@ -42,7 +42,7 @@ TRIED = (1.0, 0.3, 0.1)
 """Rates that are tried first, as parts of the one at the ramp's lowest loss; highest first."""
 MOST_TRIALS = 6
 """With those that are added, three times as high or as low, until the best one has a worse one on either side."""
-NEVER = Every(log=0, preview=0, evaluate=0, checkpoint=0)
+NEVER = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class LossProbe:
         return total / float((diffusion.weight(logsnr) * diffusion.target_power(logsnr)).sum())
 
 
-class _Watched(Silent):
+class _Watched(TrainingHooks):
     """A run that shows progress and ends on request."""
 
     def __init__(self, subject: LrTestSetup, progress: Progress, before: int = 0):
         self.stop_requested = subject.stop_requested  # type: ignore[method-assign]
         self.progress, self.before = progress, before
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Show it."""
         self.progress.update(self.before + step)
 
@@ -148,12 +148,12 @@ def run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
     """Returns the ramp, and seconds per step of training and looking."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
-    start = probe.relative_loss(state, subject.objective, at_once(subject.training, state))
+    start = probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state))
     rates, losses, marks, steps = [LOWEST], list[float](), [time.perf_counter()], RAMP[1]
     with Progress("learning-rate ramp", RAMP[1]) as progress:
         while True:
             one_step(subject, state, rates[-1], _Watched(subject, progress))
-            losses.append(probe.relative_loss(state, subject.objective, at_once(subject.training, state)))
+            losses.append(probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state)))
             marks.append(time.perf_counter())
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first ones also allocate; and so low, they change nothing yet
@@ -169,7 +169,7 @@ def ramp_steps(seconds: float, pace: float) -> int:
     return round(min(max(seconds / pace, RAMP[0]), RAMP[1]))
 
 
-def one_step(subject: LrTestSetup, state: TrainState, lr: float, run: Silent) -> None:
+def one_step(subject: LrTestSetup, state: TrainState, lr: float, run: TrainingHooks) -> None:
     """A step of the real loop at this rate. Interrupted if a stop was requested instead."""
     training = replace(subject.training, images=state.seen + subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=1, schedule="constant")
@@ -208,7 +208,7 @@ def enough(pace: float) -> float:
     return 1.05 * TRIAL[0] * (len(TRIED) + 1) / (1 - RAMP_SHARE) * pace
 
 
-def run_trial(subject: LrTestSetup, lr: float, steps: int, run: Silent) -> Trial:
+def run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> Trial:
     """A fresh network at this rate, with the schedule of a real run. Interrupted if a stop was requested instead."""
     state = subject.fresh()
     training = replace(subject.training, images=steps * subject.training.batch)
@@ -218,5 +218,5 @@ def run_trial(subject: LrTestSetup, lr: float, steps: int, run: Silent) -> Trial
     if state.seen < training.images:
         raise Interrupted
     with state.ema.swapped_into(state.model):
-        loss = subject.probe.relative_loss(state, subject.objective, at_once(subject.training, state))
+        loss = subject.probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state))
     return Trial(lr, steps, loss if math.isfinite(loss) else math.inf)

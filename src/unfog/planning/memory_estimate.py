@@ -26,8 +26,8 @@ from unfog.planning.peak_memory import (
     find_peak,
 )
 from unfog.training import optimizers as optim
-from unfog.training.distributed.fsdp import divide, mesh_of, sent_in_half
-from unfog.training.distributed.sharded_tensors import divided, local
+from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
+from unfog.training.distributed.sharded_tensors import is_sharded, to_local
 from unfog.training.optimizer_settings import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import PrecisionName, Training
@@ -82,7 +82,7 @@ class MemoryEstimator:
 
     def __init__(self, config: Config, device: str, processes: int = 1):
         self.config, self.device, self.processes = _traceable(config), device, processes
-        self._divided, self._known = config.training.divided(processes), False
+        self._divided, self._known = config.training.is_sharded(processes), False
 
     def estimate(self, microbatch: int, checkpointing: bool, images: int = 0) -> MemoryEstimate:
         """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
@@ -154,10 +154,10 @@ def _traceable(config: Config) -> Config:
     method = config.optimizer.method
     if not isinstance(method, Custom):
         return config
-    optim.custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
+    optim.build_custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
     try:
         with FakeTensorMode():
-            optim.custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
+            optim.build_custom(method, [nn.Parameter(torch.zeros(1))], 1.0)
     except RequestError:
         return replace(config, optimizer=replace(config.optimizer, method=AdamW()))
     return config
@@ -200,7 +200,7 @@ def trace_step(
     Args:
         processes: that train together; the trace is of the first, which of a divided network has the most.
     """
-    training, cpu, apart = config.training, torch.device("cpu"), config.training.divided(processes)
+    training, cpu, apart = config.training, torch.device("cpu"), config.training.is_sharded(processes)
     # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
     augment, objective = build_augmentation(config), build_loss(config)
@@ -211,14 +211,14 @@ def trace_step(
         recorder.kind = "parameters"
         network = build_network(config)
         if mesh is not None:
-            divide(network, mesh, sent_in_half(training.precision, device))
+            shard_network(network, mesh, gathers_in_bf16(training.precision, device))
             recorder.begin()  # as no device has it whole: see `Shards`
         network.checkpointing = checkpointing
         recorder.kind = "workspace"
-        second = config.ema_snapshots.profile(config.ema)
+        second = config.ema_snapshots.second_schedule(config.ema)
         state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
         for average in filter(None, (state.ema, state.second)):
-            recorder.name("average", map(local, [*average.parameters, *average.buffers]))
+            recorder.name("average", map(to_local, [*average.parameters, *average.buffers]))
         _allocate_moments(recorder, state)
         if processes > 1 and not apart:  # DistributedDataParallel has gradients travel from memory of their own
             recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
@@ -229,11 +229,11 @@ def trace_step(
                 with state.precision.autocast():
                     loss = objective(network, x0, label, condition)
                 if apart:  # what is around the blocks stays together until the backward pass is over
-                    recorder.name("gathered", (p for p in network.parameters() if p.ndim and not divided(p)))
+                    recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
                 total = loss.per_image.sum() / training.batch
                 del x0, condition
             state.precision.backward(total)
-            recorder.name("gradients", (local(p.grad) for p in network.parameters() if p.grad is not None))
+            recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
             del loss, total, label
         state.precision.gradient_norm(state.optimizer)
         state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clipped, whatever it is
@@ -243,7 +243,7 @@ def trace_step(
             average.update(1)
 
     with fake_process_group(processes) if apart else nullcontext():
-        mesh = mesh_of("cpu", processes) if apart else None
+        mesh = build_mesh("cpu", processes) if apart else None
         return record_trace(work, device, DTYPES.get(training.precision))
 
 
@@ -253,7 +253,7 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
         parameter.grad = torch.empty_like(parameter)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    recorder.name("moments", map(local, optim.moments(state.optimizer, state.model).values()))
+    recorder.name("moments", map(to_local, optim.optimizer_tensors(state.optimizer, state.model).values()))
 
 
 def trace_call(config: Config, device: str, images: int) -> Trace:

@@ -14,7 +14,7 @@ from unfog.planning.memory_bound import memory_upper_bound
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.peak_memory import available_memory
 from unfog.reporting.progress import format_bytes
-from unfog.training.distributed.rendezvous import sharing
+from unfog.training.distributed.rendezvous import processes_per_device
 
 MARGIN = 0.85
 """Share of the available memory that a prediction may take; predictions are within about 10%."""
@@ -85,7 +85,7 @@ def choose_microbatch(
 
 def memory_per_process(device: torch.device) -> int:
     """Bytes that this process can take on a device: an even part, where others of its machine compute there too."""
-    return available_memory(device) // sharing(device)
+    return available_memory(device) // processes_per_device(device)
 
 
 def _more_devices_remedy(config: Config, processes: int) -> str:

@@ -19,14 +19,14 @@ from unfog.errors import Interrupted
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.reporting.progress import Progress
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
 
 TIMED = 64
 """Images that steps are timed with, where none is decoded yet."""
 
 
-class _StepTimer(Silent):
+class _StepTimer(TrainingHooks):
     """A run that notes the time after each step, and nothing else."""
 
     def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
@@ -35,7 +35,7 @@ class _StepTimer(Silent):
         self.interrupted = stop_requested
         self.times = [time.perf_counter()]
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Note the time; the loop has just waited for the device, to see whether the gradient was finite."""
         self.times.append(time.perf_counter())
         self.progress.update(step)
@@ -62,7 +62,7 @@ def seconds_per_step(
         train(
             replace(config.training, images=10**9 * config.training.batch),
             config.optimizer,
-            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             ImageStream(images, config.training.seed),
             build_augmentation(config),

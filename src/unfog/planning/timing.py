@@ -18,7 +18,7 @@ from unfog.planning.memory_estimate import batch_shape, blank_labels
 from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_duration
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.stability.out_of_memory import microbatch_size
 
 PICTURES = (16, 64, 10_000, 50_000)
 """How many pictures it is told for what they take: to look at, and for a metric."""
@@ -46,7 +46,7 @@ def pace_of(
 ) -> tuple[TimeRange, TimeRange]:
     """Seconds of a step, and of a call of the network for each image; not known where it would not run here."""
     config = auto.process_config()
-    count = at_once(config.training)
+    count = microbatch_size(config.training)
     if other:
         return step_of(config, work, other), call_time(work, count, other).times(1 / count)
     if untimed:
@@ -58,7 +58,7 @@ def pace_of(
 def step_of(config: Config, work: NetworkCost, other: Device) -> TimeRange:
     """Estimated seconds of a step."""
     training = config.training
-    count = -(-training.batch // at_once(training))
+    count = -(-training.batch // microbatch_size(training))
     half = training.precision != "fp32"
     return step_time(work, training.batch, count, other, half, training.checkpointing)
 
@@ -86,7 +86,7 @@ def run_times(config: Config, step: TimeRange, call: TimeRange, held_out: int) -
 def seconds_per_call(config: Config, device: torch.device) -> float:
     """Median wall time of one call of the network on as many images as go through at once, in fp32."""
     network = build_network(config).to(device).eval()
-    denoise, count = Denoiser(network, config.diffusion), at_once(config.training)
+    denoise, count = Denoiser(network, config.diffusion), microbatch_size(config.training)
     x, logsnr = torch.zeros(batch_shape(config, count), device=device), torch.zeros(count, device=device)
     label = blank_labels(config, count)
     label = None if label is None else label.to(device)

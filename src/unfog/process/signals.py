@@ -50,7 +50,7 @@ class StopSignals:
         """What requested the stop: "SIGTERM", "STOP file", …; None: nothing did."""
         self._before: dict[signal.Signals, Any] = {}
         self._alarm = _Alarm(self._ring)
-        self._undivided = _Undivided(self._alarm)
+        self._defer_interrupts = _DeferredInterrupts(self._alarm)
         self._process = 0  # whose signals these are: a forked worker inherits the handlers, but not what they are for
         self._noticed = self._settled = self._closed = False
         self._first = math.inf  # when the first signal came
@@ -78,9 +78,9 @@ class StopSignals:
             self._begin(why)
             self._tell(f"{why}: {self._ending}")
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """A context that the alarm does not cut through but waits for; for the main thread; costs a microsecond."""
-        return self._undivided
+        return self._defer_interrupts
 
     def silence(self) -> None:
         """Raise no Interrupted from here on: what is left is to save and go."""
@@ -144,8 +144,8 @@ class StopSignals:
             _pass_on(self._alarm.handler_before, number, frame)
         elif self._settled:
             pass
-        elif self._undivided.depth:
-            self._undivided.rang = True
+        elif self._defer_interrupts.depth:
+            self._defer_interrupts.rang = True
         elif frame is not None and frame.f_code in (StopSignals.silence.__code__, StopSignals.__exit__.__code__):
             self._alarm.ring_in(
                 _RETRY_INTERVAL
@@ -209,7 +209,7 @@ class _Alarm:
                 signal.setitimer(signal.ITIMER_REAL, max(due - now, 1e-3), interval)
 
 
-class _Undivided:
+class _DeferredInterrupts:
     """`depth` counts how often it was entered and not left; `rang`: the alarm came meanwhile. Once for every step."""
 
     __slots__ = ("_alarm", "depth", "rang")

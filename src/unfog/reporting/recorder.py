@@ -32,7 +32,7 @@ class Recorder:
 
     `total`: the step that the run ends at, None if not known. `start`: the step that it resumes from; 0 for a new run.
     `config`: shown by W&B beside the run. `logged`: the step after which lines of metrics are dropped, because they
-    will be written again; None is `start`. `undivided`: a context in which a stop does not cut off what is being
+    will be written again; None is `start`. `defer_interrupts`: a context in which a stop does not cut off what is being
     written.
 
     RequestError when the package of a sink is missing. After that, nothing that happens to a sink or to the
@@ -48,12 +48,12 @@ class Recorder:
         start: int = 0,
         config: Mapping[str, object] | None = None,
         logged: int | None = None,
-        undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
+        defer_interrupts: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         check_installed(log.sinks)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        self._undivided = undivided
+        self._defer_interrupts = defer_interrupts
         self._events = Events(run_dir / "events.jsonl")
         self._metrics = Metrics(run_dir / "metrics.jsonl", start if logged is None else logged)
         before = (self._metrics.last or {}).get("seconds")
@@ -166,7 +166,7 @@ class Recorder:
     def _write(self, write: Callable[[], None]) -> None:
         """Do without the disk where it refuses, and say so once."""
         try:
-            with self._undivided():
+            with self._defer_interrupts():
                 write()
         except OSError as error:
             if not self._disk_refused:

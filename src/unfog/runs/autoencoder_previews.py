@@ -16,7 +16,7 @@ from unfog.pipeline.generate import to_pixels
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.runs.previews import Previews
-from unfog.training.autoencoder_loss import CodecLoss, psnr
+from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
 
 _COLUMNS = 8
@@ -40,7 +40,7 @@ class AutoencoderPreviews(Previews):
         if self.held_out is None:
             return {}
         x0, loss = self.held_out.x0, build_loss(self.config)
-        assert isinstance(loss, CodecLoss)
+        assert isinstance(loss, AutoencoderLoss)
         back = self._looking(len(x0), lambda count: self._back(x0, count))
         costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(back, 64))])
         return {"held_out_loss": float(costs.mean()), "psnr": float(psnr(to_pixels(x0), to_pixels(back)).mean())}
@@ -67,7 +67,7 @@ def export_autoencoder(folder: RunFolder, config: Config) -> str:
     """Write the average of the newest checkpoint as the codec that others train with; a line that says so."""
     network = build_network(config)
     assert isinstance(network, AutoencoderModel)
-    saved = checkpoint.find(folder.checkpoints, None)
+    saved = checkpoint.find_checkpoint(folder.checkpoints, None)
     checkpoint.load_weights(saved.folder, "ema", network)
     described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
     measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"

@@ -128,7 +128,7 @@ class _DryRun:
             return False
         return True
 
-    def _session(self, config: Config, saved: checkpoint.Saved | None) -> tuple[Session, TimedHeartbeat]:
+    def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> tuple[Session, TimedHeartbeat]:
         """A session of the run, carried to its end; PartError names the part in which it failed."""
         with StopSignals() as own, self.folder.locked(), (pulse := TimedHeartbeat(self.folder.path, own)):
             try:
@@ -160,7 +160,7 @@ class _DryRun:
             session, pulse = self._session(self.config, find_resume_point(self.folder)[0])
         whole = time.perf_counter() - started
         self.state, path = session.state, self.folder.path
-        saved = checkpoint.described(self.folder.checkpoints)[0][-1]
+        saved = checkpoint.list_checkpoints(self.folder.checkpoints)[0][-1]
         stored = sum(file.bytes for file in saved.files.values())
         page = path / "report.html"
         return [

@@ -135,7 +135,7 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
             f"on its latents: --autoencoder {sanitize(init.folder)}"
         )
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
-    saved = checkpoint.find(run.checkpoints, which, warn)  # type: ignore[arg-type]
+    saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
     file = saved.folder / f"{'ema' if init.weights == 'ema' else 'model'}.safetensors"
     words = "averaged (EMA)" if init.weights == "ema" else "raw"
     return _WeightsSource(config, file, f"{words} weights of step {saved.step:,}", None)

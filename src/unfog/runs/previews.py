@@ -20,8 +20,8 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import warn
-from unfog.training.stability.out_of_memory import at_once as passes_at
 from unfog.training.stability.out_of_memory import is_out_of_memory
+from unfog.training.stability.out_of_memory import microbatch_size as passes_at
 from unfog.training.state import TrainState
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Previews:
         """
         state, swapped, home = self.state, False, next(self.state.model.parameters()).device
         try:
-            with self.stop.undivided():
+            with self.stop.defer_interrupts():
                 state.ema.swap(state.model)
                 swapped = True
                 state.model.to(state.precision.device)
@@ -114,6 +114,6 @@ class Previews:
                 yield
         finally:
             if swapped:
-                with self.stop.undivided():
+                with self.stop.defer_interrupts():
                     state.model.to(home)
                     state.ema.swap(state.model)

@@ -18,9 +18,9 @@ from unfog.reporting.recorder import Recorder
 from unfog.training.checkpoints import ema_snapshots as averages
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.ema_snapshots import AverageWriter
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.checkpoints.writer import Writer
+from unfog.training.checkpoints.ema_snapshots import EmaSnapshotWriter
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.state import TrainState
 
 _BRIEF_WAIT = 3.0  # seconds
@@ -31,8 +31,8 @@ class Saver:
 
     def __init__(self, folder: RunFolder, config: Config, stop: StopSignals, pulse: Heartbeat, recorder: Recorder):
         self.folder, self.config, self.stop, self.pulse, self.recorder = folder, config, stop, pulse, recorder
-        self.writer = Writer(folder.checkpoints, config.checkpoint)
-        self.averages = AverageWriter(config.ema_snapshots)
+        self.writer = CheckpointWriter(folder.checkpoints, config.checkpoint)
+        self.averages = EmaSnapshotWriter(config.ema_snapshots)
         self.identity = folder_identity(folder.path)
         self._descriptor = os.open(folder.path, os.O_RDONLY) if os.name != "nt" else -1  # to find it when it is moved
         self.saved: tuple[int, list[str]] | None = None
@@ -66,14 +66,14 @@ class Saver:
         self.stall_seconds += time.perf_counter() - started
         return str(self.folder.checkpoints)
 
-    def take_snapshot(self, state: TrainState, for_best: bool = False, post: Post | None = None) -> None:
+    def take_snapshot(self, state: TrainState, for_best: bool = False, post: ShardStatusStore | None = None) -> None:
         """Copy what this process has of the state, and have it written; with others, if there is a `post`.
 
         Raises:
             RunError: the folder was moved; this is saved where it is now.
         """
         started, step = time.perf_counter(), state.seen // self.config.training.batch
-        with self.stop.undivided():
+        with self.stop.defer_interrupts():
             self.saved = (step, list(state.due))
             if bad := state.non_finite():
                 self.recorder.warn(
@@ -81,7 +81,9 @@ class Saver:
                 )
                 return
             anchor = self._is_anchor(state, step)
-            self.writer.submit(snapshot.take(state, step, anchor, for_best, to_toml(redact_urls(self.config))), post)
+            self.writer.submit(
+                snapshot.take_snapshot(state, step, anchor, for_best, to_toml(redact_urls(self.config))), post
+            )
             self.pulse.save_started()
         self.stall_seconds += time.perf_counter() - started
         if self.before is not None:
@@ -94,7 +96,7 @@ class Saver:
     def save_ema_snapshot(self, state: TrainState) -> None:
         """Copy both averages to host memory, and have them written from there."""
         started = time.perf_counter()
-        taken = averages.take(state, state.seen // self.config.training.batch)
+        taken = averages.take_snapshot(state, state.seen // self.config.training.batch)
         self.averages.submit(taken, self.folder.averages)
         self.stall_seconds += time.perf_counter() - started
 
@@ -118,7 +120,7 @@ class Saver:
                 f"{self.before} was removed while it was trained, or moved; what is not in a checkpoint is lost"
             )
         self.folder = RunFolder(place)
-        self.writer = Writer(self.folder.checkpoints, self.config.checkpoint)
+        self.writer = CheckpointWriter(self.folder.checkpoints, self.config.checkpoint)
 
     def poll(self) -> None:
         """Record what the writer has done; RunError at once if it has failed."""
@@ -141,7 +143,7 @@ class Saver:
             return True
         every, guard = self.config.checkpoint.every, state.guard
         regular = every > 0 and step % every == 0
-        return regular and guard.strange == 0 and guard.ordinary >= self.config.training.patience
+        return regular and guard.anomalous == 0 and guard.ordinary >= self.config.training.patience
 
     def roll_back(self, state: TrainState, reason: str) -> str:
         """Return to the weights of the newest checkpoint that was taken at its regular time when all was well.
@@ -155,15 +157,15 @@ class Saver:
         """
         self.wait()
         step = state.seen // self.config.training.batch
-        good = checkpoint.to_go_back_to(self.folder.checkpoints, state, self.config.training.patience)
+        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
         if good is None:
             raise RunError(
                 f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"
             )
-        with self.stop.undivided():
+        with self.stop.defer_interrupts():
             checkpoint.roll_back(good.folder, state)
             self.averages.wait()
-            averages.forget_after(self.folder.averages, good.step)
+            averages.remove_after(self.folder.averages, good.step)
             lr = self.config.optimizer.lr * state.guard.lr_scale
             skipped = [good.images, state.seen]
             self.recorder.event("rolled_back", step, reason=reason, to=good.step, lr=lr, images_skipped=skipped)
@@ -191,7 +193,7 @@ class Saver:
                 elif not leaving:
                     raise Interrupted
                 elif self.writer.waiting and time.monotonic() > deadline:
-                    self.writer.give_up()
+                    self.writer.abandon()
                     raise RunError(
                         f"the disk is full, so what was learned since the newest checkpoint in "
                         f"{self.folder.checkpoints} could not be saved; that one is whole. Make room, then "
@@ -204,12 +206,12 @@ class Saver:
         for long where others write a part of it."""
         with suppress(RunError):  # the failure is what is told
             if at_once:
-                self.writer.give_up()
+                self.writer.abandon()
                 self.writer.wait(_BRIEF_WAIT)
             elif not shared:
                 self.wait(leaving=True)
             elif not self.writer.wait(0.8 * self.config.training.grace):  # one that writes with this may be gone
-                self.writer.give_up()
+                self.writer.abandon()
         self.report_writer_events()
 
     def report_writer_events(self) -> None:
@@ -217,7 +219,7 @@ class Saver:
         for step, reason in self.averages.failures():
             self.recorder.event("averages_left_out", step, reason=reason)
             warn(f"the averages of step {step:,} could not be written ({reason}); others of them will do")
-        for kind, step, fields in self.writer.news():
+        for kind, step, fields in self.writer.events():
             self.recorder.event(kind, step, **fields)
             if kind == "checkpoint":
                 self.pulse.save_finished()

@@ -33,11 +33,11 @@ from unfog.runs.previews import Previews
 from unfog.runs.saver import Saver
 from unfog.runs.workers import run_training_loop
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.distributed.world import ALONE, World
-from unfog.training.loop import Stopwatch, settle
-from unfog.training.stability.nan_debug import Culprit
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.distributed.world import SINGLE_PROCESS, World
+from unfog.training.loop import Stopwatch, run_due_hooks
+from unfog.training.stability.nan_debug import NanReport
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 
@@ -53,18 +53,18 @@ class Session:
         stop: StopSignals,
         heartbeat: Heartbeat,
         weights: dict[str, torch.Tensor] | None = None,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ):
         self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, heartbeat
         self.world = world
         config.sampler.visits(config.diffusion.schedule)  # may be refused
         check_installed(config.log.sinks)
         self.stream = ImageStream(prepared.as_network_input.train, config.training.seed)
-        self.state = build_state(config, device, weights, world.home(config.training.shard, device))
+        self.state = build_state(config, device, weights, world.init_device(config.training.shard, device))
         self.state.precision.processes = world.size
-        self.divided = config.training.divided(world.size)
+        self.divided = config.training.is_sharded(world.size)
         # Nothing changes it before it is divided, so that the first checkpoint, of the beginning, needs no copy.
-        self.state.copied = self.divided
+        self.state.in_host_memory = self.divided
         self.saved: Path | None = None
         """The checkpoint that a divided state is read from."""
         self.objective = build_objective(config)
@@ -94,7 +94,7 @@ class Session:
         self,
         choices: Sequence[Choice],
         findings: Sequence[Finding] = (),
-        saved: checkpoint.Saved | None = None,
+        saved: checkpoint.CheckpointInfo | None = None,
         changes: Sequence[str] = (),
     ) -> bool:
         """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end.
@@ -109,7 +109,7 @@ class Session:
             self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
         else:
             self._load(saved)
-        self.state.adopt(settings_digests(self.config))
+        self.state.adopt_settings(settings_digests(self.config))
         with self._recorder() as recorder:
             self.attach(recorder)
             if saved is not None:
@@ -147,7 +147,7 @@ class Session:
         """Write things down here from now on."""
         self.recorder = recorder
         self.saver = Saver(self.folder, self.config, self.stop, self.pulse, recorder)
-        self.keep_averages = self.saver.save_ema_snapshot
+        self.save_ema_snapshot = self.saver.save_ema_snapshot
         self.pulse.step, self.pulse.steps = self.step, self.steps
 
     def _recorder(self) -> Recorder:
@@ -160,17 +160,17 @@ class Session:
             self.step,
             asdict(redact_urls(self.config)),
             logged,
-            self.stop.undivided,
+            self.stop.defer_interrupts,
         )
 
-    def _load(self, saved: checkpoint.Saved) -> None:
+    def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Take over a checkpoint; where the network will be divided, each process takes its rows of it then."""
         if self.divided:
             self.state.load_progress(checkpoint.read_state(saved.folder))
             self.saved = saved.folder
         else:
             checkpoint.load(saved.folder, self.state)
-        if saved.made_on != (machine := self.state.precision.machine()):
+        if saved.made_on != (machine := self.state.precision.describe_machine()):
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
 
     def train(self) -> None:
@@ -193,7 +193,7 @@ class Session:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
         self.recorder.event("data", self.step, summary=self.prepared.report.line())
-        if self.config.ema_snapshots.every > 0 and not self.state.pure:
+        if self.config.ema_snapshots.every > 0 and not self.state.ema_history_known:
             say("  no snapshots of averages are taken: the two have not been kept alike since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
@@ -216,7 +216,7 @@ class Session:
         state, training = self.state, self.config.training
         state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
         with suppress(Interrupted):  # what is still due then, is done after a resume
-            settle(state, self, Stopwatch(), training.batch)
+            run_due_hooks(state, self, Stopwatch(), training.batch)
             self.saver.wait()  # steps without anything to go back to would be steps that can be lost
 
     def _conclude(self) -> bool:
@@ -227,11 +227,11 @@ class Session:
                 with self.pulse.during("drawing"):
                     strip = self.looks.final_image()
                 self.recorder.log_image(self.step, self.looks.final_name, strip)
-            if self.state.guard.strange:
-                strange = self.state.guard.strange
+            if self.state.guard.anomalous:
+                strange = self.state.guard.anomalous
                 self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
         self.stop.silence()
-        if self.leaving(self.state):
+        if self.needs_final_save(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)
         self.recorder.event("finished" if done else "stopped", self.step)
@@ -242,27 +242,27 @@ class Session:
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        self.failures.report(self.recorder, step, self.world.news())
+        self.failures.report(self.recorder, step, self.world.collect_reports())
 
-    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
         """Record a refused step; with the culprit, if that was looked for."""
         fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
         if culprit is not None:
             # By what was in the batch, which may be an image that stands in for another.
             names = [self.prepared.train.names[int(self.stream.batch(place, 1).index[0])] for place in culprit.images]
             fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
-            warn(f"step {self.step:,} was refused: {culprit.sentence(names)}")
+            warn(f"step {self.step:,} was refused: {culprit.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
-    def shrunk(self, state: TrainState) -> None:
+    def on_out_of_memory(self, state: TrainState) -> None:
         """Say and record that memory did not suffice."""
-        now = at_once(self.config.training, state)
+        now = microbatch_size(self.config.training, state)
         checkpointing = getattr(state.model, "checkpointing", False)
         how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
         self.recorder.warn(self.step, f"memory did not suffice; going on with {how}, for the same batch")
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Move the progress line, and record what the writer has done meanwhile."""
         self.recorder.update_progress(step)
         self.pulse.step = step
@@ -276,9 +276,9 @@ class Session:
         """Whether somebody wants the run to stop."""
         return self.stop()
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """A stretch that a stop waits for."""
-        return self.stop.undivided()
+        return self.stop.defer_interrupts()
 
     def preview(self, state: TrainState) -> None:
         """Sample grid from the EMA weights."""
@@ -297,16 +297,16 @@ class Session:
         state.lost_shards = self.failures.shards
         self.saver.save(state, for_best)
 
-    def begin_save(self, state: TrainState) -> str:
-        """Before `save_rows`: wait for what comes before a checkpoint."""
+    def prepare_save(self, state: TrainState) -> str:
+        """Before `save_shards`: wait for what comes before a checkpoint."""
         state.lost_shards = self.failures.shards
         return self.saver.prepare()
 
-    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
         """Save the rows that this process has, and what all have."""
         self.saver.take_snapshot(state, for_best, post)
 
-    def leaving(self, state: TrainState) -> bool:
+    def needs_final_save(self, state: TrainState) -> bool:
         """Whether a run that ends before its end is yet to be saved; nothing interrupts that."""
         if not self.done:
             self.stop.silence()

@@ -40,10 +40,10 @@ from unfog.runs.session import Session
 from unfog.runs.workers import broadcast_config
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.ema_snapshots import forget_after
-from unfog.training.distributed.rendezvous import device_of, processes
+from unfog.training.checkpoints.ema_snapshots import remove_after
+from unfog.training.distributed.rendezvous import init_world, local_device
 from unfog.training.optimizer_settings import Custom
-from unfog.training.optimizers import check_goes_on
+from unfog.training.optimizers import check_resumable
 
 
 def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
@@ -56,11 +56,11 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     check_request(config)
     announce_custom_optimizer(config)
     folder = RunFolder(out or next_folder(config.source))
-    device = choose_device(device_of(config.training.device))
+    device = choose_device(local_device(config.training.device))
     if config.evaluate.metrics:  # what is not there is missed at once, rather than after reading images
         open_features(config.evaluate.features, device, only_known=True)
     with (
-        processes(config.training.timeout) as world,
+        init_world(config.training.timeout) as world,
         StopSignals() as stop,
         folder.create_locked(config.source),
         Heartbeat(folder.path, stop, silent=True) as pulse,
@@ -109,16 +109,16 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     announce_custom_optimizer(config)
     report_dropped_levels(stored.sampler, config.sampler)
     check_source_exists(config.source)
-    device = choose_device(device_of(config.training.device))
+    device = choose_device(local_device(config.training.device))
     timeout = config.training.timeout
-    with processes(timeout) as world, folder.locked(), StopSignals() as stop, Heartbeat(folder.path, stop) as pulse:
+    with init_world(timeout) as world, folder.locked(), StopSignals() as stop, Heartbeat(folder.path, stop) as pulse:
         saved, broken = find_resume_point(folder)
         # What trained it so far, whatever has been written into RUN/config.toml since.
         trained = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
         pulse.step = saved.step if saved else 0
         check_changes(trained, config, force)
         prepared, config = load_images(config, stop, lost=read_failed_shards(saved))
-        if saved and not saved.holds(checkpoint.SECOND) and config.ema_snapshots.every == 0:
+        if saved and not saved.holds(checkpoint.EMA2) and config.ema_snapshots.every == 0:
             # Left open, as an earlier version had none: snapshots need a second average from the beginning on.
             config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
         check_changes(trained, config, force)  # again, as only now it is known what the images are
@@ -181,7 +181,7 @@ def resolve_for_resume(
     config: Config,
     prepared: Dataset,
     device: torch.device,
-    saved: checkpoint.Saved | None,
+    saved: checkpoint.CheckpointInfo | None,
     stop: StopSignals,
     processes: int,
 ) -> AutoSettings:
@@ -197,10 +197,12 @@ def resolve_for_resume(
     return auto
 
 
-def discard_after(folder: RunFolder, saved: checkpoint.Saved | None, broken: list[checkpoint.Broken]) -> None:
+def discard_after(
+    folder: RunFolder, saved: checkpoint.CheckpointInfo | None, broken: list[checkpoint.BrokenCheckpoint]
+) -> None:
     """Set aside what is broken, which is said, and remove what lies after the checkpoint that a run goes on from."""
-    rotation.clear_away(folder.checkpoints, broken)
-    forget_after(folder.averages, saved.step if saved else -1)
+    rotation.remove_leftovers(folder.checkpoints, broken)
+    remove_after(folder.averages, saved.step if saved else -1)
     for folder_and_reason in broken:
         say(str(folder_and_reason))
 
@@ -214,17 +216,17 @@ def announce_custom_optimizer(config: Config) -> None:
         path = config.optimizer.method.path
         if path:
             say(f"  optimizer: imports and runs {path}, as these settings ask for")
-        check_goes_on(config.optimizer.method)
+        check_resumable(config.optimizer.method)
 
 
-def find_resume_point(folder: RunFolder) -> tuple[checkpoint.Saved | None, list[checkpoint.Broken]]:
+def find_resume_point(folder: RunFolder) -> tuple[checkpoint.CheckpointInfo | None, list[checkpoint.BrokenCheckpoint]]:
     """The newest whole checkpoint, None before the first, and the broken ones that are passed over.
 
     Raises:
         RunError: there were steps, and there is nothing left of them.
     """
     folder.checkpoints.mkdir(exist_ok=True)
-    rotation.put_back(folder.checkpoints)
+    rotation.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
         raise RunError(

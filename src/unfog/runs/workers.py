@@ -23,36 +23,36 @@ from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.checkpoints.writer import Writer
-from unfog.training.distributed.coordination import Together
-from unfog.training.distributed.rendezvous import device_of, processes
-from unfog.training.distributed.world import World, lost
-from unfog.training.hooks import Rank, Silent
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.writer import CheckpointWriter
+from unfog.training.distributed.coordination import CoordinatedHooks
+from unfog.training.distributed.rendezvous import init_world, local_device
+from unfog.training.distributed.world import World, is_lost_process
+from unfog.training.hooks import Rank, TrainingHooks
 from unfog.training.loop import train
 from unfog.training.state import TrainState
 
 
-class WorkerHooks(Silent):
+class WorkerHooks(TrainingHooks):
     """A run that another process records. A signal that comes here counts there."""
 
     def __init__(self, stop: StopSignals, prepared: Dataset, world: World, config: Config):
         self.stop, self.prepared, self.world, self.config = stop, prepared, world, config
         self.told: set[tuple[str, ...]] = set()
-        self.writer: Writer | None = None
+        self.writer: CheckpointWriter | None = None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Tell the first process which images of this one's share could not be decoded, and which shards not read."""
         found = failures_on_this_rank(self.prepared.train)
-        self.world.report([list(one) for one in sorted(found - self.told)])
+        self.world.send_report([list(one) for one in sorted(found - self.told)])
         self.told |= found
 
-    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
         """Copy the rows that are here, and have them written."""
         self.finish(math.inf)  # which the first process has seen the end of
         if not state.non_finite():
-            self.writer = Writer(Path(place), self.config.checkpoint)
-            self.writer.submit(snapshot.take(state, state.seen // self.config.training.batch), post)
+            self.writer = CheckpointWriter(Path(place), self.config.checkpoint)
+            self.writer.submit(snapshot.take_snapshot(state, state.seen // self.config.training.batch), post)
 
     def finish(self, seconds: float) -> None:
         """Wait for so long for what is on its way to the disk."""
@@ -64,9 +64,9 @@ class WorkerHooks(Silent):
         """Whether this process was asked to stop."""
         return self.stop()
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """A stretch that a stop waits for."""
-        return self.stop.undivided()
+        return self.stop.defer_interrupts()
 
 
 def run_worker() -> None:
@@ -75,9 +75,9 @@ def run_worker() -> None:
     Raises:
         RunError: the first process failed, or the images here are other ones.
     """
-    with processes() as world:
+    with init_world() as world:
         nothing: dict[str, Any] = {}
-        told = world.broadcast(nothing)
+        told = world.broadcast_object(nothing)
         if not told:
             return
         config = from_toml(told["config"], Config())
@@ -107,9 +107,9 @@ def check_visible(folder: Path, what: str, world: World) -> None:
 
 def _train_worker(config: Config, prepared: Dataset, stop: StopSignals, world: World) -> None:
     """Train what the first process trains, whose state comes from there."""
-    device = choose_device(device_of(config.training.device))
+    device = choose_device(local_device(config.training.device))
     settled = replace(config, training=replace(config.training, device=str(device)))
-    state = build_state(settled, device, home=world.home(config.training.shard, device))
+    state = build_state(settled, device, home=world.init_device(config.training.shard, device))
     stream = ImageStream(prepared.as_network_input.train, config.training.seed)
     follower = WorkerHooks(stop, prepared, world, config)
     try:
@@ -131,7 +131,7 @@ def broadcast_config(
     """
     told = None if given_up is None else dict(given_up)
     place = str(checkpoints.absolute())
-    world.broadcast({} if config is None else {"config": to_toml(config), "lost": told, "checkpoints": place})
+    world.broadcast_object({} if config is None else {"config": to_toml(config), "lost": told, "checkpoints": place})
 
 
 def run_training_loop(
@@ -146,13 +146,13 @@ def run_training_loop(
         RunError: as the loop, or another process is gone.
     """
     # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
-    with run.undivided() if world.size > 1 else nullcontext():
+    with run.defer_interrupts() if world.size > 1 else nullcontext():
         try:
-            world.begin(state.precision.device, config.training.timeout)
-            if config.training.divided(world.size):
-                world.divide(state, saved)
-            world.alike(state)
-            if world.size > 1 and (own := world.share(0, config.training.batch)):
+            world.init_process_group(state.precision.device, config.training.timeout)
+            if config.training.is_sharded(world.size):
+                world.shard_state(state, saved)
+            world.broadcast_state(state)
+            if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
                 stream.share(own.start, len(own), config.training.batch, state.seen)  # read ahead no other's images
             train(
                 config.training,
@@ -165,9 +165,9 @@ def run_training_loop(
                 run,
                 world,
             )
-            Together(run, world).leave(state)
+            CoordinatedHooks(run, world).finish(state)
         except RuntimeError as error:
-            if world.size == 1 or not lost(error):
+            if world.size == 1 or not is_lost_process(error):
                 raise
             raise LostProcess(
                 f"rank {world.rank} has lost another process, which ended or does not answer; unfog resume goes on "

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from unfog.diffusion.objective import Loss
 
-BANDS = 3
+_BANDS = 3
 """Of the pyramid, each at half the resolution of the one before; what is coarser is left to the plain error."""
 
 
 @dataclass(frozen=True)
-class CodecLoss:
+class AutoencoderLoss:
     """Mean absolute error, that of each band of a Laplacian pyramid, and a small divergence, all means per number.
 
     Absolute rather than squared error, as squares blur more. The pyramid (Burt & Adelson 1983) as a loss is that of
@@ -36,39 +36,39 @@ class CodecLoss:
         Labels and augmentation say nothing here. `u`, the noise level of a diffusion, is 1/2 for all.
         """
         image, mean, logvar = network(x0)
-        cost = self.reconstruction(image.float() - x0) + self.kl * divergence(mean, logvar).mean((1, 2, 3))
+        cost = self.reconstruction(image.float() - x0) + self.kl * standard_normal_kl(mean, logvar).mean((1, 2, 3))
         return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
 
     def reconstruction(self, error: Tensor) -> Tensor:
         """What an error [B, C, H, W] costs, [B]."""
         cost = error.abs().mean((1, 2, 3))
         if self.pyramid:
-            for band in bands(error):
+            for band in _laplacian_pyramid(error):
                 cost = cost + self.pyramid * band.abs().mean((1, 2, 3))
         return cost
 
 
-def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
+def standard_normal_kl(mean: Tensor, logvar: Tensor) -> Tensor:
     """KL(N(mean, exp(logvar)) || N(0, 1)) of each number (Kingma & Welling 2014, appendix B)."""
     return 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
 
 
-def bands(x: Tensor) -> list[Tensor]:
+def _laplacian_pyramid(x: Tensor) -> list[Tensor]:
     """The Laplacian pyramid of [B, C, H, W], finest band first, without what remains below the last.
 
     Linear, so the bands of a difference are the differences of the bands. Fewer bands of images below 8 pixels.
     """
     found = []
-    for _ in range(BANDS):
+    for _ in range(_BANDS):
         if min(x.shape[-2:]) < 4:
             break
-        smooth = blurred(x)
+        smooth = _blur(x)
         found.append(x - smooth)
         x = smooth[..., ::2, ::2]
     return found
 
 
-def blurred(x: Tensor) -> Tensor:
+def _blur(x: Tensor) -> Tensor:
     """Convolution of [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both sides, edges repeated."""
     weights = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], device=x.device, dtype=x.dtype) / 16
     channels = x.shape[1]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unfog.training.distributed.sharded_tensors import local
-from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.distributed.sharded_tensors import to_local
+from unfog.training.ema_schedules import EmaSchedule, PowerEma
 
 
 class Ema:
@@ -20,8 +20,8 @@ class Ema:
     objects from then on, whatever is put into them: to look for them takes as long as half of an update.
     """
 
-    def __init__(self, model: nn.Module, profile: EmaProfile):
-        self.profile = profile
+    def __init__(self, model: nn.Module, schedule: EmaSchedule):
+        self.profile = schedule
         self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
         self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
 
@@ -36,7 +36,7 @@ class Ema:
         """Fold in the network's weights after optimiser update number `update` (1, 2, …)."""
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
         parameters, buffers = self._of
-        mine, theirs = list(map(local, self.parameters)), list(map(local, parameters))
+        mine, theirs = list(map(to_local, self.parameters)), list(map(to_local, parameters))
         torch._foreach_lerp_(mine, theirs, 1 - self.profile.decay(update))
         for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
@@ -71,7 +71,7 @@ class Ema:
             if name in tensors:  # all but buffers that no checkpoint holds
                 mine.copy_(tensors[name])
 
-    def holding(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Ema:
+    def with_tensors(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Ema:
         """Another average of the same profile, for a network of the same kind, that holds these themselves."""
         other = copy.copy(self)
         other._of = list(model.parameters()), list(model.buffers())

@@ -64,5 +64,5 @@ class FixedEma:
         return min(self.decay_max, (1 + update) / (10 + update))
 
 
-EmaProfile = PowerEma | FixedEma
-EMAS = (PowerEma, FixedEma)
+EmaSchedule = PowerEma | FixedEma
+EMA_SCHEDULES = (PowerEma, FixedEma)

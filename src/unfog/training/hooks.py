@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
-from unfog.training.checkpoints.sharded import Post
-from unfog.training.stability.nan_debug import Culprit
+from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 
 Augmentation = Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -44,23 +44,23 @@ class Run(Protocol):
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Record numbers."""
 
-    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
         """Record that the step just taken was refused, and why, if that was looked into."""
 
     def roll_back(self, state: TrainState, reason: str) -> str:
         """Return weights, average and optimiser to where all was well; `TrainState.go_back` the rest. Returns the
         checkpoint's folder, from which other processes read their rows of a divided state."""
 
-    def shrunk(self, state: TrainState) -> None:
+    def on_out_of_memory(self, state: TrainState) -> None:
         """Record that memory did not suffice, and with what the loop goes on: `state.microbatch`, checkpointing."""
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Show progress; called every step, so it must be cheap and must not wait for the device."""
 
     def preview(self, state: TrainState) -> None:
         """Draw a sample grid."""
 
-    def keep_averages(self, state: TrainState) -> None:
+    def save_ema_snapshot(self, state: TrainState) -> None:
         """Store a snapshot of both averages, for `posthoc`."""
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
@@ -75,46 +75,46 @@ class Run(Protocol):
     def stop_requested(self) -> bool:
         """Whether the run should end as soon as it can; may also raise Interrupted, but for the following."""
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """A stretch in which Interrupted must not be raised, as what it changes belongs together."""
 
 
 class Rank(Run, Protocol):
     """A run as one of the processes has it that train it together; what all of them do of a divided state."""
 
-    def begin_save(self, state: TrainState) -> str:
-        """Before `save_rows`, at the first process: what a checkpoint has to wait for. Returns where they are."""
+    def prepare_save(self, state: TrainState) -> str:
+        """Before `save_shards`, at the first process: what a checkpoint has to wait for. Returns where they are."""
 
-    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
         """Save the rows that this process has of a divided state, with all others, in the folder of checkpoints."""
 
-    def leaving(self, state: TrainState) -> bool:
+    def needs_final_save(self, state: TrainState) -> bool:
         """Whether a divided state has to be saved before each process goes its way; from then on nothing interrupts."""
 
 
-class Silent:
+class TrainingHooks:
     """A run that keeps and tells nothing; what it goes back to, there is not."""
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
         """Nothing is recorded."""
 
-    def refused(self, state: TrainState, norm: float, culprit: Culprit | None) -> None:
+    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
         """Nothing is recorded."""
 
     def roll_back(self, state: TrainState, reason: str) -> str:
         """There is nothing to go back to."""
         return ""
 
-    def shrunk(self, state: TrainState) -> None:
+    def on_out_of_memory(self, state: TrainState) -> None:
         """Nothing is recorded."""
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Nothing is shown."""
 
     def preview(self, state: TrainState) -> None:
         """Nothing is drawn."""
 
-    def keep_averages(self, state: TrainState) -> None:
+    def save_ema_snapshot(self, state: TrainState) -> None:
         """Nothing is stored."""
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
@@ -124,14 +124,14 @@ class Silent:
     def save(self, state: TrainState, for_best: bool = False) -> None:
         """Nothing is saved."""
 
-    def begin_save(self, state: TrainState) -> str:
+    def prepare_save(self, state: TrainState) -> str:
         """Nothing is saved."""
         return ""
 
-    def save_rows(self, state: TrainState, for_best: bool, place: str, post: Post) -> None:
+    def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
         """Nothing is saved."""
 
-    def leaving(self, state: TrainState) -> bool:
+    def needs_final_save(self, state: TrainState) -> bool:
         """Nothing is saved."""
         return False
 
@@ -143,6 +143,6 @@ class Silent:
         """Nobody asks."""
         return False
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def defer_interrupts(self) -> AbstractContextManager[None]:
         """Nothing here has to stay together."""
         return nullcontext()

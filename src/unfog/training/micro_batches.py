@@ -13,38 +13,38 @@ from unfog.diffusion.objective import Loss
 from unfog.errors import Interrupted
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Run
-from unfog.training.noise_scale import squared_norm
+from unfog.training.noise_scale import squared_gradient_norm
 from unfog.training.settings import Training
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
-OWN = 0x5EED
+_OWN_SEED = 0x5EED
 """What the seed of a part differs by from that of what it was drawn with."""
 
 
-class Pass(NamedTuple):
+class MicroBatch(NamedTuple):
     """Images that go through the network at once, and those that their randomness is drawn with."""
 
     first: int
     images: int
-    drawn_first: int
-    drawn_count: int
+    rng_first: int
+    rng_count: int
 
     @property
-    def cut(self) -> bool:
+    def is_split(self) -> bool:
         """Whether it is only a part of what is drawn together."""
-        return self.images != self.drawn_count
+        return self.images != self.rng_count
 
 
-def gradient(
-    forward: Callable[[Pass, nn.Module], Loss],
+def compute_gradient(
+    forward: Callable[[MicroBatch, nn.Module], Loss],
     network: nn.Module,
     world: World,
     drawn: int | None,
     settings: Training,
     state: TrainState,
     run: Run,
-) -> tuple[list[Pass], list[Loss], Tensor | None]:
+) -> tuple[list[MicroBatch], list[Loss], Tensor | None]:
     """Leave the gradient of the mean loss over the next batch in the parameters.
 
     Args:
@@ -56,45 +56,47 @@ def gradient(
         the first one's gradient, a 0-d tensor, for the noise scale: of the first pass here, or of all processes where
         they divide the network.
     """
-    drawn = drawn or drawn_at_once(settings, state)
-    passes, own = passes_here(world, settings, state, drawn)
+    drawn = drawn or rng_batch_size(settings, state)
+    passes, own = _local_micro_batches(world, settings, state, drawn)
     losses: list[Loss] = []
     part_square = None
     for one in passes:
         if run.stop_requested():
             raise Interrupted  # half a batch is no loss: its randomness is a function of the position
         last, weight = len(losses) + 1 == len(passes), float(len(losses) < own)
-        with world.accumulating(network, more=not last):
-            with world.reducing(last=False):
+        with world.accumulate_gradients(network, more=not last):
+            with world.explain_out_of_memory(last=False):
                 loss = forward(one, network)
-            world.at("backward", state.seen // settings.batch)
+            world.set_phase("backward", state.seen // settings.batch)
             # Divide by the whole batch, not by this micro-batch: the sum of the passes is then the exact mean, also
             # when the last pass is smaller. The wrapper divides by the number of processes, so multiply by it.
             mean = loss.per_image.sum() / settings.batch
-            with world.reducing(last):
+            with world.explain_out_of_memory(last):
                 state.precision.backward(mean if world.size == 1 else mean * (weight * world.size))
         losses.append(loss.detached())
         first = len(losses) == 1 < len(passes)
         if world.shards is not None and (first or last):
-            world.shards.reduce(state.model)
+            world.shards.reduce_unsharded_gradients(state.model)
         if first:
             # Where it has not been averaged yet, it is as many times as long as there are processes.
             times = world.size if world.shards is None else 1
-            part_square = squared_norm(state.optimizer) / times**2
+            part_square = squared_gradient_norm(state.optimizer) / times**2
     return passes, losses, part_square
 
 
-def passes_here(world: World, settings: Training, state: TrainState, drawn: int) -> tuple[list[Pass], int]:
+def _local_micro_batches(
+    world: World, settings: Training, state: TrainState, drawn: int
+) -> tuple[list[MicroBatch], int]:
     """The passes of this process over the next batch, and how many of them, from the first on, count.
 
     Whoever has fewer than are needed, as there are more processes than images, or as all have to take part in each
     pass of a divided network, takes part without adding anything, with an image of another's share.
     """
-    of = partial(passes_of, state.seen, settings.batch, drawn, most=at_once(settings, state))
-    share, needed = world.share(state.seen, settings.batch), 1
+    of = partial(split_batch, state.seen, settings.batch, drawn, most=microbatch_size(settings, state))
+    share, needed = world.batch_range(state.seen, settings.batch), 1
     passes = list(of(share))
     if world.shards is not None:
-        shares = (world.share(state.seen, settings.batch, rank) for rank in range(world.size))
+        shares = (world.batch_range(state.seen, settings.batch, rank) for rank in range(world.size))
         needed = max(len(list(of(each))) for each in shares)
     own, end = len(passes), state.seen + settings.batch
     if own < needed:
@@ -103,26 +105,26 @@ def passes_here(world: World, settings: Training, state: TrainState, drawn: int)
     return passes, own
 
 
-def passes_of(first: int, batch: int, drawn: int, share: range, most: int) -> Iterator[Pass]:
+def split_batch(first: int, batch: int, drawn: int, share: range, most: int) -> Iterator[MicroBatch]:
     """The passes over the positions `share` of a batch that is drawn for `drawn` images at once, `most` at a time."""
-    for drawn_first, drawn_count in micro_batches(first, batch, drawn):
+    for drawn_first, drawn_count in split_range(first, batch, drawn):
         start, stop = max(drawn_first, share.start), min(drawn_first + drawn_count, share.stop)
-        for place, count in micro_batches(start, stop - start, most):
-            yield Pass(place, count, drawn_first, drawn_count)
+        for place, count in split_range(start, stop - start, most):
+            yield MicroBatch(place, count, drawn_first, drawn_count)
 
 
-def micro_batches(first: int, batch: int, microbatch: int) -> Iterator[tuple[int, int]]:
+def split_range(first: int, batch: int, microbatch: int) -> Iterator[tuple[int, int]]:
     """(first position, count) of each pass over one batch; the last may be smaller."""
     for start in range(first, first + batch, microbatch):
         yield start, min(microbatch, first + batch - start)
 
 
-def drawn_at_once(settings: Training, state: TrainState) -> int:
+def rng_batch_size(settings: Training, state: TrainState) -> int:
     """Images whose randomness is drawn together: those of a micro-batch of one process, or the whole batch."""
-    return settings.batch if settings.noise == "batch" else at_once(settings, state)
+    return settings.batch if settings.noise == "batch" else microbatch_size(settings, state)
 
 
-def seed_at(seed: int, position: int) -> None:
+def seed_generators(seed: int, position: int) -> None:
     """Seed every generator from a position in the stream, so that randomness needs no saved state.
 
     SplitMix64's finaliser keeps neighbouring positions from giving related seeds (Steele et al. 2014).
@@ -143,14 +145,14 @@ def _accelerated() -> bool:
     return torch.accelerator.is_available()
 
 
-def seeded(network: nn.Module, seed: int, first: int) -> nn.Module:
+def with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
     """The network with randomness of its own (dropout), for a part of what is drawn together.
 
     As a part cannot be had of what it draws, and parts that began alike would all draw the same.
     """
 
     def call(*inputs: Tensor | None) -> Any:
-        seed_at(seed ^ OWN, first)
+        seed_generators(seed ^ _OWN_SEED, first)
         return network(*inputs)
 
     return cast(nn.Module, call)

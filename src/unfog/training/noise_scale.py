@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unfog.training.distributed.sharded_tensors import total_norm
-from unfog.training.precision import gradients_of
+from unfog.training.precision import gradients
 
 
 class NoiseScale:
@@ -86,9 +86,9 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
     return max(scale, 0.0) if math.isfinite(scale) else None
 
 
-def squared_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+def squared_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """Squared norm of the gradients as they are, a 0-d tensor on the device; as of `total_norm`."""
-    return total_norm(gradients_of(optimizer)).square()
+    return total_norm(gradients(optimizer)).square()
 
 
 def batch_advice(scale: float, batch: int) -> str:
@@ -107,7 +107,7 @@ def batch_advice(scale: float, batch: int) -> str:
         return 1 + size / scale
 
     head = (
-        f"at a gradient noise scale of about {two_digits(scale)} images, an image in a batch of {batch:,} teaches "
+        f"at a gradient noise scale of about {_two_digits(scale)} images, an image in a batch of {batch:,} teaches "
         f"{1 / images(batch):.0%} of what it could in a tiny one"
     )
     if batch <= scale:
@@ -120,7 +120,7 @@ def batch_advice(scale: float, batch: int) -> str:
     return f"{head}; batch {half:,} would need {fewer:.0%} fewer images, and {more:.0%} more steps"
 
 
-def two_digits(value: float) -> str:
+def _two_digits(value: float) -> str:
     """A number to two digits, written out: 0.31, 1,300."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

@@ -65,5 +65,5 @@ class Custom:
         return f"{self.kind}:{self.path}({', '.join(sorted(self.arguments))})"
 
 
-Method = AdamW | Muon | Custom
-METHODS = (AdamW, Muon, Custom)
+OptimizerKind = AdamW | Muon | Custom
+OPTIMIZERS = (AdamW, Muon, Custom)

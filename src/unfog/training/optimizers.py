@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.training.distributed.sharded_tensors import by_owner, divided, local
+from unfog.training.distributed.sharded_tensors import is_sharded, map_full_matrices, to_local
 from unfog.training.optimizer_settings import Custom, Muon
 from unfog.training.settings import Optimizer
 
 # Of the quintic whose iteration brings singular values near to one the fastest (Jordan et al. 2024).
-QUINTIC = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
-def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
     """The optimiser of a network's parameters; `fast` is what Muon iterates in, which needs no more than bfloat16.
 
     Raises:
@@ -31,18 +31,18 @@ def build(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float
     """
     method = settings.method
     if isinstance(method, Custom):
-        return custom(method, in_order(model), settings.lr)
+        return build_custom(method, _sharded_first(model), settings.lr)
     if isinstance(method, Muon):
-        return MuonAdamW(*parted(model), settings, method, fast)
-    return adamw(in_order(model), settings)
+        return MuonAdamW(*split_for_muon(model), settings, method, fast)
+    return _build_adamw(_sharded_first(model), settings)
 
 
-def in_order(model: nn.Module) -> list[nn.Parameter]:
+def _sharded_first(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a network, those that are divided first: torch's loss scaler asks the first for all."""
-    return sorted(model.parameters(), key=lambda p: not divided(p))
+    return sorted(model.parameters(), key=lambda p: not is_sharded(p))
 
 
-def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
+def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
     """AdamW, fused; but not of parameters without values, which is for those who await others."""
     return torch.optim.AdamW(
         parameters,
@@ -54,7 +54,7 @@ def adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.Ad
     )
 
 
-def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The matrices that Muon is for, and all other parameters.
 
     Left out are embeddings, which are tables, and the network's ends, whose rows or columns are not those of a hidden
@@ -65,7 +65,7 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     named = getattr(model, "ends", ())
     ends = [part for part in found if part[0].partition(".")[0] in named] or [*found[:1], *found[-1:]]
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
-    of = in_order(model)
+    of = _sharded_first(model)
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
 
 
@@ -85,7 +85,7 @@ class MuonAdamW(torch.optim.Optimizer):
         fast: torch.dtype = torch.float32,
     ):
         self.fast = fast
-        self._adamw = adamw(others, settings)
+        self._adamw = _build_adamw(others, settings)
         defaults = {
             "lr": settings.lr,
             "weight_decay": settings.weight_decay,
@@ -105,7 +105,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 by_shape[len(p), p.numel() // len(p)].append(p)
         for (rows, columns), parameters in by_shape.items():
             updates = self._directions(parameters, rows, columns, group["momentum"], group["rounds"])
-            moved = list(map(local, parameters))
+            moved = list(map(to_local, parameters))
             torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
             far = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # AdamW's steps have a root mean square of 0.2 lr
             torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=-far)
@@ -115,25 +115,29 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _directions(self, parameters: list[Tensor], rows: int, columns: int, momentum: float, rounds: int) -> Tensor:
         """[N, rows, columns]: the orthogonalised Nesterov momentum of each of these, or its rows that are here."""
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        means = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        means = [to_local(self.state[p]["momentum_buffer"]) for p in parameters]
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, means, momentum)
         stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
-        work = partial(orthogonalised, rounds=rounds)
-        made = by_owner(stacked.to(self.fast), rows, work) if divided(parameters[0]) else work(stacked.to(self.fast))
+        work = partial(orthogonalize, rounds=rounds)
+        made = (
+            map_full_matrices(stacked.to(self.fast), rows, work)
+            if is_sharded(parameters[0])
+            else work(stacked.to(self.fast))
+        )
         return made.to(stacked.dtype)
 
 
-def orthogonalised(x: Tensor, rounds: int = 5) -> Tensor:
+def orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
     """Matrices [N, R, C] with their singular vectors, and singular values of about one, by Newton-Schulz iteration.
 
     X <- a X + (b X X' + c (X X')^2) X, begun at X / |X|, where no singular value is above one (Jordan et al. 2024).
     """
-    a, b, c = QUINTIC
+    a, b, c = _NEWTON_SCHULZ
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -143,29 +147,29 @@ def orthogonalised(x: Tensor, rounds: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-def custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     """The optimiser that a path names, tried out on two weights of its own first.
 
     Raises:
         RequestError: there is none, it does not take the arguments, does not step, or keeps what cannot be saved.
     """
-    kind = imported(method.path)
-    keywords = dict(map(keyword, method.arguments))
+    kind = _import_optimizer(method.path)
+    keywords = dict(map(_parse_keyword, method.arguments))
     with torch.random.fork_rng(devices=[]):
         toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
         try:
             tried = kind(list(toys), lr=lr or 1e-3, **keywords)
             for _ in range(2):
-                pushed(tried, toys)
+                _step_once(tried, toys)
         except Exception as error:  # whatever a stranger's code raises, in words
             raise RequestError(f"{method.path} cannot be used as an optimiser: {error}") from error
-    kept = {key for state in tried.state.values() for key, value in state.items() if not storable(value)}
+    kept = {key for state in tried.state.values() for key, value in state.items() if not _is_storable(value)}
     if kept:
         raise RequestError(f"{method.path} keeps {min(kept)}, which no checkpoint can hold; choose another optimiser")
     return kind(parameters, lr=lr, **keywords)
 
 
-def pushed(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
+def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
     """Take a step with a gradient, at the learning rate that the loop would set."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
@@ -174,7 +178,7 @@ def pushed(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
     optimizer.step()
 
 
-def check_goes_on(method: Custom) -> None:
+def check_resumable(method: Custom) -> None:
     """Try out whether it goes on from what a checkpoint holds of it as it does without, to the bit.
 
     Raises:
@@ -182,22 +186,22 @@ def check_goes_on(method: Custom) -> None:
     """
     toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
     with torch.random.fork_rng(devices=[]):
-        one = custom(method, list(toys), 1e-3)
+        one = build_custom(method, list(toys), 1e-3)
         for _ in range(2):
-            pushed(one, toys)
+            _step_once(one, toys)
         again = copy.deepcopy(toys)
-        other = custom(method, list(again), 1e-3)
-        restore(other, again, moments(one, toys), numbers(one, toys))
+        other = build_custom(method, list(again), 1e-3)
+        load_optimizer_state(other, again, optimizer_tensors(one, toys), optimizer_numbers(one, toys))
         for optimizer, of in ((one, toys), (other, again)):
             torch.manual_seed(0)  # as the loop does
-            pushed(optimizer, of)
+            _step_once(optimizer, of)
     if not all(torch.equal(p, q) for p, q in zip(toys, again)):
         raise RequestError(
             f"{method.path} keeps something outside its state, which no checkpoint can hold; choose another optimiser"
         )
 
 
-def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
+def _import_optimizer(path: str) -> Callable[..., torch.optim.Optimizer]:
     """The class that a dotted path names; runs the code of its module. RequestError if it is no optimiser."""
     module, _, name = path.rpartition(".")
     if not module:
@@ -214,7 +218,7 @@ def imported(path: str) -> Callable[..., torch.optim.Optimizer]:
     return kind
 
 
-def keyword(text: str) -> tuple[str, Any]:
+def _parse_keyword(text: str) -> tuple[str, Any]:
     """`alpha=0.9` as ("alpha", 0.9). RequestError if it is none, or the value is no literal of Python."""
     name, equals, value = text.partition("=")
     try:
@@ -225,14 +229,14 @@ def keyword(text: str) -> tuple[str, Any]:
         raise RequestError(f"{text!r} is no keyword argument; write it as alpha=0.9 or name='text'") from None
 
 
-def storable(value: object) -> bool:
+def _is_storable(value: object) -> bool:
     """Whether a checkpoint can hold this: a tensor, tensors in a list, a number, or nothing."""
     if isinstance(value, list | tuple):
         return all(isinstance(item, Tensor) for item in value)
     return value is None or isinstance(value, Tensor | bool | int | float)
 
 
-def each(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _iter_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
     """("moment/parameter", value) of all that it remembers; of a list "moment.0/parameter", "moment.1/parameter"…"""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -242,14 +246,14 @@ def each(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[s
                 yield f"{key}/{name}", value
 
 
-def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Its tensors, by "moment/parameter"."""
-    return {name: value for name, value in each(optimizer, model) if isinstance(value, Tensor)}
+    return {name: value for name, value in _iter_state(optimizer, model) if isinstance(value, Tensor)}
 
 
-def numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def optimizer_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """What else it remembers, as JSON holds it: numbers of weights, and settings of its own that its steps changed."""
-    found = {name: value for name, value in each(optimizer, model) if not isinstance(value, Tensor)}
+    found = {name: value for name, value in _iter_state(optimizer, model) if not isinstance(value, Tensor)}
     for i, group in enumerate(optimizer.param_groups):
         for key, usual in optimizer.defaults.items():
             value = group.get(key)
@@ -259,7 +263,7 @@ def numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
 
 
-def restore(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.distributed.sharded_tensors import local, total_norm
+from unfog.training.distributed.sharded_tensors import to_local, total_norm
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,14 +39,14 @@ class Precision:
     def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
-        return total_norm(gradients_of(optimizer))
+        return total_norm(gradients(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
         """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""
         if accepted:
             # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
             if 0 < clip < (length := norm + 1e-6):
-                torch._foreach_mul_(list(map(local, gradients_of(optimizer))), clip / length)
+                torch._foreach_mul_(list(map(to_local, gradients(optimizer))), clip / length)
             self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -60,7 +60,7 @@ class Precision:
         """Whether a gradient may be infinite for no other reason than the scale, which is lowered until it is not."""
         return self.scaler.is_enabled() and self.scale > 1
 
-    def machine(self) -> str:
+    def describe_machine(self) -> str:
         """What computes, in words: where they are the same, results are the same to the bit."""
         others = f" in {self.processes} processes" if self.processes > 1 else ""
         if self.device.type == "cuda":
@@ -72,7 +72,7 @@ class Precision:
         )
 
 
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Of all parameters that have one."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
@@ -89,7 +89,7 @@ def native_precision(device: torch.device) -> PrecisionName:
     return "fp32"
 
 
-def usual_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
+def default_memory_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
     """In which memory format convolutions are faster, and why; measurements are in the benchmark ledger."""
     # In bf16 convolutions are faster too, but normalisation loses what they gain.
     if device.type == "cpu" and precision == "fp32":
@@ -99,7 +99,7 @@ def usual_format(device: torch.device, precision: PrecisionName) -> tuple[Memory
     return "contiguous", f"usual in {precision} on {device.type}"
 
 
-def imitates_bf16() -> bool:
+def emulates_bf16() -> bool:
     """Whether this CPU is known to compute bf16 by way of fp32, which takes longer than fp32 itself."""
     # Which not every torch tells; then nothing is known.
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

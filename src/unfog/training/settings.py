@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
-from unfog.training.ema_schedules import EmaProfile, PowerEma
-from unfog.training.optimizer_settings import AdamW, Method
+from unfog.training.ema_schedules import EmaSchedule, PowerEma
+from unfog.training.optimizer_settings import AdamW, OptimizerKind
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 SamplingPrecision = Literal["fp32", "bf16"]
@@ -80,7 +80,7 @@ class Training:
                 f"microbatch = {self.microbatch} is larger than batch = {self.batch}; lower it, or leave it away"
             )
 
-    def divided(self, processes: int) -> bool:
+    def is_sharded(self, processes: int) -> bool:
         """Whether so many processes divide the network."""
         return self.shard and processes > 1
 
@@ -97,7 +97,7 @@ class Optimizer:
     """After warm-up: cosine to zero; constant, with no end yet; cooldown, which ends a constant one; or 1/sqrt."""
     cooldown: float = 0.2
     """Share of the whole run, at its end, in which `cooldown` falls to zero."""
-    method: Method = AdamW()
+    method: OptimizerKind = AdamW()
     """adamw, muon, or custom:path=torch.optim.RMSprop, which runs the code that is named. Short: --optimizer."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of AdamW's running mean and running square of the gradient."""
@@ -137,7 +137,7 @@ class EmaSnapshots:
         if self.second:
             PowerEma(self.second)
 
-    def profile(self, ema: EmaProfile) -> PowerEma | None:
+    def second_schedule(self, ema: EmaSchedule) -> PowerEma | None:
         """The second average; None where there is none."""
         if self.every < 0 or not isinstance(ema, PowerEma):
             return None
@@ -158,7 +158,7 @@ class Preview:
         check_interval("preview.every", self.every)
 
 
-def names_in(words: tuple[str, ...]) -> tuple[str, ...]:
+def split_names(words: tuple[str, ...]) -> tuple[str, ...]:
     """Each name once, in the order given; a word may hold several with commas between."""
     return tuple(dict.fromkeys(name.strip() for word in words for name in word.split(",")))
 
@@ -199,7 +199,7 @@ class Evaluate:
         at_least_one("evaluate.levels", self.levels, most=1000)
         check_interval("evaluate.every", self.every)
         check_interval("evaluate.metrics_every", self.metrics_every)
-        object.__setattr__(self, "metrics", names_in(self.metrics))
+        object.__setattr__(self, "metrics", split_names(self.metrics))
         for name in self.metrics:
             if name not in self.DRAWN:
                 raise RequestError(f"evaluate.metrics names {name!r}, which is not one of {', '.join(self.DRAWN)}")

@@ -15,27 +15,27 @@ from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.distributed.sharded_tensors import all_finite
 from unfog.training.ema import Ema
-from unfog.training.ema_schedules import EmaProfile, PowerEma
+from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.noise_scale import NoiseScale
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer
-from unfog.training.stability.divergence import Guard
+from unfog.training.stability.divergence import DivergenceGuard
 
 HELD_OUT_LOSS = "held_out_loss"
 BINS = 10  # of the noise quantile, in which the training loss is logged
 
 
-def metric_of(keys: Mapping[str, str]) -> str:
+def best_metric(keys: Mapping[str, str]) -> str:
     """The name of what the best is chosen by."""
     return keys.get("best", HELD_OUT_LOSS).partition(":")[0]
 
 
-def better(name: str, value: float, than: float) -> bool:
+def is_better(name: str, value: float, than: float) -> bool:
     """Whether a value of what the best is chosen by is better than another."""
     return value > than if name in Evaluate.HIGHER else value < than
 
 
-class Window:
+class LogWindow:
     """Sums since the last log, kept on the device: reading them there would make the host wait."""
 
     def __init__(self, device: torch.device):
@@ -96,7 +96,7 @@ class Window:
 
 
 @runtime_checkable
-class Projected(Protocol):
+class _Projectable(Protocol):
     """A network whose weights are to stay within a set of values, such as rows of unit length."""
 
     def project(self) -> None:
@@ -114,26 +114,26 @@ class TrainState:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        ema: EmaProfile,
+        ema: EmaSchedule,
         precision: Precision,
-        second: PowerEma | None = None,
+        second_ema: PowerEma | None = None,
         levels: Levels | None = None,
     ):
         self.model = model
         self.precision = precision
         fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
-        self.optimizer_of = partial(optim.build, settings=optimizer, fast=fast)
-        self.optimizer = self.optimizer_of(model)
+        self.build_optimizer = partial(optim.build_optimizer, settings=optimizer, fast=fast)
+        self.optimizer = self.build_optimizer(model)
         self.method = optimizer.method.identity
         self.ema = Ema(model, ema)
-        self.second = Ema(model, second) if second else None
+        self.second = Ema(model, second_ema) if second_ema else None
         """Another average, whose snapshots together with those of the first give averages of any length."""
-        self.copied = False
+        self.in_host_memory = False
         """Whether the tensors are a copy in host memory already, which a snapshot may keep."""
-        self.pure = True
+        self.ema_history_known = True
         """Whether both averages had their profiles since the beginning, so that these are known."""
-        self.guard = Guard()
-        self.window = Window(precision.device)
+        self.guard = DivergenceGuard()
+        self.window = LogWindow(precision.device)
         self.levels = levels
         """The loss by noise level, kept up where the objective follows it; None where nobody reads it."""
         self.seen = 0
@@ -146,7 +146,7 @@ class TrainState:
         """Numbers of the last step: gradient_norm, lr, and what the best is chosen by if it was measured."""
         self.best: float | None = None
         """Best value so far of what it is chosen by, since that is measured as it is now."""
-        self.keys: dict[str, str] = {}
+        self.settings_digests: dict[str, str] = {}
         """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`. "best" begins
         with the name of what the best is chosen by; the first checkpoints have none, and it is the held-out loss."""
         self.lost_shards: dict[str, str] = {}
@@ -172,29 +172,29 @@ class TrainState:
     def project(self) -> None:
         """What a network asks for after an update; here, so that the forward pass changes no weight, and what is
         averaged and saved is what the next step begins with."""
-        if isinstance(self.model, Projected):
+        if isinstance(self.model, _Projectable):
             self.model.project()
 
-    def judge(self, record: dict[str, Any]) -> bool:
+    def update_best(self, record: dict[str, Any]) -> bool:
         """Note what was measured after the last step; whether it is the best so far by what that is chosen by."""
-        chosen = metric_of(self.keys)
+        chosen = best_metric(self.settings_digests)
         self.last |= {name: float(record[name]) for name in (HELD_OUT_LOSS, chosen) if name in record}
         value = self.last[chosen] if chosen in record else math.nan
-        if math.isnan(value) or not (self.best is None or better(chosen, value, self.best)):
+        if math.isnan(value) or not (self.best is None or is_better(chosen, value, self.best)):
             return False
         self.best = value
         return True
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The tensors by file: model and ema under the network's names, optimizer under "moment/parameter"."""
-        moments = optim.moments(self.optimizer, self.model)
+        moments = optim.optimizer_tensors(self.optimizer, self.model)
         files = {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
         return files if self.second is None else files | {"ema2": self.second.state_dict(self.model)}
 
     @property
-    def widths(self) -> list[float]:
+    def ema_widths(self) -> list[float]:
         """Of the averages that snapshots are taken of; [] if none are."""
-        return [] if self.second is None or not self.pure else [self.ema.width, self.second.width]
+        return [] if self.second is None or not self.ema_history_known else [self.ema.width, self.second.width]
 
     def non_finite(self) -> str | None:
         """The first tensor with a value that is not finite, as "file: name"; None if there is none."""
@@ -207,19 +207,19 @@ class TrainState:
         finite = all_finite([tensor for _, tensor in named])
         return next((name for (name, _), good in zip(named, finite) if not good), None)
 
-    def adopt(self, keys: dict[str, str]) -> None:
+    def adopt_settings(self, keys: dict[str, str]) -> None:
         """Go on under these settings: what was learned about others of its kind is forgotten."""
-        if keys["training"] != self.keys.get("training"):
+        if keys["training"] != self.settings_digests.get("training"):
             self.guard.recent, self.guard.roll_backs = [], 0
-        if keys["repeat"] != self.keys.get("repeat"):
+        if keys["repeat"] != self.settings_digests.get("repeat"):
             self.microbatch = 0
-        if keys["measure"] != self.keys.get("measure"):
+        if keys["measure"] != self.settings_digests.get("measure"):
             self.best = None
-        if self.levels is not None and keys.get("objective") != self.keys.get("objective"):
+        if self.levels is not None and keys.get("objective") != self.settings_digests.get("objective"):
             self.levels.restore(None)
-        if keys.get("best", HELD_OUT_LOSS) != self.keys.get("best", HELD_OUT_LOSS):
+        if keys.get("best", HELD_OUT_LOSS) != self.settings_digests.get("best", HELD_OUT_LOSS):
             self.best = None
-        self.keys = keys
+        self.settings_digests = keys
 
     def progress(self) -> dict[str, Any]:
         """All but the tensors, in what JSON holds."""
@@ -230,54 +230,54 @@ class TrainState:
             "due": list(self.due),
             "last": {name: value if math.isfinite(value) else None for name, value in self.last.items()},
             "best": self.best,
-            "keys": dict(self.keys),
+            "keys": dict(self.settings_digests),
             "scaler": self.precision.scaler.state_dict(),
             "guard": self.guard.to_dict(),
             "window": self.window.to_dict(),
             "levels": None if self.levels is None else self.levels.to_dict(),
-            "averages": self.widths,
+            "averages": self.ema_widths,
             "method": self.method,
             "lost_shards": dict(self.lost_shards),
-            "optimizer": optim.numbers(self.optimizer, self.model),
+            "optimizer": optim.optimizer_numbers(self.optimizer, self.model),
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
         """Restore what `progress` gave."""
         self.seen, self.updates = saved["seen"], saved["updates"]
         self.microbatch = saved.get("microbatch", 0)  # which the first checkpoints did not hold
-        self.due, self.best, self.keys = list(saved["due"]), saved["best"], dict(saved["keys"])
+        self.due, self.best, self.settings_digests = list(saved["due"]), saved["best"], dict(saved["keys"])
         self.lost_shards = dict(saved.get("lost_shards", {}))  # which earlier checkpoints did not hold
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
-        self.guard = Guard.from_dict(saved["guard"])
+        self.guard = DivergenceGuard.from_dict(saved["guard"])
         self.window.restore(saved["window"])
         if self.levels is not None:
             self.levels.restore(saved.get("levels"))  # which not every run keeps up
         # Neither known nor the same where the first checkpoints, or other settings, had none or others.
-        self.pure = True
-        self.pure = saved.get("averages") == self.widths
+        self.ema_history_known = True
+        self.ema_history_known = saved.get("averages") == self.ema_widths
         self._load_scaler(saved)
 
-    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], saved: dict[str, Any]) -> None:
+    def load_full(self, tensors: Mapping[str, Mapping[str, Tensor]], saved: dict[str, Any]) -> None:
         """Take over the `tensors` and the `progress` of another process's state. ValueError if they do not fit."""
         self.model.load_state_dict(tensors["model"])
         for average, file in ((self.ema, "ema"), (self.second, "ema2")):
             if average is not None:
                 average.load_state_dict(self.model, tensors[file])
-        self.load_moments(dict(tensors["optimizer"]), saved)
+        self.load_optimizer(dict(tensors["optimizer"]), saved)
         self.load_progress(saved)
 
-    def go_back(self, saved: dict[str, Any]) -> None:
+    def roll_back_to(self, saved: dict[str, Any]) -> None:
         """After the tensors of an earlier state were loaded: take over what belongs to them.
 
         The position stays where it is, so that the images that led astray are not met again at once, and so do the
         sums for the log.
         """
         self.updates = saved["updates"]
-        self.guard.went_back(saved["guard"], saved["seen"])
+        self.guard.record_roll_back(saved["guard"], saved["seen"])
         if self.levels is not None:
-            same = saved["keys"].get("objective") == self.keys.get("objective")
+            same = saved["keys"].get("objective") == self.settings_digests.get("objective")
             self.levels.restore(saved.get("levels") if same else None)
-        if saved["keys"].get("training") != self.keys.get("training"):
+        if saved["keys"].get("training") != self.settings_digests.get("training"):
             self.guard.recent = []  # what was usual before settings changed
         self._load_scaler(saved)
 
@@ -285,10 +285,12 @@ class TrainState:
         if saved["scaler"]:  # empty where there was none: precision may have been fp32 then
             self.precision.scaler.load_state_dict(saved["scaler"])
 
-    def load_moments(self, moments: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    def load_optimizer(self, moments: dict[str, Tensor], saved: dict[str, Any]) -> None:
         """Restore the optimiser's part of `tensors`, and of `progress`. ValueError if it is of another network.
 
         Moments of another optimiser are of no use to this one, which then begins its own.
         """
         same = saved.get("method", "adamw") == self.method  # the first checkpoints were all of AdamW
-        optim.restore(self.optimizer, self.model, moments if same else {}, saved.get("optimizer", {}) if same else {})
+        optim.load_optimizer_state(
+            self.optimizer, self.model, moments if same else {}, saved.get("optimizer", {}) if same else {}
+        )

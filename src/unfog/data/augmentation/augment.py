@@ -15,7 +15,7 @@ from torch import Tensor
 from unfog.data.augmentation.affine import sides, warp
 from unfog.data.augmentation.nonleaking import draw
 from unfog.data.settings import Data
-from unfog.sharded_rng import taken
+from unfog.sharded_rng import draw_rows
 
 
 def to_model_range(pixels: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Augment:
         `augment`, for which alone there is a condition.
         """
         if self.flip:
-            mirrored = taken(len(pixels), lambda n: torch.rand(n, device=pixels.device)) < 0.5
+            mirrored = draw_rows(len(pixels), lambda n: torch.rand(n, device=pixels.device)) < 0.5
             pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         if self.jitter:
             pixels = self._recoloured(pixels)
@@ -61,7 +61,7 @@ class Augment:
         return geometry.apply(x0), geometry.condition()
 
     def _recoloured(self, pixels: Tensor) -> Tensor:
-        draws = taken(len(pixels), lambda n: torch.rand(3, n, 1, 1, 1, device=pixels.device), dim=1)
+        draws = draw_rows(len(pixels), lambda n: torch.rand(3, n, 1, 1, 1, device=pixels.device), dim=1)
         brightness, contrast, saturation = 1 + self.jitter * (2 * draws - 1)
         x = pixels.float() * brightness
         x = torch.lerp(_grey(x).mean((2, 3), keepdim=True), x, contrast)
@@ -70,7 +70,7 @@ class Augment:
         return x.round_().clamp_(0, 255).to(torch.uint8)
 
     def _cropped(self, x: Tensor) -> Tensor:
-        draws = taken(len(x), lambda n: torch.rand(n, 3, device=x.device))
+        draws = draw_rows(len(x), lambda n: torch.rand(n, 3, device=x.device))
         side = 1 - self.crop * draws[:, 0]
         margins = sides(x) * (1 - side)[:, None]
         linear = side[:, None, None] * torch.eye(2, device=x.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unfog.data.augmentation.affine import sides, warp
-from unfog.sharded_rng import taken
+from unfog.sharded_rng import draw_rows
 
 CONDITIONS = 9
 """Numbers that say what was done to an image."""
@@ -68,10 +68,10 @@ def draw(x: Tensor, p: float) -> Geometry:
     uniform, shifts normal with 1/8 of the side, and, as a change of its own, by whole pixels up to 1/8 of the side.
     """
     count, device = len(x), x.device
-    done = (taken(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
+    done = (draw_rows(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
     done[0] = float(p > 0)
-    even = taken(count, lambda n: torch.rand(6, n, device=device), dim=1)
-    normal = taken(count, lambda n: torch.randn(4, n, device=device), dim=1)
+    even = draw_rows(count, lambda n: torch.rand(6, n, device=device), dim=1)
+    normal = draw_rows(count, lambda n: torch.randn(4, n, device=device), dim=1)
     whole = ((2 * even[2:4].T - 1) * _SHIFT * sides(x)).round() / sides(x)
     direction = 2 * math.pi * even[5]  # twice the angle
     return Geometry(

@@ -107,14 +107,14 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
 
 def _newest_weights(
     folder: RunFolder, codec: str, skipped: list[str]
-) -> tuple[_Weights | None, list[checkpoint.Broken]]:
+) -> tuple[_Weights | None, list[checkpoint.BrokenCheckpoint]]:
     """The newest whole weights after the first step, None if there are none; and the checkpoints that are broken.
 
     `codec`: where the codec of the run is now, if it has one.
     """
-    broken: list[checkpoint.Broken] = []
+    broken: list[checkpoint.BrokenCheckpoint] = []
     try:
-        saved, found = checkpoint.newest_whole(folder.checkpoints)
+        saved, found = checkpoint.newest_intact(folder.checkpoints)
         broken = [one for one in found if one.folder.exists()]  # a run at work may have removed others meanwhile
         updates = 0 if saved is None else int(checkpoint.read_state(saved.folder)["updates"])
         if saved is None or not updates:

@@ -15,7 +15,7 @@ from unfog.config.schema import Config
 from unfog.reporting.charts import Floats
 from unfog.reporting.records import Row, finite_number, read_events, read_metrics
 from unfog.reporting.report_charts import finite_column
-from unfog.training.checkpoints.format import Broken, Saved, described
+from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
 
 BEGINNINGS = ("started", "resumed")
 ENDS = ("finished", "stopped", "failed")
@@ -39,20 +39,20 @@ class RunRecord:
     events: Sequence[Row] = ()
     heartbeat: Mapping[str, Any] | None = None
     """The heartbeat with its age, as `process.heartbeat.read_heartbeat` gives it; None where there is none."""
-    saved: Sequence[Saved] = ()
+    saved: Sequence[CheckpointInfo] = ()
     """Oldest first."""
-    broken: Sequence[Broken] = ()
+    broken: Sequence[BrokenCheckpoint] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     """data.json, less its list of files; {} where there is none."""
 
     @classmethod
     def read(cls, path: Path, config: Config, beat: Mapping[str, Any] | None) -> RunRecord:
         """The record of the run in this folder; what is missing or damaged is left out."""
-        saved, broken = described(path / "checkpoints")
+        saved, broken = list_checkpoints(path / "checkpoints")
         metrics, events = read_metrics(path / "metrics.jsonl"), still_true(read_events(path / "events.jsonl"))
         return cls(path, config, metrics, events, beat, saved, broken, _read_data_report(path / "data.json"))
 
-    def with_broken(self, broken: Sequence[Broken]) -> RunRecord:
+    def with_broken(self, broken: Sequence[BrokenCheckpoint]) -> RunRecord:
         """The same, where reading the newest checkpoints found these broken, as manifests do not tell of all damage."""
         folders = {one.folder for one in broken}
         saved = [one for one in self.saved if one.folder not in folders]

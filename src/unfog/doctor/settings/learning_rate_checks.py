@@ -10,8 +10,8 @@ from unfog.config.schema import Config, Network
 from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_number
-from unfog.training.ema_schedules import EmaProfile
-from unfog.training.optimizer_settings import Custom, Method, Muon
+from unfog.training.ema_schedules import EmaSchedule
+from unfog.training.optimizer_settings import Custom, Muon, OptimizerKind
 from unfog.training.settings import learning_rate
 
 REFERENCE_BATCH = 64
@@ -26,7 +26,9 @@ _LOW, _FAR_TOO_LOW, _NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def usual_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
+def usual_learning_rate(
+    parameters: int, batch: int, network: Network = None, method: OptimizerKind | None = None
+) -> float:
     """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
 
     The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
@@ -42,7 +44,9 @@ def fine_tuning(config: Config) -> float:
     return FINE_TUNING if config.init.folder else 1.0
 
 
-def linear_learning_rate(parameters: int, batch: int, network: Network = None, method: Method | None = None) -> float:
+def linear_learning_rate(
+    parameters: int, batch: int, network: Network = None, method: OptimizerKind | None = None
+) -> float:
     """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
     proportional = min(batch, _LINEAR_UP_TO)
     at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
@@ -114,7 +118,7 @@ def check_ema(config: Config) -> Finding:
     return Finding("settings.ema", "fine", said, facts=facts)
 
 
-def ema_share_before(profile: EmaProfile, step: int, steps: int) -> float:
+def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
     """Share of the average at update `steps` that stems from the weights up to update `step` (0: the initial ones).
 
     That is the product of the decays since, here by its logarithm, over some thousand of them where there are more.
@@ -129,7 +133,7 @@ def ema_share_before(profile: EmaProfile, step: int, steps: int) -> float:
     return float(np.exp(np.trapezoid(logs, updates) + (logs[0] + logs[-1]) / 2))
 
 
-def ema_half_window(profile: EmaProfile, steps: int) -> int:
+def ema_half_window(profile: EmaSchedule, steps: int) -> int:
     """How many of the last updates make half of the average; by bisection."""
     low, high = 0, steps  # more than half is from before `high`, and less from before `low`
     while high - low > 1:

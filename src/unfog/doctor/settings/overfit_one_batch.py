@@ -27,9 +27,9 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
-from unfog.training.hooks import Silent
-from unfog.training.loop import Every, train
-from unfog.training.stability.out_of_memory import at_once
+from unfog.training.hooks import TrainingHooks
+from unfog.training.loop import Intervals, train
+from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 IMAGES = 8
@@ -83,7 +83,7 @@ def overfit_one_batch(
         train(
             settings,
             replace(config.optimizer, warmup=20, schedule="constant"),
-            Every(log=0, preview=0, evaluate=0, checkpoint=0),
+            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
             state,
             lesson,
             lambda pixels: (see(pixels), None),
@@ -92,7 +92,7 @@ def overfit_one_batch(
         )
     if stop():
         raise Interrupted
-    lesson.at_once = min(lesson.at_once, at_once(settings, state))  # memory may not have sufficed even so
+    lesson.at_once = min(lesson.at_once, microbatch_size(settings, state))  # memory may not have sufficed even so
     return _finding(config, state, lesson, drill)
 
 
@@ -209,7 +209,7 @@ class OverfitBatch:
         return grid(pixels, columns=self.count, labels=names)
 
 
-class OverfitMonitor(Silent):
+class OverfitMonitor(TrainingHooks):
     """A run that watches the loss, and ends when the images are learned or the time is up."""
 
     def __init__(self, lesson: OverfitBatch, seconds: float, steps: int, stop: Callable[[], bool]):
@@ -224,7 +224,7 @@ class OverfitMonitor(Silent):
         self.fallen: list[float] = []
         """The same over that of the first step, when the network still answered 0."""
 
-    def advance(self, step: int) -> None:
+    def on_step_end(self, step: int) -> None:
         """Note the loss of the step."""
         loss = self.lesson.latest.clone()
         if not self.relative:

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unfog.training.checkpoints.posthoc_ema import SAID, kept_in
+from unfog.training.checkpoints.posthoc_ema import METADATA_KEY, list_snapshots
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots
 from unfog.training.state import TrainState
 
 
-class Taken(NamedTuple):
+class EmaSnapshot(NamedTuple):
     """Averages in host memory, no longer changing."""
 
     step: int
@@ -34,7 +34,7 @@ class Taken(NamedTuple):
     """float16 under "0/name" and "1/name" by average, buffers as they are under "buffer/name"."""
 
 
-def spacing(every: int, step: int) -> int:
+def snapshot_interval(every: int, step: int) -> int:
     """Steps between snapshots at a step: `every`, doubled as often as it takes to keep at most MOST_AVERAGES of them.
 
     A function of position, so that a run that was interrupted keeps the same ones.
@@ -44,7 +44,7 @@ def spacing(every: int, step: int) -> int:
     return every
 
 
-def take(state: TrainState, step: int) -> Taken:
+def take_snapshot(state: TrainState, step: int) -> EmaSnapshot:
     """Copy the averages of a state to host memory, rounded."""
     assert state.second is not None
     averages = [state.ema, state.second]
@@ -52,15 +52,15 @@ def take(state: TrainState, step: int) -> Taken:
     tensors = {
         f"{number}/{name}": tensor.to("cpu", copy=True).contiguous()
         for number, average in enumerate(averages)
-        for name, tensor in zip(names, narrow(average.parameters))
+        for name, tensor in zip(names, _to_float16(average.parameters))
     }
     buffers = (name for name, _ in state.model.named_buffers())
     kept = state.model.state_dict().keys()
     tensors |= {f"buffer/{n}": b.to("cpu", copy=True) for n, b in zip(buffers, state.ema.buffers) if n in kept}
-    return Taken(step, state.updates, tuple(average.width for average in averages), tensors)
+    return EmaSnapshot(step, state.updates, tuple(average.width for average in averages), tensors)
 
 
-def narrow(tensors: list[Tensor]) -> list[Tensor]:
+def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
     """float16, or as they are where a value would be infinite there."""
     halves = [tensor.to(torch.float16) for tensor in tensors]
     # One answer for all of them, because each one asked for makes the host wait for the device.
@@ -68,11 +68,11 @@ def narrow(tensors: list[Tensor]) -> list[Tensor]:
     return [half if good else tensor for half, good, tensor in zip(halves, finite, tensors)]
 
 
-def write(taken: Taken, folder: Path) -> None:
+def write_snapshot(taken: EmaSnapshot, folder: Path) -> None:
     """Write a snapshot: whole, or not at all (OSError)."""
     folder.mkdir(exist_ok=True)  # not what it is in: a run that was moved is not to be made anew
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
-    said = {SAID: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
+    said = {METADATA_KEY: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
         with system_errors():
             save_file(taken.tensors, partial, said)
@@ -84,15 +84,15 @@ def write(taken: Taken, folder: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def thin(folder: Path, every: int, step: int) -> None:
+def _remove_surplus(folder: Path, every: int, step: int) -> None:
     """Remove those between the places where one is kept, at this step of the run."""
-    apart = spacing(every, step)
-    for one in kept_in(folder):
+    apart = snapshot_interval(every, step)
+    for one in list_snapshots(folder):
         if one.step % apart and one.step != step:
             one.path.unlink(missing_ok=True)
 
 
-def forget_after(folder: Path, step: int) -> None:
+def remove_after(folder: Path, step: int) -> None:
     """Remove what belongs to steps after this one, which a run has gone back to, and what a crash left half done."""
     for path in folder.glob("[0-9]*.safetensors"):
         if path.stem.isdecimal() and int(path.stem) > step:
@@ -101,7 +101,7 @@ def forget_after(folder: Path, step: int) -> None:
         path.unlink(missing_ok=True)
 
 
-class AverageWriter:
+class EmaSnapshotWriter:
     """Writes one snapshot after the other by a thread."""
 
     def __init__(self, settings: EmaSnapshots):
@@ -109,7 +109,7 @@ class AverageWriter:
         self._thread: threading.Thread | None = None
         self._failed: deque[tuple[int, str]] = deque()
 
-    def submit(self, taken: Taken, folder: Path) -> None:
+    def submit(self, taken: EmaSnapshot, folder: Path) -> None:
         """Begin to write, after the one before."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(taken, folder), name="averages", daemon=True)
@@ -124,13 +124,13 @@ class AverageWriter:
         """(step, reason) of what could not be written since the last call."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
-    def _work(self, taken: Taken, folder: Path) -> None:
+    def _work(self, taken: EmaSnapshot, folder: Path) -> None:
         if not all(tensor.isfinite().all() for tensor in taken.tensors.values()):
             self._failed.append((taken.step, "it is not finite"))
             return
         try:
-            write(taken, folder)
+            write_snapshot(taken, folder)
             with suppress(OSError):
-                thin(folder, self.settings.every, taken.step)
+                _remove_surplus(folder, self.settings.every, taken.step)
         except OSError as error:
             self._failed.append((taken.step, error.strerror or str(error)))

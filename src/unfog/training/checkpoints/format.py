@@ -27,24 +27,24 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from unfog.errors import RequestError, RunError
-from unfog.training.checkpoints.shard_files import Stored, files_of, sha256, together
-from unfog.training.state import HELD_OUT_LOSS, TrainState, better
+from unfog.training.checkpoints.shard_files import TensorFile, merge_shard_names, sha256, shard_paths
+from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
 
-FORMAT, IN_PARTS = 2, 3
+FORMAT, FORMAT_SHARDED = 2, 3
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
-SECOND = "ema2.safetensors"
+EMA2 = "ema2.safetensors"
 LARGEST_JSON = 2**20  # bytes; ours have a few thousand
 
 
-class File(NamedTuple):
+class CheckpointFile(NamedTuple):
     """What a file of a checkpoint must be."""
 
     bytes: int
     sha256: str
 
 
-class Saved(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """A checkpoint, as its manifest describes it."""
 
     folder: Path
@@ -70,14 +70,14 @@ class Saved(NamedTuple):
 
     made_on: str
     """What computed it, in words; the same again repeats it to the bit."""
-    files: dict[str, File]
+    files: dict[str, CheckpointFile]
 
     def holds(self, name: str) -> bool:
         """Whether it has this file, such as ema2.safetensors, whole or in parts."""
-        return name in together(self.files)
+        return name in merge_shard_names(self.files)
 
 
-class Broken(NamedTuple):
+class BrokenCheckpoint(NamedTuple):
     """A folder that should be a checkpoint and is none, and why."""
 
     folder: Path
@@ -87,22 +87,22 @@ class Broken(NamedTuple):
         return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
 
 
-def best_of(saved: list[Saved]) -> Saved | None:
+def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
     """The best by the metric that was chosen last, measured as it was last; None if none was."""
     measured = [one for one in saved if one.value is not None and math.isfinite(one.value)]
-    best: Saved | None = None
+    best: CheckpointInfo | None = None
     for one in measured:
         if (one.chosen_by, one.measure) != (measured[-1].chosen_by, measured[-1].measure):
             continue
-        if best is None or better(one.metric, one.value or 0.0, best.value or 0.0):
+        if best is None or is_better(one.metric, one.value or 0.0, best.value or 0.0):
             best = one
     return best
 
 
-def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
+def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[BrokenCheckpoint]]:
     """What there is by its manifests, oldest first, and the folders without a usable one. Reads no weights."""
-    found: list[Saved] = []
-    broken: list[Broken] = []
+    found: list[CheckpointInfo] = []
+    broken: list[BrokenCheckpoint] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
@@ -110,24 +110,24 @@ def described(checkpoints: Path) -> tuple[list[Saved], list[Broken]]:
             found.append(read_manifest(folder))
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
-            broken.append(Broken(folder, f"{MANIFEST}: {reason}"))
+            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}"))
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
-def read_manifest(folder: Path) -> Saved:
+def read_manifest(folder: Path) -> CheckpointInfo:
     """A checkpoint by its manifest. One of several exceptions, ValueError mostly, for anything that is none."""
     if folder.is_symlink():
         raise ValueError("the folder is a link")
     manifest = read_json(folder / MANIFEST)
-    if manifest["format"] not in (FORMAT, IN_PARTS):
-        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} and {IN_PARTS}")
-    if manifest.pop("sha256") != digest(manifest):
+    if manifest["format"] not in (FORMAT, FORMAT_SHARDED):
+        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}")
+    if manifest.pop("sha256") != manifest_digest(manifest):
         raise ValueError("it is not what was saved (sha256 differs)")
-    files = {name: File(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    if (listed := together(files)) - {SECOND} != FILES:
+    files = {name: CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
+    if (listed := merge_shard_names(files)) - {EMA2} != FILES:
         raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
     loss = manifest["held_out_loss"]
-    return Saved(
+    return CheckpointInfo(
         folder,
         int(manifest["step"]),
         int(manifest["images"]),
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> Saved:
     )
 
 
-def digest(manifest: dict[str, Any]) -> str:
+def manifest_digest(manifest: dict[str, Any]) -> str:
     """sha256 of a manifest's values, which the manifest holds as well."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def damage(saved: Saved) -> str | None:
+def find_damage(saved: CheckpointInfo) -> str | None:
     """What is wrong with the files of a checkpoint, after reading them all; None if nothing is."""
     for name, file in saved.files.items():
         path = saved.folder / name
@@ -175,12 +175,12 @@ def damage(saved: Saved) -> str | None:
         except OSError as error:
             return f"{name}: {error.strerror}"
     others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
-    if others and len(together(saved.files)) < len(saved.files):  # one more would be taken for a part
+    if others and len(merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"
     return None
 
 
-def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
+def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
     """The newest whole checkpoint, verified, and the broken ones passed over; None if nothing was ever saved.
 
     What the folders hold decides, not what they are called.
@@ -188,29 +188,29 @@ def newest(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
     Raises:
         RunError: there are checkpoints, and all of them are broken.
     """
-    saved, broken = newest_whole(checkpoints)
+    saved, broken = newest_intact(checkpoints)
     if saved is None and broken:
         more = f"; and {len(broken) - 2} more" if len(broken) > 2 else ""
         raise RunError(f"no whole checkpoint in {checkpoints}: {'; '.join(map(str, broken[:2]))}{more}")
     return saved, broken
 
 
-def newest_whole(checkpoints: Path) -> tuple[Saved | None, list[Broken]]:
+def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
     """As `newest`, for those who have something to say of broken ones also where no other is left."""
-    found, broken = described(checkpoints)
+    found, broken = list_checkpoints(checkpoints)
     for saved in reversed(found):
-        wrong = damage(saved)
+        wrong = find_damage(saved)
         if wrong is None:
             return saved, broken
-        broken.append(Broken(saved.folder, wrong))
+        broken.append(BrokenCheckpoint(saved.folder, wrong))
     return None, broken
 
 
-def find(
+def find_checkpoint(
     checkpoints: Path,
     which: int | Literal["best"] | None,
     tell: Callable[[str], None] = lambda broken: None,
-) -> Saved:
+) -> CheckpointInfo:
     """The whole checkpoint of a step; the best by what the run measures it by for "best", the newest for None.
 
     `tell` is told of each broken one that the newest was looked for among.
@@ -226,25 +226,25 @@ def find(
         for one in broken:
             tell(str(one))
         return saved
-    found, _ = described(checkpoints)
+    found, _ = list_checkpoints(checkpoints)
     wanted = best_of(found) if which == "best" else next((saved for saved in found if saved.step == which), None)
     if wanted is None:
         steps = ", ".join(str(saved.step) for saved in found) or "none"
         what = "that was measured" if which == "best" else f"of step {which}"
         raise RequestError(f"there is no checkpoint {what}; there is {steps}")
-    if wrong := damage(wanted):
-        raise RunError(str(Broken(wanted.folder, wrong)))
+    if wrong := find_damage(wanted):
+        raise RunError(str(BrokenCheckpoint(wanted.folder, wrong)))
     return wanted
 
 
-def anchor(checkpoints: Path, images: int) -> Saved | None:
+def _newest_rollback_checkpoint(checkpoints: Path, images: int) -> CheckpointInfo | None:
     """The newest whole checkpoint, of at most so many images, that a roll-back may come back to; None if none is."""
-    found, _ = described(checkpoints)
+    found, _ = list_checkpoints(checkpoints)
     good = (saved for saved in reversed(found) if saved.anchor and saved.images <= images)
-    return next((saved for saved in good if damage(saved) is None), None)
+    return next((saved for saved in good if find_damage(saved) is None), None)
 
 
-def to_go_back_to(checkpoints: Path, state: TrainState, patience: int) -> Saved | None:
+def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int) -> CheckpointInfo | None:
     """The checkpoint that a roll-back of this state returns to; None if there is none.
 
     The newest anchor; but if fewer than `patience` ordinary steps have followed the last roll-back, that did not help,
@@ -252,9 +252,13 @@ def to_go_back_to(checkpoints: Path, state: TrainState, patience: int) -> Saved 
     """
     guard = state.guard
     if guard.roll_backs and guard.ordinary < patience:
-        before = anchor(checkpoints, guard.anchor - 1)
-        return before or anchor(checkpoints, guard.anchor) or anchor(checkpoints, state.seen)
-    return anchor(checkpoints, state.seen)
+        before = _newest_rollback_checkpoint(checkpoints, guard.rollback_images - 1)
+        return (
+            before
+            or _newest_rollback_checkpoint(checkpoints, guard.rollback_images)
+            or _newest_rollback_checkpoint(checkpoints, state.seen)
+        )
+    return _newest_rollback_checkpoint(checkpoints, state.seen)
 
 
 def load(folder: Path, state: TrainState) -> None:
@@ -266,21 +270,21 @@ def load(folder: Path, state: TrainState) -> None:
 def roll_back(folder: Path, state: TrainState) -> None:
     """Return to the weights of a whole checkpoint, while the position stays where it is."""
     load_tensors(folder, state)
-    state.go_back(read_state(folder))
+    state.roll_back_to(read_state(folder))
 
 
 def load_tensors(folder: Path, state: TrainState) -> None:
     """Put the weights, their average and the optimiser's moments into `state`: where it is divided, the rows that are
     here, so that nobody holds the whole. RunError if they do not fit."""
-    fit(folder, "model", state.model.state_dict())
-    fit(folder, "ema", state.ema.state_dict(state.model))
+    _load_into(folder, "model", state.model.state_dict())
+    _load_into(folder, "ema", state.ema.state_dict(state.model))
     if state.second is not None:
-        kind = "ema2" if files_of(folder / SECOND)[0].exists() else "ema"  # as near as an older run comes
-        fit(folder, kind, state.second.state_dict(state.model))
-    stored, parameters = Stored(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
+        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"  # as near as an older run comes
+        _load_into(folder, kind, state.second.state_dict(state.model))
+    stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
     try:
-        state.load_moments(moments, read_state(folder))
+        state.load_optimizer(moments, read_state(folder))
     except ValueError as error:
         raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
 
@@ -295,7 +299,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, or of its parts. RunError if it is damaged."""
-    stored = Stored(path)
+    stored = TensorFile(path)
     return {name: stored.tensor(name) for name in stored.shapes}
 
 
@@ -305,14 +309,14 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
     Raises:
         RunError: they are those of another network.
     """
-    fit(folder, kind, network.state_dict())
+    _load_into(folder, kind, network.state_dict())
 
 
-def fit(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
     """Put the weights of a checkpoint into these tensors of a network. RunError if they are those of another one."""
-    stored = Stored(folder / f"{kind}.safetensors")
+    stored = TensorFile(folder / f"{kind}.safetensors")
     try:
-        stored.fit(tensors)
+        stored.load_into(tensors)
     except ValueError as error:
         raise RunError(
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "

@@ -23,13 +23,13 @@ from unfog.errors import RequestError, RunError
 from unfog.training.ema_schedules import PowerEma
 
 Floats = npt.NDArray[np.float64]
-SAID = "averages"
+METADATA_KEY = "averages"
 """Where a file says what it holds. One entry, as safetensors writes several in no fixed order."""
-TOO_FAR = 0.25
+MAX_PROFILE_ERROR = 0.25
 """Distance between profiles beyond which nothing is rebuilt. That of the weights is some thirty times smaller."""
 
 
-class Kept(NamedTuple):
+class EmaSnapshotFile(NamedTuple):
     """A snapshot of averages on disk."""
 
     path: Path
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 class Mixture(NamedTuple):
     """How snapshots add up to an average."""
 
-    terms: list[tuple[Kept, int, float]]
+    terms: list[tuple[EmaSnapshotFile, int, float]]
     """Snapshot, number of the average in it, weight."""
     error: float
     """Distance between the profile that they make and the wanted one, over the length of that."""
@@ -51,7 +51,7 @@ class Mixture(NamedTuple):
     """At which it averages: that of a snapshot."""
 
 
-def inner(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: Floats | float) -> Floats:
+def _inner_product(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: Floats | float) -> Floats:
     """Integral of the product of two profiles; by logarithms, as the powers alone would overflow."""
     log_m, total = np.log(np.minimum(t_a, t_b)), gamma_a + gamma_b + 1
     logs = total * log_m - (gamma_a + 1) * np.log(t_a) - (gamma_b + 1) * np.log(t_b)
@@ -64,8 +64,8 @@ def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tupl
 
     Returns them, and how far the sum's profile is from the wanted one, relative to that.
     """
-    products = inner(gammas[:, None], ends[:, None], gammas[None], ends[None])
-    wanted = inner(gammas, ends, gamma, end)
+    products = _inner_product(gammas[:, None], ends[:, None], gammas[None], ends[None])
+    wanted = _inner_product(gammas, ends, gamma, end)
     length = np.sqrt(np.diag(products))  # to one, or those over few updates would outweigh all others
     # Neighbours are nearly alike; what is below the cut would only add rounding errors of the snapshots to themselves.
     scaled, *_ = np.linalg.lstsq(products / np.outer(length, length), wanted / length, rcond=1e-10)
@@ -75,7 +75,7 @@ def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tupl
     return found, math.sqrt(max(0.0, float(square)))
 
 
-def kept_in(folder: Path) -> list[Kept]:
+def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
     """The snapshots in a folder, oldest first. What is none, or damaged, is passed over: a sum does without."""
     found = []
     for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
@@ -83,9 +83,9 @@ def kept_in(folder: Path) -> list[Kept]:
             continue
         try:
             with safe_open(path, "pt") as file:
-                said = json.loads((file.metadata() or {})[SAID])
+                said = json.loads((file.metadata() or {})[METADATA_KEY])
             widths = tuple(float(width) for width in said["widths"])
-            one = Kept(path, int(said["step"]), int(said["updates"]), widths)
+            one = EmaSnapshotFile(path, int(said["step"]), int(said["updates"]), widths)
             if one.updates > 0 and all(0.01 <= width <= 0.28 for width in widths):
                 found.append(one)
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, RecursionError):
@@ -94,7 +94,7 @@ def kept_in(folder: Path) -> list[Kept]:
     return [one for one, after in zip(found, [*found[1:], None]) if after is None or one.updates < after.updates]
 
 
-def mixture(kept: Sequence[Kept], width: float, step: int | None = None) -> Mixture:
+def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | None = None) -> Mixture:
     """How snapshots add up to the average of this width at a step, or at the snapshot before; None is the last one's.
 
     Between two snapshots the newest weights are in none, and an average without them would be another.
@@ -117,7 +117,7 @@ def mixture(kept: Sequence[Kept], width: float, step: int | None = None) -> Mixt
     pairs = [(one, number) for one in used for number in range(len(one.widths))]
     gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
     weights, error = coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
-    if error > TOO_FAR:
+    if error > MAX_PROFILE_ERROR:
         raise RequestError(
             f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
             f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"

@@ -6,16 +6,16 @@ import os
 import shutil
 from pathlib import Path
 
-from unfog.training.checkpoints.format import Broken, best_of, described
+from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, list_checkpoints
 from unfog.training.settings import Checkpoint
 
 
-def rotate(checkpoints: Path, keep: Checkpoint) -> None:
+def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
     """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two to roll back to.
 
     A broken one in a place of honour would cost a whole one its life, but those are set aside when a run is resumed.
     """
-    saved, _ = described(checkpoints)
+    saved, _ = list_checkpoints(checkpoints)
     wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
     wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
     wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
@@ -23,10 +23,10 @@ def rotate(checkpoints: Path, keep: Checkpoint) -> None:
         wanted.add(best.step)
     for old in saved:
         if old.step not in wanted:
-            remove(old.folder)
+            _remove_checkpoint(old.folder)
 
 
-def remove(folder: Path) -> None:
+def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint so that it is whole or gone, never half there under its name."""
     aside = folder.with_name(f".old-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -37,7 +37,7 @@ def remove(folder: Path) -> None:
         aside.unlink()
 
 
-def replace(partial: Path, folder: Path) -> None:
+def replace_checkpoint(partial: Path, folder: Path) -> None:
     """Put a checkpoint in its place. One that is there, of the same step, goes when this one has come."""
     if not os.path.lexists(folder):
         partial.rename(folder)
@@ -46,10 +46,10 @@ def replace(partial: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     partial.rename(folder)
-    remove(aside)
+    _remove_checkpoint(aside)
 
 
-def put_back(checkpoints: Path) -> None:
+def restore_replaced(checkpoints: Path) -> None:
     """Undo a `replace` that was cut short before the new one had come."""
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
@@ -57,7 +57,7 @@ def put_back(checkpoints: Path) -> None:
             aside.rename(folder)
 
 
-def clear_away(checkpoints: Path, broken: list[Broken]) -> None:
+def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
     """Remove what a crash left half done, and hide what is broken, so that it is not counted among those to keep."""
     for folder in checkpoints.glob(".[por]*"):
         if folder.name.startswith((".partial-", ".old-", ".replaced-")):

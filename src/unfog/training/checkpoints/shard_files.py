@@ -22,25 +22,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from unfog.errors import RunError
-from unfog.training.distributed.sharded_tensors import divided, first_row, local
+from unfog.training.distributed.sharded_tensors import first_local_row, is_sharded, to_local
 
 SHARDING = "DCP_SHARDING_INFO"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
 
-def part_of(file: str, rank: int, size: int) -> str:
+def shard_name(file: str, rank: int, size: int) -> str:
     """The name of what one of several processes writes of `file`.safetensors; that itself where there is one."""
     return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
 
 
-def header(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
+def shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
     """What a part says of its tensors, in torch's words: where the rows of each begin in the whole."""
     starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
     told = {name: {"saved_offsets": start} for name, start in starts.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}
 
 
-def together(names: Iterable[str]) -> set[str]:
+def merge_shard_names(names: Iterable[str]) -> set[str]:
     """Names of files, with one for all parts of a file where none of them is missing."""
     found, parts = set[str](), dict[tuple[str, str], set[int]]()
     for name in names:
@@ -55,14 +55,14 @@ def together(names: Iterable[str]) -> set[str]:
     return found
 
 
-def files_of(path: Path) -> list[Path]:
+def shard_paths(path: Path) -> list[Path]:
     """The file, or its parts in order where it is in parts."""
     return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
 
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file; of one in parts, that of the digests of its parts."""
-    digests = [sha256(file) for file in files_of(path)]
+    digests = [sha256(file) for file in shard_paths(path)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -72,7 +72,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class Piece(NamedTuple):
+class _Rows(NamedTuple):
     """Some rows of a tensor, in a file."""
 
     first: int
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
     """An open `safe_open`."""
 
 
-class Stored:
+class TensorFile:
     """The tensors of a file or of its parts, mapped, so that memory is taken by what is asked for.
 
     Args:
@@ -95,9 +95,9 @@ class Stored:
         self.path = path
         self.shapes: dict[str, list[int]] = {}
         """Of whole tensors."""
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
-            for part in files_of(path):
+            for part in shard_paths(path):
                 self._add(safe_open(part, "pt"))
             for name, pieces in self._pieces.items():
                 pieces.sort(key=lambda piece: piece.first)
@@ -116,7 +116,7 @@ class Stored:
             if len(start) != len(shape) or any(start[1:]) or self.shapes.setdefault(name, shape)[1:] != shape[1:]:
                 raise ValueError(f"{name} is not divided by rows")
             first, rows = (int(start[0]), shape[0]) if shape else (0, 0)
-            self._pieces.setdefault(name, []).append(Piece(first, rows, file))
+            self._pieces.setdefault(name, []).append(_Rows(first, rows, file))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -125,9 +125,9 @@ class Stored:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{self.path} cannot be read: {error}") from None
 
-    def fill(self, name: str, tensor: Tensor) -> None:
+    def copy_into(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor into one of the same shape; into one that is divided, the rows that are here."""
-        mine, first = local(tensor.detach()), first_row(tensor)
+        mine, first = to_local(tensor.detach()), first_local_row(tensor)
         with self._reading():
             if not mine.ndim:
                 mine.copy_(self._pieces[name][0].file.get_tensor(name))
@@ -140,11 +140,11 @@ class Stored:
     def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
         """A tensor in host memory; divided as `like` is if that is of its shape, where `like` is."""
         dtype = self._dtype(name)
-        if like is not None and divided(like) and list(like.shape) == self.shapes[name]:
+        if like is not None and is_sharded(like) and list(like.shape) == self.shapes[name]:
             made = torch.empty_like(like, dtype=dtype)
         else:
             made = torch.empty(self.shapes[name], dtype=dtype)
-        self.fill(name, made)
+        self.copy_into(name, made)
         return made
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -158,7 +158,7 @@ class Stored:
         made = self._pieces[name][0].file.get_slice(name).get_dtype()
         return made, self._dtype(name).itemsize * math.prod(self.shapes[name])
 
-    def fit(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill these, which have to be what is stored, by name and shape. ValueError if they are not."""
         wrong = [name for name in sorted({*tensors, *self.shapes}) if name not in tensors or name not in self.shapes]
         wrong += [n for n, t in tensors.items() if n in self.shapes and self.shapes[n] != list(t.shape)]
@@ -166,10 +166,10 @@ class Stored:
             more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"{wrong[0]} is in one of them only, or of another shape{more}")
         for name, tensor in tensors.items():
-            self.fill(name, tensor)
+            self.copy_into(name, tensor)
 
 
-def write_whole(path: Path, out: Path) -> None:
+def write_merged(path: Path, out: Path) -> None:
     """Write a file that is in parts as an ordinary one, with no more than one of its tensors in memory.
 
     safetensors itself writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
@@ -183,7 +183,7 @@ def write_whole(path: Path, out: Path) -> None:
         RunError: it cannot be read.
         OSError: it cannot be written.
     """
-    stored, begin = Stored(path), 0
+    stored, begin = TensorFile(path), 0
     told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in stored.shapes.items():
         dtype, size = stored.kind(name)

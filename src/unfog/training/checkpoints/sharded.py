@@ -17,13 +17,13 @@ from torch.distributed.distributed_c10d import Store
 
 from unfog.errors import RunError
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.snapshot import Listed, Snapshot
+from unfog.training.checkpoints.snapshot import FileEntry, Snapshot
 
 LOOK = 0.05  # seconds between two looks for what others have to say
 TO_BE_SEEN = 30.0  # seconds that a network file system may take to show what another machine has written
 
 
-class Post:
+class ShardStatusStore:
     """What the processes tell the first one about their parts of one checkpoint.
 
     Args:
@@ -34,18 +34,18 @@ class Post:
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
 
-    def tell(self, rank: int, said: dict[str, Any]) -> None:
+    def set(self, rank: int, said: dict[str, Any]) -> None:
         """Say something, in place of what was said before."""
         self._store.set(f"{self._name}/{rank}", json.dumps({"where": socket.gethostname(), **said}))
 
-    def heard(self, rank: int) -> dict[str, Any] | None:
+    def get(self, rank: int) -> dict[str, Any] | None:
         """What that process has said; None while it has not."""
         key = f"{self._name}/{rank}"
         found: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return found
 
 
-def write(taken: Snapshot, checkpoints: Path, post: Post, give_up: threading.Event) -> bool:
+def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give_up: threading.Event) -> bool:
     """Write this process's part of a checkpoint, and at the first process make it one when all have written theirs.
 
     May be tried again after an OSError.
@@ -66,32 +66,34 @@ def write(taken: Snapshot, checkpoints: Path, post: Post, give_up: threading.Eve
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
     partial.mkdir(exist_ok=True)
     with snapshot.system_errors():
-        files = snapshot.listed(snapshot.write_files(taken, partial))
-        snapshot.verify(taken, partial)
+        files = snapshot.file_entries(snapshot.write_files(taken, partial))
+        snapshot.verify_files(taken, partial)
     if taken.rank > 0:
         snapshot.sync(partial)
-        post.tell(taken.rank, {"files": files})
+        post.set(taken.rank, {"files": files})
         return True
     for rank in range(1, taken.size):
-        theirs = awaited(rank, partial, post, give_up)
+        theirs = _wait_for_shard(rank, partial, post, give_up)
         if theirs is None:
             return False
         files |= theirs
     for path in partial.iterdir():
         if path.name not in files:  # of an attempt before
             path.unlink()
-    snapshot.publish(taken, partial, folder, files)
+    snapshot.publish_checkpoint(taken, partial, folder, files)
     return True
 
 
-def awaited(rank: int, partial: Path, post: Post, give_up: threading.Event) -> dict[str, Listed] | None:
+def _wait_for_shard(
+    rank: int, partial: Path, post: ShardStatusStore, give_up: threading.Event
+) -> dict[str, FileEntry] | None:
     """What another process has written, once it is to be seen here; None if that was given up.
 
     Raises:
         OSError: it waits for room.
         RunError: it could not write, or another disk than this one.
     """
-    while (said := post.heard(rank)) is None:
+    while (said := post.get(rank)) is None:
         if give_up.wait(LOOK):
             return None
     who = f"rank {rank} ({said['where']})"
@@ -99,9 +101,9 @@ def awaited(rank: int, partial: Path, post: Post, give_up: threading.Event) -> d
         raise OSError(errno.ENOSPC, f"{who}: {said['full']}")
     if "failed" in said:
         raise RunError(f"{who}: {said['failed']}")
-    files: dict[str, Listed] = said["files"]
+    files: dict[str, FileEntry] = said["files"]
     looks = int(TO_BE_SEEN / LOOK)
-    while missing := [name for name, file in files.items() if not seen(partial / name, file["bytes"])]:
+    while missing := [name for name, file in files.items() if not _is_visible(partial / name, file["bytes"])]:
         looks -= 1
         if looks < 0:
             raise RunError(
@@ -113,7 +115,7 @@ def awaited(rank: int, partial: Path, post: Post, give_up: threading.Event) -> d
     return files
 
 
-def seen(path: Path, size: int) -> bool:
+def _is_visible(path: Path, size: int) -> bool:
     """Whether a file is there with all its bytes."""
     try:
         return path.stat().st_size == size

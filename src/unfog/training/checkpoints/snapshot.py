@@ -20,11 +20,11 @@ from torch import Tensor
 
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.shard_files import header, part_of, sha256
-from unfog.training.distributed.sharded_tensors import divided, first_row, local
-from unfog.training.state import HELD_OUT_LOSS, TrainState, metric_of
+from unfog.training.checkpoints.shard_files import sha256, shard_metadata, shard_name
+from unfog.training.distributed.sharded_tensors import first_local_row, is_sharded, to_local
+from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
-Listed = dict[str, Any]
+FileEntry = dict[str, Any]
 """Bytes and sha256 of a file, for JSON."""
 
 
@@ -58,27 +58,33 @@ class Snapshot(NamedTuple):
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
 
-def take(state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = "") -> Snapshot:
+def take_snapshot(
+    state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = ""
+) -> Snapshot:
     """Copy a state to host memory; of one that is divided, the rows that are here, and what is whole everywhere at the
     first process alone. What is in it should be finite: see `TrainState.non_finite`."""
     started = time.perf_counter()
     held = state.tensors()
-    shared = any(divided(tensor) for tensors in held.values() for tensor in tensors.values())
+    shared = any(is_sharded(tensor) for tensors in held.values() for tensor in tensors.values())
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     for tensors in held.values():
-        for name in [n for n, t in tensors.items() if (not len(local(t)) if divided(t) else rank > 0)]:
+        for name in [n for n, t in tensors.items() if (not len(to_local(t)) if is_sharded(t) else rank > 0)]:
             del tensors[name]
-    rows = {file: {n: first_row(t) for n, t in tensors.items() if divided(t)} for file, tensors in held.items()}
+    rows = {
+        file: {n: first_local_row(t) for n, t in tensors.items() if is_sharded(t)} for file, tensors in held.items()
+    }
     copies = {
-        file: {n: local(t).detach().to("cpu", copy=not state.copied).contiguous() for n, t in tensors.items()}
+        file: {
+            n: to_local(t).detach().to("cpu", copy=not state.in_host_memory).contiguous() for n, t in tensors.items()
+        }
         for file, tensors in held.items()
     }
-    seconds, machine = time.perf_counter() - started, state.precision.machine()
+    seconds, machine = time.perf_counter() - started, state.precision.describe_machine()
     facts = (anchor, for_best, config, machine, seconds, rows if shared else None, rank, size)
     return Snapshot(step, copies, state.progress(), *facts)
 
 
-def write(snapshot: Snapshot, checkpoints: Path) -> Path:
+def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
     """Write a checkpoint: whole, read back and compared with the snapshot, or not at all (OSError).
 
     It is made in a hidden folder, synced, verified and renamed, so a crash leaves the others as they were.
@@ -89,20 +95,20 @@ def write(snapshot: Snapshot, checkpoints: Path) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write_files(snapshot, partial)
-            verify(snapshot, partial)
-            publish(snapshot, partial, folder, listed(partial.iterdir()))
+            verify_files(snapshot, partial)
+            publish_checkpoint(snapshot, partial, folder, file_entries(partial.iterdir()))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
 
 
-def publish(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, Listed]) -> None:
+def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Make a checkpoint of files that are on disk: with a manifest, and by its name. OSError if that cannot be."""
-    (partial / checkpoint.MANIFEST).write_text(json.dumps(manifest_of(snapshot, files), indent=2) + "\n")
+    (partial / checkpoint.MANIFEST).write_text(json.dumps(_build_manifest(snapshot, files), indent=2) + "\n")
     sync(partial / checkpoint.MANIFEST)
     sync(partial)
-    rotation.replace(partial, folder)
+    rotation.replace_checkpoint(partial, folder)
     sync(folder.parent)
 
 
@@ -112,7 +118,7 @@ def system_errors() -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise OSError(system_error(str(error)), str(error)) from error
+        raise OSError(_errno_of(str(error)), str(error)) from error
 
 
 def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
@@ -123,11 +129,11 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
         (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
         written += [folder / checkpoint.STATE, folder / checkpoint.CONFIG]
     for file, tensors in snapshot.tensors.items():
-        path = folder / part_of(file, snapshot.rank, snapshot.size)
+        path = folder / shard_name(file, snapshot.rank, snapshot.size)
         if snapshot.first_rows is None:
             save_file(tensors, path)
         else:
-            save_file(tensors, path, header(tensors, snapshot.first_rows[file]))
+            save_file(tensors, path, shard_metadata(tensors, snapshot.first_rows[file]))
         written.append(path)
     for path in written:
         path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
@@ -135,33 +141,33 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
     return written
 
 
-def listed(files: Iterable[Path]) -> dict[str, Listed]:
+def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
     """What a manifest says of files."""
     return {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in sorted(files)}
 
 
-def manifest_of(snapshot: Snapshot, files: Mapping[str, Listed]) -> dict[str, Any]:
+def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
     """What the manifest of these files says."""
     manifest: dict[str, Any] = {
-        "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.IN_PARTS,
+        "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.FORMAT_SHARDED,
         "step": snapshot.step,
         "images": snapshot.progress["seen"],
         "anchor": snapshot.anchor,
         "for_best": snapshot.for_best,
         "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
         "chosen_by": snapshot.progress["keys"].get("best", HELD_OUT_LOSS),
-        "value": snapshot.progress["last"].get(metric_of(snapshot.progress["keys"])),
+        "value": snapshot.progress["last"].get(best_metric(snapshot.progress["keys"])),
         "measure": snapshot.progress["keys"].get("measure", ""),
         "made_on": snapshot.made_on,
         "files": dict(sorted(files.items())),
     }
-    return manifest | {"sha256": checkpoint.digest(manifest)}
+    return manifest | {"sha256": checkpoint.manifest_digest(manifest)}
 
 
-def verify(snapshot: Snapshot, folder: Path) -> None:
+def verify_files(snapshot: Snapshot, folder: Path) -> None:
     """Read the files back and compare them with what was to be written. OSError if they differ."""
     for file, tensors in snapshot.tensors.items():
-        path = folder / part_of(file, snapshot.rank, snapshot.size)
+        path = folder / shard_name(file, snapshot.rank, snapshot.size)
         found = load_file(path)
         if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
             raise OSError(f"{path.name} does not read back as it was written")
@@ -173,7 +179,7 @@ def verify(snapshot: Snapshot, folder: Path) -> None:
         raise OSError(f"{checkpoint.CONFIG} does not read back as it was written")
 
 
-def system_error(text: str) -> int:
+def _errno_of(text: str) -> int:
     """The errno in "No space left on device (os error 28)", or in "Os { code: 28, …" of before; 0 if there is none."""
     found = re.search(r"(?:os error|code:) (\d+)", text, re.IGNORECASE)
     return int(found[1]) if found else 0

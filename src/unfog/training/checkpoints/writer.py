@@ -15,7 +15,7 @@ from unfog.errors import RunError
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints import sharded as joint
-from unfog.training.checkpoints.sharded import Post
+from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.checkpoints.snapshot import Snapshot
 from unfog.training.settings import Checkpoint
 
@@ -25,7 +25,7 @@ TRIES = 3  # of a disk, or a network that it is behind, that refuses for other r
 RETRY_BLINDLY = 30.0  # seconds; where the free space that is told does not count, as under a quota
 
 
-class News(NamedTuple):
+class WriterEvent(NamedTuple):
     """Something that the thread did, for the main thread to record."""
 
     kind: str
@@ -33,7 +33,7 @@ class News(NamedTuple):
     fields: dict[str, Any]
 
 
-class Writer:
+class CheckpointWriter:
     """Writes snapshots as checkpoints of one folder, then removes those that `keep` no longer wants.
 
     When the disk is full it waits for room and keeps what is there; any other trouble is raised in the main thread by
@@ -45,11 +45,11 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
-        self._news: deque[News] = deque()
+        self._news: deque[WriterEvent] = deque()
         self.waiting = False
         """Whether the disk is full."""
 
-    def submit(self, taken: Snapshot, post: Post | None = None) -> None:
+    def submit(self, taken: Snapshot, post: ShardStatusStore | None = None) -> None:
         """Begin to write; the one before must have been waited for. With others, if it is a part, by their `post`."""
         assert not self.busy
         self._give_up.clear()
@@ -75,16 +75,16 @@ class Writer:
             ) from error
         return True
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Stop waiting for room and for others: the checkpoint on its way is dropped, unless it gets through by
         itself."""
         self._give_up.set()
 
-    def news(self) -> list[News]:
+    def events(self) -> list[WriterEvent]:
         """What has happened since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
-    def _work(self, taken: Snapshot, post: Post | None) -> None:
+    def _work(self, taken: Snapshot, post: ShardStatusStore | None) -> None:
         try:
             started = time.perf_counter()
             waited = self._write(taken, post)
@@ -97,16 +97,16 @@ class Writer:
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}
             self._tell("checkpoint", taken, folder=f"{taken.step:08d}", **costs)
             try:
-                rotation.rotate(self.checkpoints, self.keep)
+                rotation.remove_old_checkpoints(self.checkpoints, self.keep)
             except OSError as error:  # no reason to stop training
                 self._tell("not_removed", taken, reason=str(error))
         except Exception as error:  # raised again by `wait`, in the thread that can act on it
             self._error = error
             if post is not None and taken.rank > 0:
                 with suppress(RuntimeError):  # the store is gone, and the first process with it
-                    post.tell(taken.rank, {"failed": str(error)})
+                    post.set(taken.rank, {"failed": str(error)})
 
-    def _write(self, taken: Snapshot, post: Post | None) -> float | None:
+    def _write(self, taken: Snapshot, post: ShardStatusStore | None) -> float | None:
         """Write as soon as there is room. Returns the seconds waited for it; None if that was given up."""
         failures, first = 0, time.perf_counter()
         tried = first
@@ -114,8 +114,8 @@ class Writer:
             while True:
                 try:
                     if post is None:
-                        snapshot.write(taken, self.checkpoints)
-                    elif not joint.write(taken, self.checkpoints, post, self._give_up):
+                        snapshot.write_checkpoint(taken, self.checkpoints)
+                    elif not joint.write_shard(taken, self.checkpoints, post, self._give_up):
                         return None
                 except OSError as error:
                     if error.errno not in NO_ROOM:
@@ -131,7 +131,7 @@ class Writer:
                     self.waiting = True
                     self._tell("disk_full", taken, needed=taken.bytes, free=free_bytes(self.checkpoints))
                     if post is not None and taken.rank > 0:  # the first process says so, and waits as well
-                        post.tell(taken.rank, {"full": "no space left"})
+                        post.set(taken.rank, {"full": "no space left"})
                 while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > RETRY_BLINDLY):
                     if self._give_up.wait(RETRY):
                         return None
@@ -142,7 +142,7 @@ class Writer:
             self.waiting = False
 
     def _tell(self, kind: str, taken: Snapshot, **fields: Any) -> None:
-        self._news.append(News(kind, taken.step, fields))
+        self._news.append(WriterEvent(kind, taken.step, fields))
 
 
 def free_bytes(folder: Path) -> int:

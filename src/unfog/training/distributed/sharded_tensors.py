@@ -10,38 +10,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def divided(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether other processes hold other rows of it."""
     return hasattr(tensor, "to_local")  # asked of the class, as its module takes a second to import
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """The rows that this process holds, sharing memory with it; all of a tensor that is not divided. No gradient."""
-    return cast(Any, tensor.detach()).to_local() if divided(tensor) else tensor
+    return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
 
 
-def first_row(tensor: Tensor) -> int:
+def first_local_row(tensor: Tensor) -> int:
     """Where the rows that this process holds begin; 0 of a tensor that is not divided."""
-    if not divided(tensor):
+    if not is_sharded(tensor):
         return 0
     mesh = cast(Any, tensor).device_mesh
     share = -(-len(tensor) // mesh.size())  # as FSDP2 divides: the last ones may have fewer, or none
     return int(min(mesh.get_local_rank() * share, len(tensor)))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All rows of it, brought together at every process; all processes call this."""
-    return cast(Any, tensor.detach()).full_tensor() if divided(tensor) else tensor
+    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Norm of all of them together, a 0-d tensor. Where some are divided all processes call this, and get the same."""
-    rows = [local(tensor) for tensor in tensors if divided(tensor)]
+    rows = [to_local(tensor) for tensor in tensors if is_sharded(tensor)]
     if not rows:
         return torch.nn.utils.get_total_norm(tensors)
     square = torch.nn.utils.get_total_norm(rows).square()
     dist.all_reduce(square)
-    if rest := [tensor for tensor in tensors if not divided(tensor)]:
+    if rest := [tensor for tensor in tensors if not is_sharded(tensor)]:
         square += torch.nn.utils.get_total_norm(rest).square()
     return square.sqrt()
 
@@ -49,13 +49,13 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Whether all values are finite, of each tensor; where some are divided all processes call this, and agree."""
     # One answer for all of them, because each one asked for makes the host wait for the device.
-    finite = torch.stack([local(tensor).isfinite().all() for tensor in tensors]).int()
-    if any(map(divided, tensors)):
+    finite = torch.stack([to_local(tensor).isfinite().all() for tensor in tensors]).int()
+    if any(map(is_sharded, tensors)):
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return [bool(good) for good in finite.tolist()]
 
 
-def by_owner(parts: Tensor, rows: int, work: Callable[[Tensor], Tensor]) -> Tensor:
+def map_full_matrices(parts: Tensor, rows: int, work: Callable[[Tensor], Tensor]) -> Tensor:
     """What `work` makes of matrices [N, rows, C] that are divided by rows; each of them comes together at one process.
 
     Args:

@@ -19,7 +19,7 @@ STEP = ("data", "forward", "backward", "agreeing")
 """What each process does in each step, in this order; none of it takes long, other than by waiting for the others."""
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """A sign of life."""
 
     rank: int
@@ -33,7 +33,7 @@ class Sign(NamedTuple):
     """Host and process."""
 
 
-def blamed(signs: Sequence[Sign], unheard: Mapping[int, float], timeout: float) -> str | None:
+def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], timeout: float) -> str | None:
     """Which process the others wait for in vain, and what it was at; None if nothing is wrong.
 
     Args:
@@ -54,11 +54,11 @@ def blamed(signs: Sequence[Sign], unheard: Mapping[int, float], timeout: float) 
     return f"rank {one.rank} ({one.where}) has been {_doing(one)} for {one.seconds:.0f} s"
 
 
-def _doing(sign: Sign) -> str:
+def _doing(sign: Heartbeat) -> str:
     return f"in phase {sign.phase!r}" + (f" of step {sign.step:,}" if sign.step >= 0 else "")
 
 
-class Vigil:
+class Watchdog:
     """A thread that tells the others what this process does, and ends it when one of them hangs.
 
     Ends it at once, as a process that waits inside a collective cannot be reached by an exception; torchrun then ends
@@ -79,7 +79,7 @@ class Vigil:
         """Note what this process does from now on."""
         self._at = (phase, step, time.monotonic())
 
-    def __enter__(self) -> Vigil:
+    def __enter__(self) -> Watchdog:
         self._tell()
         self._thread.start()
         return self
@@ -112,16 +112,16 @@ class Vigil:
         phase, step, since = self._at
         self._number += 1
         where = f"{socket.gethostname()}, process {os.getpid()}"
-        sign = Sign(self.rank, self._number, step, phase, time.monotonic() - since, where)
+        sign = Heartbeat(self.rank, self._number, step, phase, time.monotonic() - since, where)
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _look(self) -> None:
-        signs = [Sign(*json.loads(one)) for one in self._store.multi_get([f"sign/{r}" for r in range(self.size)])]
+        signs = [Heartbeat(*json.loads(one)) for one in self._store.multi_get([f"sign/{r}" for r in range(self.size)])]
         now = time.monotonic()
         for sign in signs:
             if self._seen.get(sign.rank, (0, 0.0))[0] != sign.number:
                 self._seen[sign.rank] = (sign.number, now)
-        wrong = blamed(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
+        wrong = find_failed_rank(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
         if wrong is not None:
             self._end(f"{wrong}; rank {self.rank} ends, as it waits for it")
 

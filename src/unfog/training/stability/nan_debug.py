@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from unfog.diffusion.objective import Loss
 from unfog.training.state import TrainState
 
-MOST_IMAGES = 8  # that are named
-MOST_BACKWARDS = 64  # images of a pass whose gradients are taken one by one
+_MAX_IMAGES = 8  # that are named
+_MAX_BACKWARDS = 64  # images of a pass whose gradients are taken one by one
 
 Forward = Callable[[int, int], Loss]
 """(first position, count) -> loss of that micro-batch with its graph, as in training."""
 
 
-class Culprit(NamedTuple):
+class NanReport(NamedTuple):
     """Where a step first was not finite, and for which images."""
 
     phase: str
@@ -39,7 +39,7 @@ class Culprit(NamedTuple):
     more: int = 0
     """How many further parameters and buffers, or gradients, are not finite ("weights", "backward")."""
 
-    def sentence(self, names: Sequence[str]) -> str:
+    def describe(self, names: Sequence[str]) -> str:
         """Say it in one line, with `names` for `images`."""
         if self.phase == "unknown":
             return "the cause was not found: a replay of the step does not show it"
@@ -58,7 +58,7 @@ class Culprit(NamedTuple):
         return f"{what}; every image is hit, so {guilty} rather than an image is to blame"
 
 
-def find_culprit(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> Culprit:
+def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
     """Replay a refused step, and find what was not finite first. Changes nothing.
 
     Takes a few times as long as the step; up to 64 backward passes more for each pass of which only gradients of
@@ -76,7 +76,7 @@ def find_culprit(state: TrainState, forward: Forward, passes: Sequence[tuple[int
     except RuntimeError:
         # Out of memory, most likely, for the hooks keep a little more than training does. Not knowing why a step failed
         # must not end a run that could go on without it.
-        return Culprit("unknown", "", (), (), False)
+        return NanReport("unknown", "", (), (), False)
 
 
 class _Fault(NamedTuple):
@@ -89,25 +89,25 @@ class _Fault(NamedTuple):
     more: int = 0
 
 
-def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> Culprit:
+def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
     parameters = _not_finite(state.model.named_parameters())
     buffers = _not_finite(state.model.named_buffers())
     if parameters:
-        return Culprit("weights", parameters[0], (), (), True, len(parameters + buffers) - 1)
+        return NanReport("weights", parameters[0], (), (), True, len(parameters + buffers) - 1)
     batch = sum(count for _, count in passes)
     faults = (_examine(state, forward, *each, batch) for each in passes)
-    culprit = Culprit("unknown", "", (), (), False)
+    culprit = NanReport("unknown", "", (), (), False)
     for (first, _), fault in zip(passes, faults):
         if fault is not None:
             # In a pass of one image, all being hit says little. The passes before were well; those after are tried.
             every = all(fault.hit) and first == passes[0][0] and all(other and all(other.hit) for other in faults)
-            blamed = [] if every else [i for i, hit in enumerate(fault.hit) if hit][:MOST_IMAGES]
+            blamed = [] if every else [i for i, hit in enumerate(fault.hit) if hit][:_MAX_IMAGES]
             images, levels = tuple(first + i for i in blamed), tuple(fault.u[i] for i in blamed)
-            culprit = Culprit(fault.phase, fault.where, images, levels, every, fault.more)
+            culprit = NanReport(fault.phase, fault.where, images, levels, every, fault.more)
             break
     # Running statistics are not finite because an image went through them; other buffers hit every image.
     if buffers and not culprit.images:
-        return Culprit("weights", buffers[0], (), (), True, len(buffers) - 1)
+        return NanReport("weights", buffers[0], (), (), True, len(buffers) - 1)
     return culprit
 
 
@@ -223,7 +223,7 @@ def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[boo
         squares = [_squares(gradient, scale) for gradient in gradients if gradient is not None]
         return not bool(torch.stack(squares).isfinite().all())
 
-    images = per_image[:MOST_BACKWARDS] / batch
+    images = per_image[:_MAX_BACKWARDS] / batch
     if hits(images.sum() * 0):
         return [False] * len(images)
     return [hits(loss) for loss in images]

@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID)
 
 
-def within_memory(
+def retry_with_smaller_micro_batches(
     settings: Training, state: TrainState, run: Run, attempt: Callable[[Training, TrainState, Run], T], size: int = 1
 ) -> T:
     """What `attempt` gives; made again with fewer images at once each time that memory does not suffice.
@@ -47,14 +47,14 @@ def within_memory(
             if not is_out_of_memory(error):
                 raise
             # The tensors that the error still refers to go with it, right after this.
-            shrink(settings, state, run, error, size)
+            _halve_micro_batch(settings, state, run, error, size)
 
 
-def shrink(settings: Training, state: TrainState, run: Run, error: Exception, size: int = 1) -> None:
+def _halve_micro_batch(settings: Training, state: TrainState, run: Run, error: Exception, size: int = 1) -> None:
     """Halve what goes through the network at once, in one of `size` processes; a single image gets gradient
     checkpointing instead."""
-    now = min(at_once(settings, state), -(-settings.batch // size))
-    with run.undivided():
+    now = min(microbatch_size(settings, state), -(-settings.batch // size))
+    with run.defer_interrupts():
         state.optimizer.zero_grad(set_to_none=True)
         if now > 1:
             state.microbatch = (now + 1) // 2
@@ -65,10 +65,10 @@ def shrink(settings: Training, state: TrainState, run: Run, error: Exception, si
                 f"out of memory, with one image at a time ({' '.join(str(error).split())[:200]}); choose a smaller "
                 "--size or --network"
             ) from error
-        run.shrunk(state)
+        run.on_out_of_memory(state)
 
 
-def at_once(settings: Training, state: TrainState | None = None) -> int:
+def microbatch_size(settings: Training, state: TrainState | None = None) -> int:
     """Images that go through the network at once: as is set, or fewer where the state had to do with fewer."""
     asked = settings.microbatch or settings.batch
     return asked if state is None else min(state.microbatch or settings.batch, asked)
