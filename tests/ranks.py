@@ -133,7 +133,7 @@ def trained(
     into.model.checkpointing = settings.get("checkpointing", False)
     diary = Diary(into, stop_at)
     if shard and world.size > 1:
-        world.divide(into)
+        world.shard_state(into)
     interleaved = settings.get("noise") == "batch"
     objective = Objective(Diffusion(adaptive=adaptive), 3, 0.2, interleaved, into.levels)
     loss = objective if around is None else around(objective, into, world)
@@ -161,7 +161,7 @@ def difference(a, b, compared=KEPT):
 def alike(world, of):
     """Whether every process has the same bits."""
     mine = torch.cat([t.flatten().float() for t in tensors(of)])
-    least, most = world.total(-mine.clone()), world.total(mine.clone())
+    least, most = world.all_reduce(-mine.clone()), world.all_reduce(mine.clone())
     return bool(torch.equal(-least, most) and torch.equal(most, mine * world.size)) and of.seen
 
 
@@ -173,14 +173,14 @@ def equal(world, alone=None, **settings):
     again = trained(world, **settings)
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(again[0]), strict=True))
 
-    return (difference(one, several) | {"same": same, "repeated": repeated}) if world.first else None
+    return (difference(one, several) | {"same": same, "repeated": repeated}) if world.is_main else None
 
 
 def divided(world, again=False, **settings):
     """Several processes that divide the network against one, and against themselves."""
     several = trained(world, shard=True, **settings)
     repeat = trained(world, shard=True, **settings) if again else several
-    if not world.first:
+    if not world.is_main:
         return None
     repeated = all(torch.equal(x, y) for x, y in zip(tensors(several[0]), tensors(repeat[0]), strict=True))
     # The noise scale is of other first passes.
@@ -202,7 +202,7 @@ def noise(world):
     """What a divided network finds out of its noise scale, where the gradient of an image is its label plus one."""
     into = TrainState(Sums(), OPTIMIZER, PowerEma(), Precision("fp32", CPU))
     diary = Diary(into)
-    world.divide(into)
+    world.shard_state(into)
 
     def loss(network, x0, label, condition):
         per_image = (label + 1) * network(x0)
@@ -296,7 +296,7 @@ def goes_back(world):
 
     diary = Diary(into)
     diary.once = True
-    world.divide(into)
+    world.shard_state(into)
     settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
     train(settings, OPTIMIZER, every, into, Images(), Augment(), loss, diary, world)
     world.shards = None
@@ -307,7 +307,7 @@ def goes_back(world):
         for file, tensors in held.items()
         for name in tensors
     ]
-    parts = world.total(torch.eye(world.size)[world.rank] * sum(diary.numbers)).tolist()
+    parts = world.all_reduce(torch.eye(world.size)[world.rank] * sum(diary.numbers)).tolist()
     return {
         "backs": [diary.backs, into.guard.roll_backs, into.updates],
         "same": len(same) > 100 and all(same),
@@ -321,13 +321,13 @@ def killed(world):
     """The last process is killed when its part of the second checkpoint is on disk, and nobody knows of it yet."""
     into = state(DIT)
     diary = Diary(into)
-    world.divide(into)
-    diary.save_shards(into, False, diary.prepare_save(into), world.post())
+    world.shard_state(into)
+    diary.save_shards(into, False, diary.prepare_save(into), world.new_shard_status_store())
     world.barrier()
     if world.rank == world.size - 1:
         snapshot.verify_files = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     into.seen = 8
-    diary.save_shards(into, False, diary.place, world.post())
+    diary.save_shards(into, False, diary.place, world.new_shard_status_store())
 
 
 def by_torch(folder, file):

@@ -522,4 +522,4 @@ BLAME = "; every image is hit, so the network rather than an image is to blame"
     ],
 )
 def test_sentences(culprit, names, sentence):
-    assert culprit.sentence(names) == sentence
+    assert culprit.describe(names) == sentence

@@ -148,7 +148,7 @@ class Silence:
     def multi_get(self, keys): time.sleep(60)
 
 with Vigil(1, 2, Silence(), timeout=1.0) as vigil:
-    vigil.at("backward", 3)
+    vigil.set_phase("backward", 3)
     time.sleep(60)
 """
 

@@ -173,9 +173,9 @@ class Three(Silent):
 
 def run(config, world):
     images = ImageSet(np.zeros((8, 3, 16, 16), np.uint8), None, tuple("abcdefgh"), ())
-    state = build_state(config, CPU, home=world.home(config.training.shard, CPU))
+    state = build_state(config, CPU, home=world.init_device(config.training.shard, CPU))
     if config.training.shard:
-        world.divide(state)
+        world.shard_state(state)
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     train(config.training, config.optimizer, Every(0, 0, 0, 0), state, ImageStream(images, 0), Augment(),
@@ -183,7 +183,7 @@ def run(config, world):
     world.shards = None
 
 with processes() as world:
-    world.begin(CPU, 120.0)
+    world.init_process_group(CPU, 120.0)
     run(config(8, 32, {shard}, images=800), world)
     gc.collect()
     before = status("VmRSS")

@@ -272,7 +272,7 @@ def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
 
 
 def with_keys(state, config, loss=1.0):
-    state.adopt(settings_digests(config))
+    state.adopt_settings(settings_digests(config))
     state.levels.add(torch.full((4,), 0.5), torch.full((4,), loss))
     return state
 

@@ -56,7 +56,7 @@ class Diary(TrainingHooks):
     def roll_back(self, state, reason):
         self.roll_backs.append(reason)
         state.model.load_state_dict(self.good)
-        state.ema = Ema(state.model, state.ema.profile)
+        state.ema = Ema(state.model, state.ema.schedule)
         state.roll_back_to({"seen": 0, "updates": 0, "guard": DivergenceGuard().to_dict(), "keys": {}, "scaler": {}})
 
     def on_step_end(self, step):
@@ -384,7 +384,7 @@ def test_a_batch_that_weighs_nothing_is_no_trouble():
 
     def weightless(model, x0, label, condition=None):
         loss = reconstruction(model, x0, label)
-        return loss._replace(per_image=loss.per_image * 0, reference=loss.null_loss * 0)
+        return loss._replace(per_image=loss.per_image * 0, null_loss=loss.null_loss * 0)
 
     diary = run(into, weightless)
     assert not diary.refusals

@@ -140,9 +140,9 @@ def measure(case: Case) -> int:
         shape = (64, 3, config.data.size, config.data.size)
         pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         images = ImageSet(pixels, None, tuple(map(str, range(64))), ())
-        state = build_state(config, device, home=world.home(case.shard, device))
+        state = build_state(config, device, home=world.init_device(case.shard, device))
         if case.shard:
-            world.divide(state)
+            world.shard_state(state)
             forget_peak()
         every = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
         augment, objective = Augment(), Objective(config.diffusion)
