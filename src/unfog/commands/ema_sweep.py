@@ -185,7 +185,9 @@ def ema_sweep(
     return swept
 
 
-def _rebuildable_widths(kept: list[EmaSnapshotFile], config: Config, widths: tuple[float, ...], step: int | None) -> list[float]:
+def _rebuildable_widths(
+    kept: list[EmaSnapshotFile], config: Config, widths: tuple[float, ...], step: int | None
+) -> list[float]:
     """The widths to try, narrow to wide: those given, or the usual ones as far as these snapshots allow them.
 
     Raises:

@@ -203,7 +203,9 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) 
             losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, advance)
             found.append(held_out_metrics.held_out_loss(losses))
             if setup.against is not None:
-                other = run.load_network(checkpoint.find_checkpoint(run.folder.checkpoints, setup.against), setup.against)
+                other = run.load_network(
+                    checkpoint.find_checkpoint(run.folder.checkpoints, setup.against), setup.against
+                )
                 others = held_out_metrics.held_out_losses(other, config, held_out, batch, advance)
                 found.append(held_out_metrics.held_out_difference(losses, others, setup.against))
     if "bits" in setup.metrics:
