@@ -19,6 +19,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
+from unfog.doctor.images import pixel_statistics
 from unfog.doctor.images.image_checks import check_images, quick_check_images
 from unfog.doctor.images.pixel_statistics import scan_images
 from unfog.doctor.images.size_checks import recommended_size
@@ -82,7 +83,7 @@ def test_each_planted_fault_is_found_and_no_other(
         assert all(str(finding).isprintable() for finding in findings)
         return findings
 
-    monkeypatch.setattr(BENCHMARK, "examine_data", presentable)
+    monkeypatch.setattr(BENCHMARK, "check_images", presentable)
     (verdict,) = BENCHMARK.planted_verdicts(tmp_path, "clothes", clean[0], [fault], clean[1])
     assert verdict.found == f"{fault.severity} {fault.code}", verdict
     assert verdict.alarms == ()
@@ -167,7 +168,7 @@ def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = scan_images(clean[1])
-    monkeypatch.setattr("unfog.doctor.images.pixel_statistics._PIECE_BYTES", 7 * 3 * 28 * 28)
+    monkeypatch.setattr(pixel_statistics, "_PIECE_BYTES", 7 * 3 * 28 * 28)
     calls: list[tuple[int, int]] = []
     pieces = scan_images(clean[1], progress=lambda done, total: calls.append((done, total)))
     for a, b in zip(once.statistics, pieces.statistics):

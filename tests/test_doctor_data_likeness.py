@@ -15,6 +15,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.source import FashionSource, open_source
+from unfog.doctor.images import duplicate_checks
 from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
 from unfog.doctor.images.near_duplicates import (
     candidate_pairs,
@@ -165,7 +166,7 @@ def test_copies_in_training_and_across_the_split_are_told_apart() -> None:
 
 
 def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.doctor.images.duplicate_checks.MOST_NAMES", 5)
+    monkeypatch.setattr(duplicate_checks, "MOST_NAMES", 5)
     train = CLOTHES[:40].copy()
     train[20:] = train[:20]
     looked = scan_images(as_prepared(train, train[:0]))
@@ -175,10 +176,10 @@ def test_names_listed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_pairs_are_looked_at_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.doctor.images.duplicate_checks._MOST_PAIRS", 10)
+    monkeypatch.setattr(duplicate_checks, "_MOST_PAIRS", 10)
     trousers = CLOTHES[1000:2000]
     looked = scan_images(as_prepared(trousers, trousers[:0]))
     copies = find_duplicates(looked)
     assert not copies.complete
-    found = check_duplicates(looked, replace(copies, alike=np.array([[0, 1]])))[1]
+    found = check_duplicates(looked, replace(copies, similar=np.array([[0, 1]])))[1]
     assert "at least 1 of 1,000" in found.evidence

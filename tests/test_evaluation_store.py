@@ -122,7 +122,7 @@ dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, w
 store.CHUNK = 20
 pixels = np.random.default_rng(0).integers(0, 256, (130, 3, 8, 8), dtype=np.uint8)
 features = open_features(net)
-found = store.features_of(pixels, features, "key", rank=rank, world=2, barrier=dist.barrier)
+found = store.compute_features(pixels, features, "key", rank=rank, world=2, barrier=dist.barrier)
 save_file({"x": found}, out)
 dist.destroy_process_group()
 """

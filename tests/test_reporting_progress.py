@@ -15,7 +15,7 @@ SCRIPT = """
 import time
 from pathlib import Path
 from unfog.reporting import progress
-from unfog.reporting.progress import Progress, result, say, warn
+from unfog.reporting.progress import Progress, print_result, say, warn
 say("scan [bold]photos[/bold]: 500 pictures")
 with Progress("step", 40, delay=0.0) as bar:
     for step in range(1, 41):
@@ -29,7 +29,7 @@ with Progress("step", 40, delay=0.0) as bar:
                     inner.update(i + 1)
 with Progress("short", 3) as bar:
     bar.update(3)
-result("runs/photos")
+print_result("runs/photos")
 """
 ENVIRONMENT = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
 

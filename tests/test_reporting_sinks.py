@@ -101,14 +101,14 @@ class Broken:
     def __init__(self):
         self.calls = 0
 
-    def scalars(self, step, values):
+    def log_scalars(self, step, values):
         self.calls += 1
         raise ConnectionError("no route\nto host")
 
-    def image(self, step, name, pixels):
+    def log_image(self, step, name, pixels):
         raise AssertionError("called after it failed")
 
-    close = image
+    close = log_image
 
 
 @pytest.mark.parametrize("when", ["opening", "logging"])

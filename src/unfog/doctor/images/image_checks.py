@@ -1,60 +1,83 @@
-"""The doctor's look at the data: all of it, or the part that can be had at once."""
+"""Checks of the images before training: the table of all of them, and the two ways to run them.
+
+To add a check, write a function `(ImageScan, Config) -> Finding | None` in one of the modules beside this one, and give
+it a line in a table below, under the code of its finding. None means that the check does not apply.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
-from unfog.doctor.images.class_checks import check_classes
-from unfog.doctor.images.decode_checks import check_decoding
+from unfog.doctor.images import class_checks, decode_checks, exposure_checks, size_checks
 from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
-from unfog.doctor.images.exposure_checks import check_pixel_values
 from unfog.doctor.images.pixel_statistics import ImageScan, Progress, scan_images
-from unfog.doctor.images.size_checks import check_sizes
 from unfog.reporting.findings import Finding
 
-_QUICK_IMAGES = 1000
-"""Images that a glance looks at, at most; fewer where they have to be decoded or are large."""
+Check = Callable[[ImageScan, Config], Finding | None]
 
-_GLANCED_BYTES = 16 * 2**20
-_GLANCED_DECODED = 64
-_GLANCED_SIDES = 50_000
+FILE_CHECKS: Mapping[str, Check] = {
+    "data.count": decode_checks.check_count,
+    "data.ledger": decode_checks.check_skipped_files,
+    "data.converted": decode_checks.check_conversions,
+    "data.sizes": size_checks.check_original_sizes,
+    "data.upscaled": size_checks.check_upscaling,
+    "data.crop": size_checks.check_crop,
+    "data.label_bounds": class_checks.check_labels,
+    "data.balance": class_checks.check_balance,
+    "data.layout": class_checks.check_folder_layout,
+}
+CONTENT_CHECKS: Mapping[str, Check] = {
+    "data.equal": exposure_checks.check_all_equal,
+    "data.range": exposure_checks.check_value_range,
+}
+PIXEL_CHECKS: Mapping[str, Check] = {
+    "data.blank": exposure_checks.check_blank,
+    "data.exposure": exposure_checks.check_exposure,
+    "data.grey_as_rgb": exposure_checks.check_grey,
+    "data.channels": exposure_checks.check_channels,
+    "data.sigma_data": exposure_checks.check_sigma_data,
+}
+# data.duplicates, data.near_duplicates and data.leakage share one search: duplicate_checks.check_duplicates.
+
+# Limits that keep the quick check within a fraction of a second.
+_QUICK_IMAGES = 1000
+_QUICK_BYTES = 16 * 2**20
+_QUICK_DECODED = 64
+_QUICK_SIDES = 50_000
 
 
 def check_images(prepared: Dataset, config: Config, progress: Progress | None = None) -> list[Finding]:
-    """Look at every image once; some seconds for 50,000 of 32x32, and memory of 130 bytes an image.
+    """Run all checks on all images; takes seconds for 50,000 images of 32x32, and 130 bytes of memory an image.
 
-    `progress` is called with (done, in all), from the calling thread: first of the images, then of the pairs that may
-    be alike. No file is opened but through the sets, and none is changed.
+    `progress` is called as (done, total) from the calling thread: first for the images, then for pairs of candidates.
     """
-    return _examined(scan_images(prepared, progress=progress), config, progress)
+    return _run_checks(scan_images(prepared, progress=progress), config, progress)
 
 
 def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
-    """The part that takes a fraction of a second whatever the size: of the pixels, a sample of at most 1,000 images.
-
-    Copies are searched only where that is all there are.
-    """
+    """Run the checks on a sample of at most 1,000 images; duplicates are only searched in a set that small."""
     image = int(np.prod(prepared.train.pixels.shape[1:]))
-    most = max(8, min(_QUICK_IMAGES, _GLANCED_BYTES // image))
+    most = max(8, min(_QUICK_IMAGES, _QUICK_BYTES // image))
     if isinstance(prepared.train.pixels, LazyPixels):
-        most = min(most, _GLANCED_DECODED)
-    return _examined(scan_images(prepared, most), config, most_sides=_GLANCED_SIDES)
+        most = min(most, _QUICK_DECODED)
+    return _run_checks(scan_images(prepared, most, most_sides=_QUICK_SIDES), config)
 
 
-def _examined(
-    looked: ImageScan, config: Config, progress: Progress | None = None, most_sides: int | None = None
-) -> list[Finding]:
-    prepared = looked.prepared
-    tones = check_pixel_values(looked, config)
-    findings = [
-        *check_decoding(prepared),
-        *check_sizes(prepared, most_sides),
-        *check_classes(prepared, config),
-        *tones,
-    ]
-    if not looked.complete or any(finding.severity == "fatal" for finding in tones):
-        return findings  # in a part few copies would meet, and of images that show nothing, all are alike
-    return [*findings, *check_duplicates(looked, find_duplicates(looked, progress))]
+def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = None) -> list[Finding]:
+    def run(checks: Mapping[str, Check]) -> list[Finding]:
+        return [finding for check in checks.values() if (finding := check(scan, config)) is not None]
+
+    files, content = run(FILE_CHECKS), run(CONTENT_CHECKS)
+    equal, value_range = content
+    # Of images that are black or all the same, the other statistics would only repeat that.
+    if equal.severity != "fatal" and value_range.severity == "fine":
+        content += run(PIXEL_CHECKS)
+    # A sample holds few of the duplicates, and images without content are all alike.
+    if scan.complete and not any(finding.severity == "fatal" for finding in content):
+        content += check_duplicates(scan, find_duplicates(scan, progress))
+    return [*files, *content]

@@ -1,9 +1,9 @@
-"""Which images are alike: a perceptual hash finds candidates among millions, and a closer look decides.
+"""Near-duplicate search: a perceptual hash finds candidate pairs among millions, and thumbnails confirm them.
 
-An image is shrunk to a thumbnail. The signs of its low cosine frequencies, 64 bits, change little when a picture is
-compressed, resized or made brighter, so near copies have nearly equal hashes. Sorted by many orders of the bits, such
-hashes come to lie side by side in some of them (Charikar 2002; Manku et al. 2007), which costs O(N log N). What is
-found so is compared thumbnail by thumbnail, as simple pictures share a hash without being alike.
+The hash of an image are the signs of its 64 lowest cosine frequencies, which compression, resizing or brightening
+hardly change. To find close hashes in O(N log N), they are sorted by many random orders of their bits: two hashes that
+differ in few bits are neighbours in some of these orders (Charikar 2002; Manku et al. 2007). Each candidate pair is
+then compared by thumbnails, because simple images share a hash without being similar.
 """
 
 from __future__ import annotations
@@ -18,29 +18,26 @@ Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
-_SIDE = 16
-"""Thumbnails have at most so many pixels a side."""
+_SIDE = 16  # of a thumbnail, in pixels, at most
 
 BLANK_DEVIATION = 2.0
-"""Of 255: an image that deviates less from its mean shows nothing that could be compared."""
+"""Standard deviation, of 255, below which an image is blank and cannot be compared."""
 
 _FREQUENCIES = 8
-_DEAD_ZONE = 0.02  # of all frequencies together: what is about zero stays 0 however it is rounded
+_DEAD_ZONE = 0.02  # share of the norm of the spectrum: what is about 0 counts as 0 however it is rounded
 _ORDERS = 20
 _NEIGHBOURS = 12
-_MOST_BITS = 9  # of 64; hashes of one picture, saved again as JPEG or resized by a quarter, differ in up to seven
+_MOST_BITS = 9  # of 64: hashes of an image and of its JPEG, or of it resized by a quarter, differ in up to seven
 
-# Of CIFAR-10 and emoji saved as JPEG at quality 50 and more, or resized by a quarter, 95% stay within _COPY. All pairs
-# of CIFAR-10 within _ALIKE are one picture twice; in sets that are alike by nature, as trousers are, some are not.
+# Of CIFAR-10 and emoji saved as JPEG at quality 50 or more, or resized by a quarter, 95% stay within _COPY. All pairs
+# of CIFAR-10 within _ALIKE show one image twice; in sets of similar subjects, such as trousers, some do not.
 _COPY = {"shape": 0.97, "detail": 0.95, "gain": 1.2, "shift": 20.0, "patch": 8.0, "spot": 32.0}
 _ALIKE = {"shape": 0.96, "detail": 0.85, "gain": 1.5, "shift": 40.0, "spot": 50.0}
-
-
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
 def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
-    """Means over a grid of at most `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
+    """Average over a grid of at most `side` x `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
     result: NDArray[Any] = pixels
     for axis in (3, 2):
         size = result.shape[axis]
@@ -51,7 +48,7 @@ def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
             sums = np.add.reduceat(result, edges, axis, dtype=np.float32)
             result = sums / (widths[:, None] if axis == 2 else widths)
             continue
-        step = size // cells  # every step-th pixel, added up: several times as quick as a mean over so short an axis
+        step = size // cells  # adding every step-th pixel is several times faster than a mean over so short an axis
         parts = [result[:, :, :, k::step] if axis == 3 else result[:, :, k::step] for k in range(step)]
         total = parts[0].astype(np.float32)
         for part in parts[1:]:
@@ -61,12 +58,12 @@ def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
 
 
 def luma(x: Floats) -> Floats:
-    """Brightness of RGB (ITU-R BT.601) or grey: [N, C, h, w] -> [N, h, w]."""
+    """Return the brightness of RGB or grey: [N, C, h, w] -> [N, h, w]."""
     return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
 
 
 def perceptual_hash(thumbs: Floats) -> Hashes:
-    """uint64 [N] of thumbnails [N, C, h, w]: which low frequencies of the brightness are positive."""
+    """Hash thumbnails [N, C, h, w] to uint64 [N]: the signs of the low frequencies of the brightness."""
     bright = luma(thumbs)
     waves = [_cosines(side) for side in bright.shape[1:]]
     spectrum = np.einsum("ky,nyx,lx->nkl", waves[0], bright, waves[1], optimize=True).reshape(len(bright), -1)
@@ -77,26 +74,25 @@ def perceptual_hash(thumbs: Floats) -> Hashes:
 
 
 def _cosines(side: int) -> Floats:
-    """The first frequencies of DCT-II: [k, side]."""
+    """Return the first rows of the DCT-II matrix, [k, side]."""
     k = np.arange(_FREQUENCIES + 1)[:, None]
     return np.cos(np.pi * k * (2 * np.arange(side) + 1) / (2 * side)).astype(np.float32)
 
 
 def _by_frequency() -> Indices:
-    """The 64 lowest of 9 x 9 frequencies but the mean, the lowest first."""
+    """Return the 64 lowest of 9 x 9 frequencies without the mean, lowest first."""
     y, x = np.divmod(np.arange((_FREQUENCIES + 1) ** 2), _FREQUENCIES + 1)
     return np.argsort(y * y + x * x, kind="stable")[1:65]
 
 
 def candidate_pairs(hashes: Hashes) -> Iterator[Indices]:
-    """Pairs [M, 2] of positions whose hashes are close, a batch for each order of the bits; a pair may come twice.
+    """Yield pairs [M, 2] of positions with close hashes, a batch for each order of the bits; a pair may come twice.
 
-    Looks at 20 orders x 12 neighbours, however many hashes are equal; so of a great many equal ones a pair may be
-    missed, while each is still paired with some.
+    Compares 12 neighbours in each of 20 orders. Of many equal hashes some pairs are missed, but each one is paired.
     """
     generator = np.random.default_rng(0)
     for _ in range(_ORDERS):
-        # Low frequencies are the steadier, so they tend to come first.
+        # Low frequencies change least, so they tend to come first.
         order = np.argsort(np.arange(64) + 24 * generator.standard_normal(64))
         places = np.argsort(_permuted(hashes, order), kind="stable")
         ordered = hashes[places]
@@ -109,7 +105,6 @@ def candidate_pairs(hashes: Hashes) -> Iterator[Indices]:
 
 
 def _permuted(hashes: Hashes, order: Indices) -> Hashes:
-    """The same bits in another order."""
     result = np.zeros_like(hashes)
     for to, bit in enumerate(order.tolist()):
         result |= ((hashes >> np.uint64(bit)) & np.uint64(1)) << np.uint64(to)
@@ -126,22 +121,21 @@ def _differing_bits(different: Hashes) -> NDArray[np.uint8]:
 
 
 class ThumbnailMatch(NamedTuple):
-    """What a closer look at pairs of thumbnails says; bool [M]."""
+    """Result of comparing pairs of thumbnails; bool [M]."""
 
     duplicate: NDArray[np.bool_]
-    """The same picture, saved again: smaller, compressed or slightly brighter."""
+    """One image saved again: smaller, compressed or slightly brighter."""
 
     similar: NDArray[np.bool_]
-    """Nearly the same picture: cropped a little, recoloured, or the next of a series. All copies are."""
+    """Nearly the same image: cropped a little, recoloured, or the next of a series. Includes all duplicates."""
 
 
 def compare_thumbnails(a: Floats, b: Floats) -> ThumbnailMatch:
-    """Look at pairs of thumbnails [M, C, h, w], 0 to 255.
+    """Compare pairs of thumbnails [M, C, h, w], 0 to 255, after fitting brightness and contrast.
 
-    Brightness and contrast are fitted first. `shape` is the correlation of what remains, `detail` that of the
-    brightness less its surroundings, which a blue sky does not have; `patch` the largest difference where a quarter of
-    each side is one pixel, `spot` that of a single pixel's brightness: compression leaves little of them, another face,
-    colour or cloth does.
+    Measured are: `shape`, the correlation of all values; `detail`, the correlation of the brightness less its
+    surroundings; `gain` and `shift`, what was fitted; `patch`, the largest difference of 4 x 4 means; and `spot`, the
+    largest difference of the brightness of one pixel. Compression changes the last two little, another subject a lot.
     """
     mean_a, mean_b = (x.mean((1, 2, 3), keepdims=True) for x in (a, b))
     spread_a, spread_b = (np.maximum(x.std((1, 2, 3), keepdims=True), 1.0) for x in (a, b))
@@ -165,7 +159,7 @@ def _within(measured: dict[str, Floats], limits: dict[str, float]) -> NDArray[np
 
 
 def _detail(bright: Floats) -> Floats:
-    """Brightness [M, h, w] less the mean of the 3 x 3 pixels around."""
+    """Return brightness [M, h, w] less its mean over 3 x 3 pixels."""
     height, width = bright.shape[1:]
     padded = np.pad(bright, ((0, 0), (1, 1), (1, 1)), mode="edge")
     around = sum(padded[:, y : y + height, x : x + width] for y in range(3) for x in range(3))
@@ -179,13 +173,13 @@ def _correlation(a: Floats, b: Floats) -> Floats:
 
 
 def connected_groups(pairs: Indices) -> list[Indices]:
-    """Positions that pairs [M, 2] connect, directly or through others: the largest group first, each in order."""
+    """Return the connected components of pairs [M, 2], the largest first, each in ascending order."""
     if not len(pairs):
         return []
     members, ends = np.unique(pairs, return_inverse=True)
     ends = ends.reshape(-1, 2)
     lowest = np.arange(len(members))
-    while True:  # each takes the lowest of those that it is paired with, and then the lowest of that one
+    while True:  # each node takes the lowest label of its neighbours, then that label's own (pointer jumping)
         before = lowest.copy()
         np.minimum.at(lowest, ends[:, 0], before[ends[:, 1]])
         np.minimum.at(lowest, ends[:, 1], before[ends[:, 0]])

@@ -1,4 +1,4 @@
-"""One look at the pixels of every image, or of some: a few numbers about each, and the tones of all."""
+"""One pass over the pixels of a dataset: a few statistics of each image, and the histogram of all values."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from unfog.doctor.images.near_duplicates import Floats, Hashes, Indices, luma, p
 
 Progress = Callable[[int, int], None]
 
-_SMALL_SIDE = 8
-"""Side of the thumbnail that is kept of each image."""
+MOST_NAMES = 2000
+"""Largest number of names in the facts of a finding."""
 
-_PIECE_BYTES = 4 * 2**20  # of pixels that a thread looks at together
+_SMALL_SIDE = 8  # of the thumbnail that is kept of each image
+_PIECE_BYTES = 4 * 2**20  # of pixels that a thread reads at a time
 _MAX_THREADS = 16
 
 
 class PixelStatistics(NamedTuple):
-    """What is kept of each image, [N] of each."""
+    """Statistics of each image; all are [N]."""
 
     digest: Hashes
     """Equal for equal pixels."""
 
     hash: Hashes
-    """`likeness.perceptual_hash`."""
+    """See `near_duplicates.perceptual_hash`."""
 
     small: NDArray[np.uint8]
     """Brightness, [N, 8, 8]."""
 
     spread: Floats
-    """Standard deviation over the pixels of a channel, the largest of its channels; 0 to 127.5."""
+    """Standard deviation over the pixels of a channel, the largest of all channels; 0 to 127.5."""
 
     lowest: NDArray[np.uint8]
     highest: NDArray[np.uint8]
-    """Of all its values."""
+    """Over all values."""
 
     darkest: Floats
     brightest: Floats
-    """Of all channels of a 16 x 16 thumbnail: a lone pixel does not count."""
+    """Over all channels of a 16 x 16 thumbnail, so that a single pixel does not count."""
 
     tint: Floats
     """Largest difference of two channels in a thumbnail; 0 for grey."""
@@ -55,82 +56,95 @@ class PixelStatistics(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageScan:
-    """What was seen of a training set and what is held out of it."""
+    """Statistics of the images of a dataset, or of a sample of them.
+
+    A row is the index of an image: first the training images, then, counted on, the held-out ones.
+    """
 
     prepared: Dataset
     rows: Indices
-    """[N] which were looked at: positions in the training set, then, counted on, in what is held out."""
+    """[N] rows that were scanned."""
 
     statistics: PixelStatistics
     histogram: NDArray[np.int64]
     """[C, 256] how many pixels of the training images have each value."""
 
     complete: bool
-    """Whether every image was looked at."""
+    """True where every image was scanned."""
+
+    most_sides: int | None = None
+    """Limit of originals whose sides are checked; None checks all."""
 
     @property
     def in_train(self) -> NDArray[np.bool_]:
-        """[N], which of those looked at are trained on."""
+        """[N], True for training images."""
         return self.rows < len(self.prepared.train)
 
     def name(self, row: int) -> str:
-        """Name of one of `rows`."""
         train = self.prepared.train
         return train.names[row] if row < len(train) else self.prepared.held_out.names[row - len(train)]
 
+    def names(self, rows: Indices) -> list[str]:
+        """Return the names of the first MOST_NAMES of these rows."""
+        return [self.name(row) for row in rows[:MOST_NAMES].tolist()]
+
     def pixels(self, rows: Indices) -> NDArray[np.uint8]:
-        """uint8 [n, C, H, W] of some of `rows`."""
+        """Read uint8 [n, C, H, W]."""
         return _read(self.prepared, np.asarray(rows, np.int64))
 
 
-def scan_images(prepared: Dataset, most: int | None = None, progress: Progress | None = None) -> ImageScan:
-    """Look at every image, or at `most` evenly spread ones, of which about a tenth are held out.
+def scan_images(
+    prepared: Dataset, most: int | None = None, progress: Progress | None = None, most_sides: int | None = None
+) -> ImageScan:
+    """Compute statistics of every image, or of `most` evenly spread ones, of which about a tenth are held out.
 
-    Pixels are read a few MB at a time by several threads; what is kept is 130 bytes an image.
+    Several threads read a few MB of pixels at a time; the statistics take 130 bytes an image.
     """
     rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
     piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
-    tones = np.zeros((prepared.settings.channels, 256), np.int64)
-    found: list[PixelStatistics] = []
+    histogram = np.zeros((prepared.settings.channels, 256), np.int64)
+    parts: list[PixelStatistics] = []
 
-    def look(start: int) -> tuple[PixelStatistics, NDArray[np.int64]]:
+    def scan(start: int) -> tuple[PixelStatistics, NDArray[np.int64]]:
         here = rows[start : start + piece]
         pixels = _read(prepared, here)
-        return _seen(pixels), _tones(pixels[here < len(prepared.train)])
+        return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
 
-    for done, (seen, counted) in enumerate(_in_threads(look, range(0, len(rows), piece)), 1):
-        found.append(seen)
-        tones += counted
+    for done, (statistics, counts) in enumerate(_in_threads(scan, range(0, len(rows), piece)), 1):
+        parts.append(statistics)
+        histogram += counts
         if progress:
             progress(min(done * piece, len(rows)), len(rows))
+    # Which files are unusable is known only now that lazily decoded images were read.
     usable = _usable(prepared, rows)
-    seen = PixelStatistics(*(np.concatenate(parts)[usable] for parts in zip(*found)))
-    return ImageScan(prepared, rows[usable], seen, tones, len(rows) == len(prepared.train) + len(prepared.held_out))
+    statistics = PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
+    complete = len(rows) == len(prepared.train) + len(prepared.held_out)
+    return ImageScan(prepared, rows[usable], statistics, histogram, complete, most_sides)
 
 
 def unusable_files(prepared: Dataset) -> list[SkippedFile]:
-    """Files that cannot be used, those among them that turned out when images were read."""
-    lists = [pixels.skipped for pixels in _lazy(prepared).values()]
-    return sorted({*prepared.report.skipped, *(one for some in lists for one in some)})
+    """Return all files that cannot be used, including those found damaged while images were read."""
+    found = [one for pixels in _lazy_pixels(prepared).values() for one in pixels.skipped]
+    return sorted({*prepared.report.skipped, *found})
 
 
-def _lazy(prepared: Dataset) -> dict[int, LazyPixels]:
-    """Pixels that are decoded when they are read, by the first of their rows."""
+def _lazy_pixels(prepared: Dataset) -> dict[int, LazyPixels]:
+    """Return {first row: pixels} of the sets whose images are decoded as they are read."""
     sets = {0: prepared.train.pixels, len(prepared.train): prepared.held_out.pixels}
     return {start: pixels for start, pixels in sets.items() if isinstance(pixels, LazyPixels)}
 
 
 def _usable(prepared: Dataset, rows: Indices) -> NDArray[np.bool_]:
-    """Which rows are images of their own: for one that cannot be decoded another one is read, now known."""
+    # In place of a damaged image its set returns another one, which must not count twice.
     usable = np.ones(len(rows), np.bool_)
-    for start, pixels in _lazy(prepared).items():
+    for start, pixels in _lazy_pixels(prepared).items():
         inside = (rows >= start) & (rows < start + len(pixels))
         usable[inside] = pixels.is_decodable(rows[inside] - start)
     return usable
 
 
 def evenly_spread_rows(train: int, held_out: int, most: int | None = None) -> Indices:
-    """All rows, or `most` evenly spread ones, of which about a tenth are held out; sorted."""
+    """Return all rows, or `most` of them, of which about a tenth are held out; sorted."""
     if most is None or train + held_out <= most:
         return np.arange(train + held_out)
     aside = min(held_out, max(1, most // 10))
@@ -138,16 +152,17 @@ def evenly_spread_rows(train: int, held_out: int, most: int | None = None) -> In
 
 
 def _stratified(total: int, count: int) -> Indices:
-    """One of each of `count` equal parts of 0..total-1, at random, as folders may have a rhythm; always the same."""
+    # One at random of each of `count` equal parts: at equal distances, a folder that alternates would show one side.
     edges = np.arange(count + 1) * total // max(1, count)
     inside = np.random.default_rng(0).random(count) * np.diff(edges)
     return edges[:-1] + inside.astype(np.int64)
 
 
-def _in_threads(
-    task: Callable[[int], tuple[PixelStatistics, NDArray[np.int64]]], starts: range
-) -> Iterator[tuple[PixelStatistics, Indices]]:
-    """The task at each start, in order; NumPy lets go of the interpreter, as does whatever decodes images."""
+_Result = tuple[PixelStatistics, NDArray[np.int64]]
+
+
+def _in_threads(task: Callable[[int], _Result], starts: range) -> Iterator[_Result]:
+    # Threads suffice: NumPy and image decoders release the interpreter lock.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(_MAX_THREADS, cores, max(1, len(starts))))
     try:
@@ -160,24 +175,23 @@ def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
     train = len(prepared.train)
     inside = rows < train
     if inside.all():
-        return _taken(prepared.train, rows)
+        return _read_set(prepared.train, rows)
     if not inside.any():
-        return _taken(prepared.held_out, rows - train)
-    first, second = _taken(prepared.train, rows[inside]), _taken(prepared.held_out, rows[~inside] - train)
+        return _read_set(prepared.held_out, rows - train)
+    first, second = _read_set(prepared.train, rows[inside]), _read_set(prepared.held_out, rows[~inside] - train)
     pixels = np.empty((len(rows), *first.shape[1:]), np.uint8)
     pixels[inside], pixels[~inside] = first, second
     return pixels
 
 
-def _taken(images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
+def _read_set(images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return np.asarray(images.pixels[int(rows[0]) : int(rows[-1]) + 1])  # a slice of a mapped file is not copied
     return np.asarray(images.pixels.take(rows, axis=0))
 
 
-def _seen(pixels: NDArray[np.uint8]) -> PixelStatistics:
-    count = len(pixels)
-    flat = pixels.reshape(count, -1)
+def _statistics(pixels: NDArray[np.uint8]) -> PixelStatistics:
+    flat = pixels.reshape(len(pixels), -1)
     thumbs = thumbnails(pixels)
     bright = luma(thumbs)
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
@@ -194,6 +208,5 @@ def _seen(pixels: NDArray[np.uint8]) -> PixelStatistics:
     )
 
 
-def _tones(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """[C, 256] counts of each value."""
+def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.stack([np.bincount(pixels[:, c].ravel(), minlength=256) for c in range(pixels.shape[1])])
