@@ -188,7 +188,9 @@ def test_settings_that_mean_nothing_to_a_codec_are_refused_from_python_and_from_
         ({"codec": "x"}, "autoencoder_folder"),
         ({"evaluate": {"metrics": ["kid"]}}, "evaluate.metrics"),
     ):
-        with pytest.raises(RequestError, match=f"{name} is a setting for unfog train, and a codec has no use for it"):
+        with pytest.raises(
+            RequestError, match=f"{name} is a setting for unfog train, and an autoencoder has no use for it"
+        ):
             unfog.train_autoencoder("fashion", **settings)
     (tmp_path / "recipe.toml").write_text("guidance = 2.0\n")
     with pytest.raises(SystemExit):

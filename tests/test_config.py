@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unfog.cli.parse import parse_args
-from unfog.cli.requests import Train
 from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
+from unfog.config.requests import TrainRequest as Train
 from unfog.config.schema import SHORT, Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.diffusion.noise import Cosine, LogNormal

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import unfog
-from unfog.cli.parsed_requests import asked_for
+from unfog.cli.requests import read_request
 from unfog.models.registry import build_model
 
 QUALITY = Path(unfog.__file__).parents[2] / "benchmarks" / "quality"
@@ -30,7 +30,7 @@ def test_every_contestant_of_ours_is_a_request_for_a_network_of_the_size_it_says
         if contestant.peer:
             assert (QUALITY / "peers" / contestant.peer).is_file()
             continue
-        config, _ = asked_for("train", ["fashion", *contestant.arguments(), "--images", "640"])
+        config = read_request("train", ["fashion", *contestant.arguments(), "--images", "640"]).settings
         parameters = sum(p.numel() for p in build_model(config.network, 3).parameters())
         wanted = 1.05e6 if "tiny" in contestant.name else 4.0e6
         assert parameters == pytest.approx(wanted, rel=0.1), contestant.name

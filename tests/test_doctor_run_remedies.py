@@ -12,12 +12,12 @@ import pytest
 
 import unfog
 from unfog.cli.parse import flags_of
-from unfog.cli.parsed_requests import KINDS
+from unfog.cli.requests import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "diagnosis").rglob("*.py"), *(ROOT / "runs" / f"{n}.py" for n in ("rehearsal", "in_small"))]
 MODULES += [ROOT / "runs" / "examination.py"]
-FLAGS = {command: flags_of(kind) for command, kind in KINDS.items()}
+FLAGS = {command: flags_of(kind) for command, kind in REQUESTS.items()}
 EVERYWHERE = {"--debug", "--help"}
 """Flags of every command."""
 FILLED = "\N{SECTION SIGN}"

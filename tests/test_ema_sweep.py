@@ -10,8 +10,7 @@ import torch
 
 import unfog
 from conftest import NETWORK
-from unfog.cli.commands import ema_sweep as command
-from unfog.cli.commands import sample
+from unfog.cli.main import run as run_command
 from unfog.commands import ema_sweep
 from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, WidthResult
 from unfog.errors import RequestError, RunError
@@ -55,7 +54,7 @@ def weights(of: Run) -> torch.Tensor:
 
 
 def test_sweep_measures_every_length_and_the_run_follows_the_best(run, capsys):
-    assert command([str(run), "--widths", "0.05", "0.1", "0.2"]) == 0
+    assert run_command(["ema-sweep", str(run), "--widths", "0.05", "0.1", "0.2"]) == 0
     out, err = capsys.readouterr()
     found = json.loads((run / SWEEP_FILE).read_text())
     values = {row["width"]: row["value"] for row in found["rows"]}
@@ -80,7 +79,7 @@ def test_a_chosen_width_is_what_is_loaded_and_sampled(run, tmp_path, capsys):
     assert torch.equal(weights(unfog.load(run)), weights(narrow))
     assert torch.equal(weights(Run(run, "raw")), weights(raw))
     for flags, into in ((["--ema", "0.05"], "a"), ([], "b")):
-        assert sample([str(run), "-n", "2", "--out", str(tmp_path / into), *flags]) == 0
+        assert run_command(["sample", str(run), "-n", "2", "--out", str(tmp_path / into), *flags]) == 0
     assert (tmp_path / "a/grid.png").read_bytes() == (tmp_path / "b/grid.png").read_bytes()
     (run / SWEEP_FILE).write_text(json.dumps({"width": 0.1}))
     assert torch.equal(weights(unfog.load(run)), weights(usual))  # the checkpoint's own, which no file has rounded

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import unfog
 from conftest import NETWORK
+from unfog.config.run_requests import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
@@ -29,7 +30,7 @@ from unfog.evaluation.metrics import compare_features
 from unfog.inference.generated import GeneratedSamples
 from unfog.inference.memorization import UnseenImages, check_memorization_by_features, check_memorization_by_pixels
 from unfog.inference.nearest_images import check_memorization, find_nearest_features
-from unfog.inference.results import Evaluation, EvaluationRequest
+from unfog.inference.results import Evaluation
 from unfog.inference.run import Run
 from unfog.pipeline.class_labels import proportional_labels
 from unfog.pipeline.generate import GenerationSettings, generate_images

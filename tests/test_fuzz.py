@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from unfog.cli.main import in_a_line
 from unfog.cli.parse import flags_of, parse_args
-from unfog.cli.parsed_requests import KINDS, training_asked_for
+from unfog.cli.requests import REQUESTS, read_request
 from unfog.config import spec_strings as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.schema import Config
@@ -258,7 +258,7 @@ def test_a_diffusion_that_is_accepted_has_finite_weights_and_levels(data):
 
 # The command line
 
-FLAGS = sorted({flag for kind in KINDS.values() for flag in flags_of(kind)})
+FLAGS = sorted({flag for kind in REQUESTS.values() for flag in flags_of(kind)})
 WORD = st.one_of(
     st.sampled_from(FLAGS),
     st.sampled_from(
@@ -270,13 +270,13 @@ WORD = st.one_of(
 
 
 @fuzz(400)
-@given(st.lists(WORD, max_size=8), st.sampled_from(sorted(KINDS)))
+@given(st.lists(WORD, max_size=8), st.sampled_from(sorted(REQUESTS)))
 @example(["--" + "x" * 100_000], "train")
 @example(["x", "--steps", "9" * 100_000], "train")
 @example(["\ud800", "--out", "\udcff"], "train")
 def test_any_words_are_a_request_or_refused(words, command):
     with in_a_few_words():
-        parse_args(words, KINDS[command], f"unfog {command}", {})
+        parse_args(words, REQUESTS[command], f"unfog {command}", {})
 
 
 @fuzz(200)
@@ -284,7 +284,8 @@ def test_any_words_are_a_request_or_refused(words, command):
 def test_any_settings_of_a_training_are_a_config_or_refused(tmp_path, pairs):
     words = [f"{flag}={value}" for flag, value in pairs]
     with suppress(RequestError):
-        config, out = training_asked_for(["fashion", *words])
+        request = read_request("train", ["fashion", *words])
+        config, out = request.settings, request.out
         assert from_toml(to_toml(config), Config()) == config
         assert out is None or not out.exists()
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import unfog
 from conftest import NETWORK
-from unfog.cli.parsed_requests import asked_for
+from unfog.cli.requests import read_request
 from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, Linear
@@ -213,11 +213,11 @@ def test_flags_win_over_the_file_and_that_over_the_weights(photos, tmp_path):
     file = tmp_path / "settings.toml"
     start = f'[init]\nfolder = "{tmp_path / "theirs"}"\nsha256 = "0"\n'
     file.write_text(start + '[diffusion]\nsigma_data = 0.25\ntarget = "x0"\n')
-    config, _ = asked_for("train", [str(photos), "--config", str(file), "--path", "flow"])
+    config = read_request("train", [str(photos), "--config", str(file), "--path", "flow"]).settings
     assert (config.diffusion.schedule.steps, config.diffusion.target.kind) == (200, "x0")
     assert (config.diffusion.path.kind, config.diffusion.sigma_data) == ("flow", 0.25)
     assert (config.network.channels, config.data.size, config.init.sha256) == ((8, 16), 8, "")
-    assert asked_for("train", [str(photos)])[0].network is None
+    assert read_request("train", [str(photos)]).settings.network is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from PIL import Image
 
 import unfog
 from conftest import without_clock
-from unfog.cli.parsed_requests import training_asked_for
+from unfog.cli.requests import read_request
 from unfog.commands.verify import verify
 from unfog.config.presets import default
 from unfog.config.resume_rules import settings_digests
@@ -398,7 +398,7 @@ def test_what_latents_cannot_have_is_refused_before_any_work(photos, codec, tmp_
 
 def test_settings_of_another_run_bring_its_codec_and_not_its_statistics(trained, photos, tmp_path):
     words = [str(photos), "--config", str(trained.path / "config.toml"), "--out", str(tmp_path / "new")]
-    config, _ = training_asked_for(words)
+    config = read_request("train", words).settings
     assert trained.config.latents.mean
     assert (config.autoencoder_folder, config.latents) == (str(trained.path / "codec"), Latents())
 

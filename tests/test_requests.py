@@ -17,7 +17,7 @@ from PIL import Image
 
 import unfog
 from unfog.cli.main import main
-from unfog.cli.parsed_requests import training_asked_for
+from unfog.cli.requests import read_request
 from unfog.config import spec_strings as kinds
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -367,7 +367,7 @@ def test_odd_places(refused, here, tmp_path):
 
 def test_home_is_meant_by_a_tilde(refused, here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
-    assert training_asked_for(["fashion", "--out=~/new", "--steps", "1"])[1] == here / "new"
+    assert read_request("train", ["fashion", "--out=~/new", "--steps", "1"]).out == here / "new"
     (here / "file").write_text("")
     for words in (["train", "fashion", "--out=~/file"], ["sample", "~/run", "--out=~/file"]):
         assert f"{here}/file is a file" in refused(*words)
@@ -524,7 +524,7 @@ def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, valu
 
 def test_lists_leave_the_last_word_to_the_run():
     from unfog.cli.parse import parse_args
-    from unfog.cli.run_requests import Sample
+    from unfog.config.run_requests import SampleRequest as Sample
 
     for words in (
         "--label cat dog -n 3 run",
@@ -538,7 +538,7 @@ def test_lists_leave_the_last_word_to_the_run():
 
 def test_ways_to_write_a_flag():
     from unfog.cli.parse import parse_args
-    from unfog.cli.requests import Train
+    from unfog.config.requests import TrainRequest as Train
 
     def read(words: str) -> dict:
         return parse_args(words.split(), Train, "unfog train", {}).table["settings"]

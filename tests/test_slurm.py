@@ -20,7 +20,8 @@ from launches import (
     weights,
 )
 from unfog.cli.main import main
-from unfog.commands.slurm import Job
+from unfog.commands.slurm import batch_script
+from unfog.config.requests import SlurmRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 
@@ -140,16 +141,17 @@ def test_no_file_is_written_over(here, capsys):
     [("90", 5400), ("90:30", 5430), ("12:00:00", 43200), ("2-00", 172800), ("1-02:03", 93780), ("1-02:03:04", 93784)],
 )
 def test_times_are_slurms(time, seconds):
-    assert Job(time=time).seconds == seconds
+    assert SlurmRequest(time=time).seconds == seconds
 
 
 def test_the_documented_file_is_the_one_that_is_written(here):
     text = DOCS.read_text()
     command = text[text.index("unfog slurm ") :].partition("\n```")[0].replace("\\\n", " ").split()[2:]
     shown = text[text.index("#!/bin/bash") :].partition("```")[0]
-    job = Job(nodes=2, gpus_per_node=8, time="12:00:00")
     words = command[command.index("--") + 1 :]
-    script = job.script(command, Path("/shared/runs/photos"), words, "/data/photos")
+    place = {"run": Path("/shared/runs/photos"), "source": "/data/photos"}
+    job = SlurmRequest(2, 8, time="12:00:00", words=tuple(command), command=tuple(words), **place)
+    script = batch_script(job)
     assert script.replace(str(here), "/home/me").replace(sys.executable, "/home/me/.venv/bin/python") == shown
 
 

@@ -1,11 +1,18 @@
-"""Unfog trains image diffusion models on your own pictures.
+"""Unfog trains image diffusion models on your own images.
 
     run = unfog.train("photos/", size=64, steps=2000)
-    pictures = unfog.load("runs/photos").sample(16, seed=0)        # uint8 [16, 64, 64, 3]
-    findings = unfog.doctor("photos/", size=64, steps=2000)        # before: what would go wrong
+    images = unfog.load("runs/photos").sample(16, seed=0)        # uint8 [16, 64, 64, 3]
+    findings = unfog.doctor("photos/", size=64, steps=2000)      # before training: problems and remedies
+
+Each function is a command of the same name, and takes its flags as keywords; `unfog COMMAND --help` explains them. A
+`source` is what the command line takes as SOURCE, or uint8 images as an array or tensor [N, H, W], [N, H, W, C] or
+[N, C, H, W], with `labels=` where there are classes. `settings` are those of `unfog train`, by short name (`size=64,
+lr=1e-4`) or as a table of a section (`optimizer={"warmup": 100}`), and may name a part by a spec string
+(`schedule="cosine:steps=500"`). All raise `RequestError` before work begins if a request cannot be met, and `RunError`
+if a run fails.
 
 The parts are usable on their own: `unfog.diffusion` (schedules, targets, weightings, samplers), `unfog.models`,
-`unfog.data`, `unfog.training`. Importing this module imports no torch; what needs it, imports it.
+`unfog.data`, `unfog.training`. Importing `unfog` does not import torch.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from unfog.commands.tune import TuneResult
     from unfog.config.schema import Config
     from unfog.inference.run import Run
+    from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
 __all__ = [
@@ -51,254 +59,140 @@ __all__ = [
 
 
 class SupportsArray(Protocol):
-    """A NumPy array, a tensor, or what NumPy makes an array of."""
+    """A NumPy array, a tensor, or any other object that NumPy can convert."""
 
-    def __array__(self) -> Any:
-        """As NumPy's."""
-
-
-Source = str | PathLike[str] | SupportsArray
+    def __array__(self) -> Any: ...
 
 
-def train(source: Source, *, out: str | PathLike[str] | None = None, preset: str = "default", **settings: Any) -> Run:
-    """Train on images, as `unfog train` does.
+PathLikeText = str | PathLike[str]
+Source = PathLikeText | SupportsArray
 
-    Args:
-        source: a folder or any other SOURCE of the command line; or uint8 images as an array or tensor [N, H, W],
-            [N, H, W, C] or [N, C, H, W], with `labels=` one for each where there are classes.
-        out: the run folder, which must be new; None is a free one under `runs/`.
-        preset: the recipe that settings change: "default", "ddpm", "edm" or "demo".
-        settings: any setting of the command line, by its short name (`size=64, steps=2000, lr=1e-4`) or by a table of
-            its section (`optimizer={"warmup": 100}`). A part may be given by word, `schedule="cosine:steps=500"`.
 
-    Returns:
-        The run, which samples from its newest checkpoint.
+def train(source: Source, *, out: PathLikeText | None = None, preset: str = "default", **settings: Any) -> Run:
+    """Train a new run. Return it, with the network of its last checkpoint.
 
-    Raises:
-        RequestError: the request cannot be met; found before training.
-        RunError: training could not go on.
-        KeyboardInterrupt: a signal stopped it; everything is saved, and `resume` goes on.
+    A signal raises KeyboardInterrupt after saving; `resume` continues.
     """
+    from unfog.commands.train import train as start
+    from unfog.config.requests import TrainRequest
     from unfog.inference.run import Run
-    from unfog.runs.train import train
 
-    folder, done = train(_asked(source, preset, settings), _path(out))
-    if not done:
-        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
-    return Run(folder.path)
+    config = _training_settings(source, preset, settings)
+    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=_path(out)))))
 
 
-def train_autoencoder(
-    source: Source,
-    *,
-    out: str | PathLike[str] | None = None,
-    factor: int = 4,
-    channels: int = 4,
-    width: str = "small",
-    kl: float = 1e-3,
-    pyramid: float = 1.0,
-    **settings: Any,
-) -> Path:
-    """Train an autoencoder on images, as `unfog train-autoencoder` does; `train(source, autoencoder=folder)` takes it.
+def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
+    """Train an autoencoder. Return its folder, which `train(source, autoencoder=folder)` takes.
 
-    Args:
-        source: as for `train`.
-        out: the folder, which must be new; None is a free one under `runs/`.
-        factor: pixels across one latent: 2, 4, 8 or 16.
-        channels: numbers at each place of a latent.
-        width: size of the codec: "tiny", "small" or "base".
-        kl: weight of the latents' divergence from a standard normal.
-        pyramid: weight of the error in edges and textures.
-        settings: as for `train`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        As `train`.
+    `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
-    from unfog.config.autoencoder_recipe import add_autoencoder, autoencoder_recipe
-    from unfog.config.schema import clear_length, inherit_length, nest_settings
-    from unfog.config.toml import update
-    from unfog.process.run_folder import next_folder
-    from unfog.runs.train import train
+    from unfog.commands.configuration import apply_changes
+    from unfog.commands.train_autoencoder import train_autoencoder as start
+    from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
+    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.schema import nest_settings
 
-    base, place = autoencoder_recipe(), _place(source, settings)
-    config = inherit_length(base, update(clear_length(base), nest_settings(settings) | {"source": place}, ""))
-    config = add_autoencoder(config, factor, channels, width, kl=kl, pyramid=pyramid)
-    folder, done = train(config, _path(out) or next_folder(f"{place.rstrip('/')}-autoencoder"))
-    if not done:
-        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
-    return folder.path
+    flags = ("factor", "channels", "width", "kl", "pyramid")
+    options = {name: settings.pop(name) for name in flags if name in settings}
+    place = _stored(source, settings)
+    config = AutoencoderRunSettings.of(apply_changes(autoencoder_recipe(), nest_settings(settings), place))
+    return _finished(*start(TrainAutoencoderRequest(place, config, out=_path(out), **options)))
 
 
 train_codec = train_autoencoder
 """The old name of `train_autoencoder`."""
 
 
-def resume(path: str | PathLike[str], *, force: bool = False, **settings: Any) -> Run:
-    """Go on with a run, as `unfog resume` does.
+def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
+    """Continue a run, with these settings from here on. Return it.
 
-    Args:
-        path: the run folder.
-        force: also change what makes it another run from here on, such as its seed or its images.
-        settings: as for `train`; changed from here on.
-
-    Raises:
-        As `train`, and RequestError for a setting that cannot change.
+    `force` allows changes that make it another run, such as its seed or its images. Raises as `train`.
     """
+    from unfog.commands.resume import resume as go_on
+    from unfog.config.requests import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
     from unfog.inference.run import Run
-    from unfog.process.run_folder import RunFolder
-    from unfog.runs.train import resume as go_on
 
-    folder = RunFolder(Path(path_text(path, "path")))
+    folder = _run_folder(path)
     if "source" in settings:
-        settings["source"] = _place(settings["source"], settings)
-    _, done = go_on(folder, apply_changes(folder.read_config(), nest_settings(settings)), force)
-    if not done:
-        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
-    return Run(folder.path)
+        settings["source"] = _stored(settings["source"], settings)
+    config = apply_changes(folder.read_config(), nest_settings(settings))
+    return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force))))
+
+
+def verify(path: PathLikeText) -> str:
+    """Train again from the second newest checkpoint, compare with the newest one bit by bit, and say what was compared.
+
+    Raises RunError if they differ.
+    """
+    from unfog.commands.verify import verify as repeat
+
+    return repeat(_run_folder(path))
 
 
 def doctor(
     source: Source,
     *,
-    out: str | PathLike[str] | None = None,
+    out: PathLikeText | None = None,
     preset: str = "default",
     quick: bool = False,
     **settings: Any,
 ) -> list[Finding]:
-    """Examine images and settings before training on them, or a run, as `unfog doctor` does.
+    """Check images and settings before training, or a run, and return what was found.
 
-    Args:
-        source: the images, or the folder of a run, which has its own settings.
-        out: folder for report.html and findings.json, which must be new; None is a free one under `doctor/`.
-        preset: as for `train`.
-        quick: leave out what takes longest.
-        settings: as for `train`.
-
-    Raises:
-        RequestError: there is no such thing, or the settings will not do.
+    Writes report.html and findings.json to `out`. `quick` skips the slow checks. A run has its own settings.
     """
-    from unfog.commands.doctor import examine_run_folder, examine_source
-    from unfog.process.run_folder import RunFolder
+    from unfog.commands.doctor import doctor as examine
+    from unfog.config.requests import DoctorRequest
+    from unfog.config.schema import Config, nest_settings
+    from unfog.config.toml import update
 
-    run = RunFolder(Path(source)) if isinstance(source, str | PathLike) else None
-    if run is not None and run.config_file.is_file():
+    if isinstance(source, str | PathLike) and (Path(source) / "config.toml").is_file():
         device = settings.pop("device", "auto")
         if settings or preset != "default":
             given = ", ".join(settings) or f"preset {preset}"
             raise RequestError(f"a run has its own settings, so {given} cannot be given with it")
-        return examine_run_folder(run, _path(out), quick, device)[1]
-    return examine_source(_asked(source, preset, settings), _path(out), quick)[1]
+        place, config = path_text(source, "source"), update(Config(), nest_settings({"device": device}), "")
+    else:
+        config = _training_settings(source, preset, settings)
+        place = config.source
+    return examine(DoctorRequest(place, config, preset, out=_path(out), quick=quick))[1]
 
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
-    """Predict memory, time and disk of training, as `unfog plan` does.
-
-    Args:
-        source: the images.
-        device: another machine than this one, by its device: "h200", "a100", "4090", …
-        processes: train on so many, each with a device of its own; what one of them takes is told.
-        preset: as for `train`.
-        settings: as for `train`.
-
-    Raises:
-        RequestError: the settings or the source will not do.
-    """
+    """Predict memory, time and disk space of training, on this machine or on `device`: "h200", "a100", "4090", …"""
     from unfog.commands.plan import plan as predict
 
-    return predict(_asked(source, preset, settings), device, processes)
+    return predict(_training_settings(source, preset, settings), device, processes)
 
 
 def find_lr(
     source: Source,
     *,
-    out: str | PathLike[str] | None = None,
+    out: PathLikeText | None = None,
     preset: str = "default",
     seconds: float = 90.0,
     **settings: Any,
 ) -> FindLrResult:
-    """Look for a learning rate on a throwaway copy, as `unfog find-lr` does.
-
-    Args:
-        source: the images.
-        out: folder for lr-range.json and lr-range.html; None writes nothing.
-        preset: as for `train`.
-        seconds: of training that it may take.
-        settings: as for `train`.
-
-    Raises:
-        RequestError: the settings or the source will not do.
-    """
+    """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
     from unfog.commands.find_lr import find_lr as search
 
-    return search(_asked(source, preset, settings), _path(out), seconds)
+    return search(_training_settings(source, preset, settings), _path(out), seconds)
 
 
-def pack(source: Source, out: str | PathLike[str], **settings: Any) -> Path:
-    """Decode and resize images once into the folder `out`, as `unfog pack` does; `train` takes it as a source.
-
-    Args:
-        source: the images.
-        out: a new folder, or an unfinished pack of the same.
-        settings: of the data: `size=64`, or `data={"background": "black"}`.
-
-    Raises:
-        RequestError: the settings, the source or the folder will not do.
-    """
+def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
+    """Decode and resize images once into the folder `out`, which `train` takes as a source. Return it."""
     from unfog.commands.pack import pack as write
 
-    return write(_asked(source, "default", settings), Path(path_text(out, "out")))
+    return write(_training_settings(source, "default", settings), Path(path_text(out, "out")))
 
 
-def verify(path: str | PathLike[str]) -> str:
-    """Train from the checkpoint before the newest one once more, and compare with that, as `unfog resume --verify`.
+def load(path: PathLikeText, *, ema: float | None = None) -> Run:
+    """Return a run, ready to sample from the EMA weights of its newest whole checkpoint.
 
-    Returns:
-        A line on what was compared.
-
-    Raises:
-        RequestError: there is nothing to compare.
-        RunError: it came out differently.
-    """
-    from unfog.commands.verify import verify as repeat
-    from unfog.process.run_folder import RunFolder
-
-    return repeat(RunFolder(Path(path_text(path, "path"))))
-
-
-def tune(path: str | PathLike[str], *, steps: int = 10, sampler: str | None = None, **settings: Any) -> TuneResult:
-    """Find the best few noise levels to sample a run at, and make them its default, as `unfog tune` does.
-
-    Args:
-        path: the run folder.
-        steps: of the sampler.
-        sampler: ddim, heun, dpmpp or unipc; None as the run is set.
-        settings: `pictures` that are compared, `tries`, `store=False` to only look, `device`.
-
-    Raises:
-        RequestError: a setting that will not do, or the run is being trained.
-        RunError: it has no whole checkpoint.
-    """
-    from unfog.commands.tune import tune as search
-
-    return search(path_text(path, "path"), steps, sampler, **settings)
-
-
-def load(path: str | PathLike[str], *, ema: float | None = None) -> Run:
-    """A run that was trained, ready to sample from the EMA weights of its newest whole checkpoint.
-
-    Args:
-        path: the run folder.
-        ema: width of the average, such as 0.07, rebuilt from the run's snapshots; None is what `ema_sweep` chose, or
-            else as the run was set.
-
-    Raises:
-        RequestError: `path` is not a run, or its snapshots do not allow that average.
-        RunError: it has no whole checkpoint.
+    `ema` is the width of an EMA to rebuild from snapshots, such as 0.07; None is the result of `ema_sweep`, or else the
+    run's own.
     """
     from unfog.inference.run import Run
 
@@ -306,7 +200,7 @@ def load(path: str | PathLike[str], *, ema: float | None = None) -> Run:
 
 
 def ema_sweep(
-    path: str | PathLike[str],
+    path: PathLikeText,
     *,
     metric: str = "held_out_loss",
     n: int = 0,
@@ -315,46 +209,44 @@ def ema_sweep(
     features: str = "",
     device: str = "auto",
 ) -> EmaSweepResult:
-    """Find the best length of a run's average of weights, as `unfog ema-sweep` does; it is the run's own from then on.
-
-    Args:
-        path: the run folder.
-        metric: held_out_loss, or kid, fid, fd or sliced of drawn pictures; the lowest is best.
-        n: held-out images, or pictures for each length; 0 is the usual number.
-        widths: lengths to try; () are ten from 0.02 to 0.25.
-        step: at which; None is the last snapshot.
-        features: what kid, fid and fd compare by: inception, texture, pixels, or a TorchScript file, which is run.
-        device: auto, cpu, cuda, cuda:1 or mps.
-
-    Raises:
-        RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
-    """
+    """Find the best EMA width of a run, and make it the run's own."""
     from unfog.commands.ema_sweep import ema_sweep as sweep
+    from unfog.config.run_requests import EmaSweepRequest
 
-    listed = widths if isinstance(widths, float | int) else tuple(widths)  # a number is refused there
-    return sweep(Path(path_text(path, "path")), metric, n, listed, step, features, device)  # type: ignore[arg-type]
+    folder: Any = Path(path_text(path, "path"))
+    listed: Any = widths if isinstance(widths, float | int) else tuple(widths)  # `sweep` refuses a number
+    names: Any = metric
+    return sweep(EmaSweepRequest(folder, names, n, listed, step, features, device))
 
 
-def _asked(source: Source, preset: str, settings: dict[str, Any]) -> Config:
-    """The preset, changed by settings that are given by name."""
+def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **options: Any) -> TuneResult:
+    """Find the best noise levels for sampling a run in few steps, and make them its default.
+
+    `options` are `pictures` to compare, `tries`, `store=False` to only look, and `device`.
+    """
+    from unfog.commands.tune import tune as search
+    from unfog.config.run_requests import TuneRequest
+
+    kind: Any = sampler
+    return search(TuneRequest(Path(path_text(path, "path")), steps, kind, **options))
+
+
+def _training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
+    """Return the preset, changed by settings that are given by name."""
+    from unfog.commands.configuration import apply_changes, base_settings
     from unfog.config.presets import preset as recipe
-    from unfog.config.schema import clear_length, inherit_length, nest_settings
-    from unfog.config.toml import update
+    from unfog.config.schema import nest_settings
 
-    base, place = recipe(preset), _place(source, settings)
+    base, place = recipe(preset), _stored(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = path_text(settings[name], name)
-    if "init" in settings:
-        from unfog.runs.init_weights import recipe_from_weights
-
-        base = recipe_from_weights(base, nest_settings(settings))
-    config = update(clear_length(base), nest_settings(settings) | {"source": place}, "")
-    return inherit_length(base, config)
+    changes = nest_settings(settings)
+    return apply_changes(base_settings(base, None, changes), changes, place)
 
 
-def _place(source: Any, settings: dict[str, Any]) -> str:
-    """Where the images are; an array, with the labels among the settings, is put into the cache first."""
+def _stored(source: Any, settings: dict[str, Any]) -> str:
+    """Return the path of the images; an array is written to the cache first, with the labels among the settings."""
     if not hasattr(source, "__array__"):
         return path_text(source, "source")
     from unfog.data.sources.arrays import store_array
@@ -362,5 +254,17 @@ def _place(source: Any, settings: dict[str, Any]) -> str:
     return str(store_array(source, settings.pop("labels", None)))
 
 
-def _path(given: str | PathLike[str] | None) -> Path | None:
+def _path(given: PathLikeText | None) -> Path | None:
     return None if given is None else Path(path_text(given, "path"))
+
+
+def _run_folder(path: PathLikeText) -> RunFolder:
+    from unfog.process.run_folder import RunFolder
+
+    return RunFolder(Path(path_text(path, "path")))
+
+
+def _finished(folder: RunFolder, done: bool) -> Path:
+    if not done:
+        raise KeyboardInterrupt(f"stopped, and saved in {folder.path}")
+    return folder.path

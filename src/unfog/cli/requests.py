@@ -1,179 +1,171 @@
-"""What the commands about training take, as dataclasses: their fields are the flags, their docstrings the help text."""
+"""From the words of a command to its request, with everything checked that can be checked without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import tyro
-from tyro.conf import Positional
 
-from unfog.commands.slurm import Job
-from unfog.config.autoencoder_recipe import AutoencoderRunSettings
-from unfog.config.schema import Config
-from unfog.data.settings import Data
+from unfog.cli.parse import ParsedArgs, parse_args, print_help
+from unfog.cli.run_lookup import open_run
+from unfog.commands.configuration import apply_changes, base_settings
+from unfog.commands.train import check_new_run
+from unfog.config import requests, run_requests
+from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
+from unfog.config.paths import check_out
+from unfog.config.presets import preset
+from unfog.config.resume_rules import apply_changes as apply_resume_changes
+from unfog.config.resume_rules import check_changes
+from unfog.config.schema import Config, clear_length
+from unfog.config.toml import update
+from unfog.config.validate import check_device, check_request, check_source
+from unfog.config.values import sanitize
+from unfog.errors import RequestError
+from unfog.process.run_folder import RunFolder, next_folder
+
+HELP_FLAGS = ("-h", "--help")
+REQUESTS: dict[str, type] = {
+    "train": requests.TrainRequest,
+    "resume": requests.ResumeRequest,
+    "train-autoencoder": requests.TrainAutoencoderRequest,
+    "sample": run_requests.SampleRequest,
+    "evaluate": run_requests.EvaluateRequest,
+    "ema-sweep": run_requests.EmaSweepRequest,
+    "tune": run_requests.TuneRequest,
+    "report": run_requests.ReportRequest,
+    "doctor": requests.DoctorRequest,
+    "plan": requests.PlanRequest,
+    "find-lr": requests.FindLrRequest,
+    "pack": requests.PackRequest,
+    "slurm": requests.SlurmRequest,
+}
+_FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}
 
 
-@dataclass(frozen=True)
-class Training:
-    """What says how to train on something."""
+def read_request(command: str, words: Sequence[str]) -> Any:
+    """Return the request that the words after `unfog COMMAND` make. With --help among them, print the help and exit.
 
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Folder, zip, tar shards, pack, NumPy file or Hugging Face dataset of images, or a built-in set."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    preset: str = "default"
-    """Recipe to start from: default, ddpm, edm or demo."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """TOML file of settings, such as the config.toml of another run."""
-
-
-@dataclass(frozen=True)
-class Train(Training):
-    """Train on SOURCE: a folder of images (any nesting; sub-folders become classes), or the built-in set `fashion`.
-
-    An hour, with everything chosen for you: unfog train photos/
-
-    Ten minutes at 64x64: unfog train photos/ --size 64 --budget 10m
-
-    The textbook recipe: unfog train photos/ --preset ddpm --steps 20000
-
-    Settings are taken from the preset, then from --config, then from the flags below.
+    Raises:
+        RequestError: the words make no request, or one that cannot be met.
     """
-
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the run; must be new. Left open: runs/ and the name of SOURCE."""
-
-
-@dataclass(frozen=True)
-class TrainCodec:
-    """Train a codec on SOURCE: an autoencoder that makes images small, so that large ones can be learned quickly.
-
-    unfog train-autoencoder photos/ --size 256 --factor 8 --budget 30m
-
-    then: unfog train photos/ --autoencoder runs/photos-autoencoder
-
-    It is a run like any other: `unfog resume` goes on with it, `unfog report` shows it.
-    """
-
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Images, as for train."""
-    settings: Annotated[AutoencoderRunSettings, tyro.conf.arg(name="")]
-    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """TOML file of settings, such as the config.toml of another codec."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the codec; must be new. Left open: runs/ and the name of SOURCE, and -autoencoder."""
-    factor: int = 4
-    """Pixels across one of the latents: 2, 4, 8 or 16. 4 suits 64 and 128 pixels, 8 suits 256."""
-    channels: int = 4
-    """Numbers at each place of a latent; 8 keep more, and take longer to learn to draw."""
-    width: str = "small"
-    """Size of the codec: tiny, small or base."""
-    kl: float = 1e-3
-    """Weight of the latents' divergence from a standard normal."""
-    pyramid: float = 1.0
-    """Weight of the error in edges and textures, beside that of pixels."""
+    if command == "slurm":
+        return _slurm_request(words)
+    if command == "resume":
+        return _resume_request(words)
+    kind = REQUESTS[command]
+    if "settings" in {f.name for f in fields(kind)}:
+        return _training_request(command, words)
+    args = _parse(command, words, _blank(kind))
+    request = update(_blank(kind, **args.named), args.table, "")
+    if hasattr(request, "run"):
+        folder = open_run(request.run)
+        if command != "report":  # which is wanted of a run with a damaged config.toml too
+            folder.read_config()
+            check_device(request.device)
+    if command == "pack":
+        check_request(Config(source=request.source, data=request.data))
+    return request
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Go on with RUN from its newest whole checkpoint; it ends as if it had never stopped.
-
-    Settings may be given to change them from here on (--steps to go on for longer, --lr, intervals); what a run cannot
-    change, such as its network, is refused, and what would make it another run, such as its images, needs --force.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")]
-    source: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Where the images are now, if they were moved."""
-    force: bool = False
-    """Also change what makes it another run from here on: images, seed, weighting, EMA, background, held-out share."""
-    verify: bool = False
-    """Do not go on: train from the checkpoint before the newest one once more, and compare with that to the bit."""
+def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
+    if any(word in HELP_FLAGS for word in words):
+        print_help(REQUESTS[command], f"unfog {command}", default)
+    others = {f"unfog {name}": kind for name, kind in REQUESTS.items() if name != command}
+    return parse_args(words, REQUESTS[command], f"unfog {command}", others)
 
 
-@dataclass(frozen=True)
-class Doctor(Training):
-    """Examine SOURCE and settings before training on it; or RUN, to see what went well or wrong.
-
-    Reads every image once, tries out all that a run will do, and says what it found, what that means and what to do.
-
-    Before a run: unfog doctor photos/ --size 64 --budget 2h
-
-    During or after it: unfog doctor runs/photos
-
-    Exit status 2 where training makes no sense. Settings are for SOURCE; a run has its own.
-    """
-
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE|RUN")]
-    """Images, as for train; or the folder of a run."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder for report.html and findings.json; must be new. Left open: doctor/ and the name of SOURCE or RUN."""
-    quick: bool = False
-    """Leave out what takes longest: the dry run, the overfit test, and for a run drawing pictures of it."""
+def _blank(kind: type, **values: Any) -> Any:
+    """Return a request with these values, and with tyro's mark for what is missing where a field has no default."""
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return kind(**dict.fromkeys(required, tyro.MISSING) | values)
 
 
-@dataclass(frozen=True)
-class Plan(Training):
-    """Predict what training on SOURCE will take, before it is begun: memory by part, time, disk, on this machine.
-
-    unfog plan photos/ --size 128 --batch 64 --steps 100000
-
-    unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
-
-    unfog plan photos/ --network dit-base --batch 256 --steps 100000 --training.shard --processes 8 --for h100
-
-    Exit status 2 where it does not fit.
-    """
-
-    other: Annotated[str, tyro.conf.arg(name="for", metavar="DEVICE")] = ""
-    """Another machine than this one, by its device: h200, h100, a100, 4090, 3090, v100, t4, ..."""
-    processes: int = 1
-    """Train on so many, as torchrun would start them, each with a device of its own; what one of them takes is told."""
-    json: bool = False
-    """Print JSON."""
-
-
-@dataclass(frozen=True)
-class FindLr(Training):
-    """Find a learning rate for SOURCE, model and batch, by a test on a throwaway copy; no run is touched by it.
-
-    unfog find-lr photos/ --size 64
-    """
-
-    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder for the plot and lr-range.json; must be new. Left open: find-lr/ and the name of SOURCE."""
-    seconds: float = 90.0
-    """About how long it may train; a large network needs more for an answer."""
+def _training_request(command: str, words: Sequence[str]) -> Any:
+    """Return a request to train on something, or one that looks ahead to it."""
+    kind, default = REQUESTS[command], _shown_settings(command, {})
+    plain = [word for word in words if word not in HELP_FLAGS]
+    if plain != list(words):  # the help text shows the recipe that the words name
+        for attempt in (plain, [*plain, "SOURCE"]):
+            with suppress(RequestError):
+                default = _shown_settings(command, _parse(command, attempt, None).table)
+    args = _parse(command, words, _blank(kind, settings=default))
+    changes, source = args.table.get("settings", {}), args.positionals[0]
+    if command == "doctor" and RunFolder(Path(source)).config_file.is_file():
+        if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
+            raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
+        config: Any = update(Config(), changes, "")
+    else:
+        config = apply_changes(_base(command, args.table), changes, source)
+    if command == "train-autoencoder":
+        config = AutoencoderRunSettings.of(config)
+    rest = {name: value for name, value in args.table.items() if name != "settings"}
+    request = kind(source=source, settings=config, **rest)
+    if command == "train":
+        check_new_run(request)
+    elif command in _FOLDER_FOR and request.out is not None:
+        check_out(request.out, source if command == "find-lr" else "", _FOLDER_FOR[command])
+    return request
 
 
-@dataclass(frozen=True)
-class Pack:
-    """Decode and resize SOURCE once into OUT, from where training reads it at the speed of memory.
-
-    Started again after an interruption, it goes on where it was.
-
-    unfog pack photos/ photos.pack --size 64        then: unfog train photos.pack
-    """
-
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """Images, as for train."""
-    target: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """Folder of the pack; must be new, or an unfinished pack of the same."""
-    data: Data = Data()
+def _base(command: str, table: dict[str, Any]) -> Config:
+    """Return the settings that the flags change."""
+    recipe = autoencoder_recipe() if command == "train-autoencoder" else preset(table.get("preset", "default"))
+    return base_settings(recipe, table.get("config"), table.get("settings", {}))
 
 
-@dataclass(frozen=True)
-class Slurm(Job):
-    """Write a batch file that trains on a Slurm cluster; what follows -- is the command, checked as if it were given.
+def _shown_settings(command: str, table: dict[str, Any]) -> Config | AutoencoderRunSettings:
+    """Return the settings that --help shows as defaults."""
+    settings = clear_length(_base(command, table))
+    return AutoencoderRunSettings.of(settings) if command == "train-autoencoder" else settings
 
-    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
 
-    The job saves before its time is up and goes back into the queue, until the run is finished. Other options of sbatch
-    may be given to sbatch, or be written into the file.
-    """
+def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
+    kind, shown = requests.ResumeRequest, Config()
+    # The help text shows the settings of RUN, if it is named already.
+    runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
+    with suppress(RequestError, OSError, ValueError):
+        shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
+    args = _parse("resume", words, _blank(kind, settings=clear_length(shown)))
+    folder = open_run(Path(args.positionals[0]))
+    stored, table = folder.read_config(), args.table
+    config = apply_resume_changes(stored, table.get("settings", {}))
+    if source := table.get("source"):
+        config = replace(config, source=source)
+        check_source(source)
+    check_request(config)
+    request = kind(folder.path, config, source, table.get("force", False), table.get("verify", False))
+    if not request.verify:
+        check_changes(stored, config, request.force)
+    return request
 
-    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """The batch file; must be new. Left open: the name of the run, and .sbatch."""
+
+def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
+    if "--" not in words and {"train", "resume"} & set(words) and not set(HELP_FLAGS) & set(words):
+        raise _no_command("and there is no --")
+    at = words.index("--") if "--" in words else len(words)
+    args = _parse("slurm", words[:at], requests.SlurmRequest())
+    job = update(requests.SlurmRequest(words=tuple(words)), args.table, "")
+    name, rest = next(iter(words[at + 1 :]), ""), words[at + 2 :]
+    if name == "train":
+        train: requests.TrainRequest = read_request("train", rest)
+        # The job may start many times, and has to find the same run each time.
+        run = train.out or next_folder(train.source)
+        command = ("train", *(() if train.out else ("--out", str(run))), *rest)
+        return replace(job, command=command, run=run, source=train.source)
+    if name == "resume":
+        resume = _resume_request(rest)
+        if resume.verify:
+            raise RequestError("--verify trains nothing that would be worth a place in the queue; run it here")
+        budget = parse_args(rest, requests.ResumeRequest, "", {}).table.get("settings", {}).get("training", {})
+        if budget.get("budget"):
+            raise RequestError("a --budget would begin anew with each job; give --steps or --images")
+        return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
+    raise _no_command(f"not {sanitize(name)}" if name else "and there is none")
+
+
+def _no_command(reason: str) -> RequestError:
+    return RequestError(f"train or resume has to follow --, {reason}; write unfog slurm --nodes 2 -- train SOURCE")

@@ -1,4 +1,4 @@
-"""The run folder that a command names."""
+"""Find the run folder that a command names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unfog.process.run_folder import RunFolder
 
 
 def open_run(path: Path) -> RunFolder:
-    """The run folder at `path`. RequestError, with the nearest name that is one, if there is none."""
+    """Return the run folder at `path`. Raise RequestError with the most similar name of a run if there is none."""
     folder = RunFolder(path)
     try:
         folder.check_is_run()

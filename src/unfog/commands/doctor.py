@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from unfog.config.paths import check_out
+from unfog.config.requests import DoctorRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation.augment import Augment
@@ -28,8 +29,8 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.process.signals import StopSignals
-from unfog.reporting.findings import Figure, Finding, print_findings, write_findings
-from unfog.reporting.progress import Progress, say
+from unfog.reporting.findings import Figure, Finding, has_fatal, print_findings, write_findings
+from unfog.reporting.progress import Progress, print_result, say
 from unfog.runs.dry_run import dry_run
 from unfog.runs.metrics_hook import resolve_metrics
 from unfog.text import sanitize
@@ -138,3 +139,18 @@ def _tell(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
     """Say the findings, write the page, and return its path."""
     print_findings(findings)
     return write_findings(folder, title, findings)
+
+
+def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
+    """Examine what the request names: images, or a run. Return the page and the findings."""
+    run = RunFolder(Path(request.source))
+    if run.config_file.is_file():
+        return examine_run_folder(run, request.out, request.quick, request.settings.training.device)
+    return examine_source(request.settings, request.out, request.quick)
+
+
+def main(request: DoctorRequest) -> int:
+    """Examine, print the path of the page, and return the exit status: 2 where training makes no sense."""
+    page, findings = doctor(request)
+    print_result(str(page))
+    return 2 if has_fatal(findings) else 0

@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unfog.config.run_requests import EmaSweepRequest
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, evenly_spaced
@@ -122,47 +122,30 @@ CAPTION = (
 )
 
 
-def ema_sweep(
-    path: Path,
-    metric: str = LOSS,
-    n: int = 0,
-    widths: tuple[float, ...] = (),
-    step: int | None = None,
-    features: str = "",
-    device: str = "auto",
-) -> EmaSweepResult:
-    """Rebuild averages of these lengths, measure each, and make the best one the run's own.
+def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
+    """Rebuild EMAs of several widths, measure each, and make the best one the run's own.
 
     Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` follow the former.
-
-    Args:
-        path: the run.
-        metric: held_out_loss, or kid, fid, fd or sliced of drawn pictures; the lowest is best.
-        n: held-out images, or pictures that are drawn for each length; 0: 512, 1,000, and for fid 10,000.
-        widths: () are ten from 0.02 to 0.25, as far as the snapshots allow them, and the run's own.
-        step: at which; None is the last snapshot.
-        features: what kid, fid and fd compare pictures by, see `evaluation.features.open_features`; "" is inception for
-            fid, and texture, which needs no file, for the others.
-        device: auto, cpu, cuda, cuda:1 or mps.
 
     Raises:
         RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
         RunError: the run cannot be written to; the table is printed.
         Interrupted: a stop was requested.
     """
+    metric = request.metric
     if metric not in USUAL_N:
         raise RequestError(f"metric = {metric!r} is none of {', '.join(USUAL_N)}")
-    n, widths = of_type(int, n, "n"), of_type(tuple[float, ...], widths, "widths")
-    step, features = of_type(int | None, step, "step"), of_type(str, features, "features")
+    n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
+    step, features = of_type(int | None, request.checkpoint, "step"), of_type(str, request.features, "features")
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
-    folder = RunFolder(path)
+    folder = RunFolder(request.run)
     config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or USUAL_N[metric]
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
     asked = _rebuildable_widths(kept, config, widths, step)
     step = solve_mixture(kept, asked[0], step).step
-    place = choose_device(device)
+    place = choose_device(request.device)
     folder.check_writable()
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
@@ -287,3 +270,9 @@ def report_sweep(swept: EmaSweepResult) -> None:
     say(f"  {swept.finding()}")
     say(f"  {PAGE_FILE} shows it; this run is sampled with it from now on, until {SWEEP_FILE} is removed")
     print_result(f"{swept.best.width:g}")
+
+
+def main(request: EmaSweepRequest) -> int:
+    """Sweep, print the best width, and return the exit status."""
+    report_sweep(ema_sweep(request))
+    return 0

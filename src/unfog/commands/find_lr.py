@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfog.config.requests import FindLrRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset
@@ -21,10 +22,11 @@ from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.lr_range_test import LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
 from unfog.process.device import choose_device
+from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, json_values, render
-from unfog.reporting.progress import say
+from unfog.reporting.progress import print_result, say
 from unfog.reporting.records import write_atomic
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
@@ -178,3 +180,10 @@ def _lr_chart(found: LrRangeResult) -> str:
             [min(trial.loss, top) for trial in trials],
         )
     return line_chart(series, "learning rate, power of ten", "relative loss", zero_y=True, faint=["ramp, each step"])
+
+
+def main(request: FindLrRequest) -> int:
+    """Print the learning rate, and return the exit status: 1 where none was found."""
+    found = find_lr(request.settings, request.out or next_folder(request.settings.source, "find-lr"), request.seconds)
+    print_result(f"{found.suggestion:g}" if found.suggestion else "none")
+    return 0 if found.suggestion else 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import is_pack
@@ -18,7 +19,7 @@ from unfog.data.sources.source import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, format_bytes, format_duration, say, warn
+from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
 
 OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
 """Settings of the data that a pack does not depend on."""
@@ -120,3 +121,9 @@ def _conclude(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
     )
     if scan.source.stamp()[0] != scan.stamp:
         warn("images were changed while they were packed; pack them again to have all in one state")
+
+
+def main(request: PackRequest) -> int:
+    """Pack, print the folder, and return the exit status."""
+    print_result(str(pack(Config(source=request.source, data=request.data), request.out)))
+    return 0

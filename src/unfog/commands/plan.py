@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request, parse_duration
 from unfog.data.dataset import Dataset
@@ -36,8 +38,8 @@ from unfog.planning.timing import (
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
-from unfog.reporting.findings import Finding, json_values
-from unfog.reporting.progress import format_bytes
+from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
+from unfog.reporting.progress import format_bytes, print_result
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -320,3 +322,11 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
 def replace_training(config: Config, **changes: Any) -> Config:
     """The same with other settings of training."""
     return replace(config, training=replace(config.training, **changes))
+
+
+def main(request: PlanRequest) -> int:
+    """Print the plan, and return the exit status: 2 where it does not fit."""
+    planned = plan(request.settings, request.device, request.processes)
+    print_result(json.dumps(planned.to_dict(), indent=2) if request.json else "\n".join(planned.lines()))
+    print_findings(planned.findings)
+    return 2 if has_fatal(planned.findings) else 0

@@ -1,4 +1,4 @@
-"""A batch file for Slurm: trains a run on several nodes, and again in the queue until it is finished."""
+"""`unfog slurm`: write a batch file that trains a run on several nodes, and requeues itself until it is finished."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from unfog.config.paths import reason_of
+from unfog.config.requests import SlurmRequest
 from unfog.config.values import sanitize
 from unfog.errors import RequestError
+from unfog.reporting.progress import print_result, say
 
-LEAD = 300
-"""Seconds before the limit at which a run saves and ends; Slurm may be a minute early."""
-CORES = 8
-"""Of a GPU, or of a node without one, unless told otherwise."""
-RESTARTS = 3
-"""Times that torchrun starts all processes anew within one job."""
+_SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
+_RESTARTS = 3  # times that torchrun starts all processes anew within one job
 
-_TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})")
-_WORD = re.compile(r"[\w.,:/@#+=-]*")
-
-SCRIPT = """\
+_SCRIPT = """\
 #!/bin/bash
 # {request}
 #SBATCH --job-name={name}
@@ -55,92 +50,59 @@ if [ -n "$again" ]; then exec scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
 
-ONCE = """\
+_TRAIN_OR_RESUME = """\
 # A job that comes back goes on with its run.
 if [ -f "$run/config.toml" ]; then words=(resume "$run"); else words=({words}); fi"""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What Slurm is asked for. Names and meanings are sbatch's."""
-
-    nodes: int = 1
-    """Machines."""
-    gpus_per_node: int = 1
-    """GPUs of each, with a process for each of them. 0: one process a node, on its CPU."""
-    cpus_per_task: int = 0
-    """CPU cores of each node. 0: 8 for each GPU."""
-    time: str = "24:00:00"
-    """Limit of one job: minutes, hours:minutes:seconds or days-hours:minutes:seconds; the run may take many jobs."""
-    partition: str = ""
-    """Where in the cluster. Left open: the cluster's default."""
-    account: str = ""
-    """Who pays. Left open: yours."""
-    container: str = ""
-    """Image to run in: an Apptainer file (.sif), or any other, by pyxis. Left open: this Python environment."""
-
-    def __post_init__(self) -> None:
-        for name, least, most in (("nodes", 1, 10_000), ("gpus_per_node", 0, 64), ("cpus_per_task", 0, 4096)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise RequestError(f"{name} = {value} must be from {least} to {most}")
-        if self.seconds < 120:
-            raise RequestError(f"time = {sanitize(self.time)} is too short to start in; give at least 2 minutes")
-        for name in ("partition", "account", "container"):
-            if not _WORD.fullmatch(value := getattr(self, name)):
-                raise RequestError(f"{name} = {sanitize(value)} has characters that Slurm takes no name with")
-
-    @property
-    def seconds(self) -> int:
-        """The limit. RequestError if it is none."""
-        match = _TIME.fullmatch(self.time)
-        if not match:
-            raise RequestError(f"time = {sanitize(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
-        parts = [int(part) for part in match["rest"].split(":")]
-        if match["days"] or len(parts) == 3:  # hours come first, and else minutes
-            hours, minutes, seconds = (*parts, 0, 0)[:3]
-            return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-        return 60 * parts[0] + sum(parts[1:])
-
-    @property
-    def cores(self) -> int:
-        """CPU cores of each node."""
-        return self.cpus_per_task or CORES * max(1, self.gpus_per_node)
-
-    def script(self, request: Sequence[str], run: Path, words: Sequence[str], source: str) -> str:
-        """The batch file.
-
-        Args:
-            request: the words that asked for it, noted at its top.
-            run: folder of the run, on a disk that all nodes share.
-            words: the command that begins: `train …` with its --out, or `resume …`.
-            source: where the images are.
-        """
-        command = shlex.join(words)
-        processes = max(1, self.gpus_per_node)
-        options = {"partition": self.partition, "account": self.account}
-        return SCRIPT.format(
-            request=" ".join(shlex.join(["unfog", "slurm", *request]).split()),
-            name=re.sub(r"[^\w.-]", "-", run.resolve().name),
-            nodes=self.nodes,
-            gpus=f"--gpus-per-node={self.gpus_per_node} " if self.gpus_per_node else "",
-            cores=self.cores,
-            time=self.time,
-            lead=min(LEAD, self.seconds // 4),
-            options="".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value),
-            here=shlex.quote(str(Path.cwd())),
-            run=shlex.quote(str(run)),
-            # The settings of a resume are the run's own from then on, and may be said again.
-            words=ONCE.format(words=command) if words[0] == "train" else f"words=({command})",
-            threads=max(1, self.cores // processes),
-            container=_contained(self.container, [Path.cwd(), run.absolute(), Path(source).absolute()]),
-            python="python" if self.container else shlex.quote(sys.executable),
-            processes=processes,
-            restarts=RESTARTS,
-        )
+def main(request: SlurmRequest) -> int:
+    """Write the batch file, print its path, and return the exit status."""
+    file = request.file or Path(f"{request.run.resolve().name}.sbatch")
+    try:
+        with file.open("x") as batch:
+            batch.write(batch_script(request))
+    except FileExistsError:
+        raise RequestError(f"{sanitize(str(file))[1:-1]} is there already; give another --file, or remove it") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"{sanitize(str(file))} cannot be written: {reason_of(error)}; give another --file"
+        ) from None
+    say(f"  run       {request.run}, which must be on a disk that all nodes share, as the images must")
+    say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
+    print_result(str(file))
+    return 0
 
 
-def _contained(image: str, places: Sequence[Path]) -> str:
-    """Words that have srun run in a container, in which the folders that hold these places are where they are here."""
+def batch_script(request: SlurmRequest) -> str:
+    """Return the text of the batch file."""
+    command = shlex.join(request.command)
+    processes = max(1, request.gpus_per_node)
+    options = {"partition": request.partition, "account": request.account}
+    return _SCRIPT.format(
+        request=" ".join(shlex.join(["unfog", "slurm", *request.words]).split()),
+        name=re.sub(r"[^\w.-]", "-", request.run.resolve().name),
+        nodes=request.nodes,
+        gpus=f"--gpus-per-node={request.gpus_per_node} " if request.gpus_per_node else "",
+        cores=request.cores,
+        time=request.time,
+        lead=min(_SAVE_SECONDS, request.seconds // 4),
+        options="".join(f"#SBATCH --{name}={value}\n" for name, value in options.items() if value),
+        here=shlex.quote(str(Path.cwd())),
+        run=shlex.quote(str(request.run)),
+        # The settings of a resume are the run's own from then on, and may be said again.
+        words=_TRAIN_OR_RESUME.format(words=command) if request.command[0] == "train" else f"words=({command})",
+        threads=max(1, request.cores // processes),
+        container=_container_prefix(
+            request.container, [Path.cwd(), request.run.absolute(), Path(request.source).absolute()]
+        ),
+        python="python" if request.container else shlex.quote(sys.executable),
+        processes=processes,
+        restarts=_RESTARTS,
+    )
+
+
+def _container_prefix(image: str, places: Sequence[Path]) -> str:
+    """Return the words that make srun run in a container, with these places mounted at the same paths."""
     if not image:
         return ""
     folders = {next(one for one in (place, *place.parents) if one.is_dir()) for place in places}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+from unfog.config.run_requests import TuneRequest
 from unfog.config.toml import of_type, update
 from unfog.config.validate import check_sampler
 from unfog.diffusion.denoiser import Denoiser
@@ -58,35 +58,18 @@ class TuneResult:
         return "\n".join(f"{name:9} {error:.4f}" for name, error in rows)
 
 
-def tune(
-    path: str | Path,
-    steps: int = 10,
-    sampler: str | None = None,
-    pictures: int = 32,
-    tries: int = 150,
-    store: bool = True,
-    device: str = "auto",
-) -> TuneResult:
-    """Find the best grid of so many steps for a run, and make it the run's default.
+def tune(request: TuneRequest) -> TuneResult:
+    """Find the best grid of noise levels for a number of steps, and make it the run's default.
 
-    The levels are moved, several and later one at a time, wherever that brings the pictures nearer to what many steps
-    from the same noise give. This is what LD3 (Tong et al. 2025) and GITS (Chen et al. 2024) aim at; a search that only
-    compares outcomes needs neither gradients through the sampler nor a model of its errors, so that it does for any
-    sampler. A random one has no such outcome to compare.
-
-    Args:
-        path: the run folder.
-        steps: of the sampler.
-        sampler: ddim, heun, dpmpp or unipc; None as the run is set, or dpmpp where that is none of them.
-        pictures: that are compared.
-        tries: grids that are tried.
-        store: whether to write the best grid to config.toml.
-        device: auto, cpu, cuda, cuda:1 or mps.
+    The levels are moved, several and later one at a time, wherever that brings the samples nearer to the result of many
+    steps from the same noise: the aim of LD3 (Tong et al. 2025) and GITS (Chen et al. 2024). A search that only
+    compares results needs no gradients through the sampler, so it works for every deterministic sampler.
 
     Raises:
-        RequestError: a setting that will not do, or the run is being trained.
-        RunError: the run has no whole checkpoint, or cannot be written to; what was found is printed.
+        RequestError: a setting cannot be used, or the run is being trained.
+        RunError: the run has no whole checkpoint, or cannot be written to; the result is printed.
     """
+    steps, pictures, tries, store = request.steps, request.pictures, request.tries, request.store
     for name, value, least in (("steps", steps, 2), ("pictures", pictures, 1), ("tries", tries, 1)):
         if of_type(int, value, name) < least:
             raise RequestError(f"{name} = {value} must be at least {least}")
@@ -95,9 +78,9 @@ def tune(
             f"steps = {steps} must be at most {MANY_STEPS // 2}: grids are judged by where {MANY_STEPS} steps lead, "
             "and with that many it hardly matters which they are; 5 to 20 gain most"
         )
-    run = Run(path, device=device)
+    run = Run(request.run, device=request.device)
     own = run.config.sampler
-    kind = sampler or ("dpmpp" if own.kind in (*RANDOM, "adaptive") else own.kind)
+    kind = request.sampler or ("dpmpp" if own.kind in (*RANDOM, "adaptive") else own.kind)
     if kind in RANDOM or kind == "adaptive":
         why = "chooses its own levels" if kind == "adaptive" else "ends elsewhere each time"
         raise RequestError(f"sampler = {kind} {why}, so there is nothing to tune; choose ddim, heun, dpmpp or unipc")
@@ -234,3 +217,9 @@ def _levels_are_valid(logsnr: Tensor, noisiest: float) -> bool:
     """
     begins = noisiest <= logsnr[0] <= max(START, noisiest + 1)
     return bool(begins and logsnr.diff().min() >= LEAST_GAP and logsnr[-1] <= EDM_LIMITS[1])
+
+
+def main(request: TuneRequest) -> int:
+    """Tune, print the errors of all grids, and return the exit status."""
+    print_result(tune(request).table())
+    return 0

@@ -1,4 +1,4 @@
-"""The recipe for training a codec, and what of the settings it reads."""
+"""The recipe for training an autoencoder, and the settings that such a run reads."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimize
 
 @dataclass(frozen=True)
 class AutoencoderEvaluate:
-    """What is measured during training: the error and the PSNR of held-out images that come back of the codec."""
+    """Evaluation during training: error and PSNR of reconstructed held-out images."""
 
     every: int = 0
     """Steps between evaluations. 0: about ten in the run; -1: none."""
     images: int = 128
-    """Held-out images that are used."""
+    """Number of held-out images."""
 
 
 @dataclass(frozen=True)
 class AutoencoderRunSettings:
-    """Those of `Config` that training a codec reads, by the same names; it has no noise levels, and draws nothing."""
+    """The settings of `Config` that autoencoder training reads, by the same names: no noise levels, no sampler."""
 
     data: Data
     training: Training
     optimizer: Optimizer
     ema: EmaSchedule = PowerEma()
-    """Average of the weights, which becomes the codec: power:width=0.1 or fixed:decay_max=0.9999."""
+    """EMA of the weights, which becomes the autoencoder: power:width=0.1 or fixed:decay_max=0.9999."""
     ema_snapshots: EmaSnapshots = EmaSnapshots()
     log: Log = Log()
     preview: Preview = Preview()
@@ -42,17 +42,24 @@ class AutoencoderRunSettings:
 
     @classmethod
     def of(cls, config: Config) -> AutoencoderRunSettings:
-        """These settings of a run."""
-        kept = {f.name: getattr(config, f.name) for f in fields(cls)}
-        return cls(**kept | {"evaluate": AutoencoderEvaluate(config.evaluate.every, config.evaluate.images)})
+        """Return these settings of a run. Raise RequestError if another one is not as in the recipe."""
+        if other := _first_unused(config):
+            raise RequestError(f"{other} is a setting for unfog train, and an autoencoder has no use for it")
+        values = {f.name: getattr(config, f.name) for f in fields(cls)}
+        return cls(**values | {"evaluate": AutoencoderEvaluate(config.evaluate.every, config.evaluate.images)})
+
+    def config(self, source: str) -> Config:
+        """Return the configuration of a run with these settings; `add_autoencoder` completes it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        recipe = autoencoder_recipe()
+        evaluate = replace(recipe.evaluate, every=self.evaluate.every, images=self.evaluate.images)
+        return replace(recipe, source=source, **values | {"evaluate": evaluate})
 
 
 def autoencoder_recipe() -> Config:
-    """What a codec is trained with, unless told otherwise; `with_codec` adds the codec itself.
-
-    A cosine schedule and large steps, as in the default preset; small batches, as each image has thousands of pixels
-    to learn from. Nothing is drawn, so the sampler only says that a look costs two passes.
-    """
+    """Return the default settings of autoencoder training; `add_autoencoder` adds the autoencoder itself."""
+    # Small batches, as each image has thousands of pixels to learn from. Nothing is sampled: the sampler's two steps
+    # only stand for the two passes that a preview costs.
     return Config(
         label_dropout=0.0,
         training=Training(batch=16, noise="batch"),
@@ -66,38 +73,36 @@ def autoencoder_recipe() -> Config:
 def add_autoencoder(
     config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float
 ) -> Config:
-    """The configuration of a run that trains a codec.
+    """Return the configuration of a run that trains an autoencoder.
 
     Args:
-        config: `codec_recipe`, changed.
-        factor: pixels across one latent.
-        channels: numbers at each place of a latent.
+        config: `autoencoder_recipe`, changed.
+        factor: image pixels along the side of one latent.
+        channels: latent channels.
         width: one of WIDTHS.
         weights: other fields of `Autoencoder`, such as kl and pyramid.
 
     Raises:
-        RequestError: there is no such codec, or a setting is given that means nothing to one.
+        RequestError: there is no such width or factor.
     """
     if width not in WIDTHS:
         raise RequestError(f"width = {sanitize(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:
         raise RequestError(f"factor = {sanitize(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
-    if other := _of_no_use(config):
-        raise RequestError(f"{other} is a setting for unfog train, and a codec has no use for it: leave it away")
     levels = WIDTHS[width][: factor.bit_length() - 1]
     codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
     return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]
 
 
-def _of_no_use(config: Config) -> str:
-    """The first setting that is not as the recipe has it, and that a codec does not read; "" if there is none."""
-    found_out = ("source", "classes", "latents", "autoencoder", "fingerprint")  # rather than set
+def _first_unused(config: Config) -> str:
+    """Return the first setting that differs from the recipe and that the run would not read; "" without one."""
+    facts = ("source", "classes", "latents", "autoencoder", "fingerprint")  # found by the run, not set
     usual = autoencoder_recipe()
-    for ours, theirs, read, where in (
+    for ours, theirs, used, where in (
         (config, usual, AutoencoderRunSettings, ""),
         (config.evaluate, usual.evaluate, AutoencoderEvaluate, "evaluate."),
     ):
-        names = {f.name for f in fields(ours)} - {f.name for f in fields(read)} - {*found_out}
+        names = {f.name for f in fields(ours)} - {f.name for f in fields(used)} - {*facts}
         for name in sorted(names):
             if getattr(ours, name) != getattr(theirs, name):
                 return where + name

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unfog.config.run_requests import LOSSES
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
@@ -22,7 +23,7 @@ from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference import held_out_metrics, memorization
 from unfog.inference.generated import GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
-from unfog.inference.results import LOSSES, Evaluation, EvaluationSetup
+from unfog.inference.results import Evaluation, EvaluationSetup
 from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding

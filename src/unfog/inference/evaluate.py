@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
@@ -19,17 +20,7 @@ from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
 from unfog.inference.compute_metrics import compute_metrics, forget_sample_features
 from unfog.inference.generated import GeneratedSamples, weights_digest
 from unfog.inference.loaded_run import LoadedRun
-from unfog.inference.results import (
-    ARITHMETIC,
-    FORMAT,
-    HELD_OUT,
-    LOSSES,
-    METRICS,
-    ON_REQUEST,
-    Evaluation,
-    EvaluationRequest,
-    EvaluationSetup,
-)
+from unfog.inference.results import ARITHMETIC, FORMAT, HELD_OUT, Evaluation, EvaluationSetup
 from unfog.pipeline.class_labels import proportional_labels
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images

@@ -14,57 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.dataset import ImageSet
-from unfog.errors import RequestError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.records import write_atomic
-from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 
 FORMAT = 1
 ARITHMETIC = 2
 """Version of the computation of metrics; results of another version are computed again."""
-LOSSES = ("held_out", "bits")
-"""Metrics of the held-out images, which need no samples."""
-ON_REQUEST = ("fid_infinity",)
-"""Metrics that are computed only if they are named, as they take thousands of samples."""
-METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
 HELD_OUT = "held-out"
-
-
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """The metrics to compute, and the settings of the samples for them. Open settings are chosen, and printed."""
-
-    metrics: tuple[str, ...] = ()
-    """Of METRICS; () is all that are possible, except those of ON_REQUEST."""
-    n: int = 0
-    """Number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere."""
-    features: str = ""
-    """inception, texture, pixels, or a TorchScript file; "" is inception for fid or where its file is there, else
-    texture."""
-    reference: str = ""
-    """Images to compare with: "" is the training images, "held-out" the held-out ones, or any SOURCE."""
-    sampler: str | None = None
-    steps: int | None = None
-    seed: int = 0
-    guidance: float | None = None
-    batch: int = 64
-    precision: SamplingPrecision = "fp32"
-    against: int | None = None
-    """Step of another checkpoint, whose held-out loss is compared image by image."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", split_names(self.metrics))
-        for name in self.metrics:
-            if name not in METRICS:
-                raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
-        if self.n and not 10 <= self.n <= 10_000_000:
-            raise RequestError(f"n = {self.n} pictures: at least 10 are needed for any metric; 1000 is a beginning")
-        if self.batch < 1:
-            raise RequestError(f"batch = {self.batch} must be at least 1")
-        if self.against is not None and self.metrics and "held_out" not in self.metrics:
-            raise RequestError("--against compares held-out losses, so --metrics must have held_out")
 
 
 class EvaluationSetup(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from unfog.config.run_requests import EvaluationRequest
 from unfog.config.toml import of_type, update
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.sampler import Kind, Observe
@@ -120,7 +121,7 @@ class Run(LoadedRun):
             metrics: of fid, kid, precision, recall, density, coverage, sliced, held_out, bits; () is all possible ones.
             n: number of samples; 0 is 1,000 on a CPU, and 10,000 elsewhere.
             settings: features, reference, sampler, steps, seed, guidance, batch, precision, against: see
-                `inference.results.EvaluationRequest`.
+                `config.run_requests.EvaluationRequest`.
 
         Raises:
             RequestError: there is no such metric, file or reference.
@@ -128,7 +129,6 @@ class Run(LoadedRun):
         """
         # Loaded only here, so that sampling starts without it.
         from unfog.inference.evaluate import evaluate
-        from unfog.inference.results import EvaluationRequest
 
         names = (metrics,) if isinstance(metrics, str) else metrics
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))

@@ -1,0 +1,28 @@
+"""`unfog evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from unfog.config.run_requests import EvaluateRequest, EvaluationRequest
+from unfog.config.validate import check_sampler, check_source, override_sampler
+from unfog.process.run_folder import RunFolder
+
+
+def main(request: EvaluateRequest) -> int:
+    """Evaluate the run, print the metrics, and return the exit status."""
+    stored = RunFolder(request.run).read_config()
+    check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
+    if request.reference not in ("", "held-out"):
+        check_source(request.reference)
+    from unfog.inference.run import Run
+    from unfog.reporting.progress import print_result
+    from unfog.reporting.report import write_report
+    from unfog.training.distributed.rendezvous import is_main_process, local_device
+
+    run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
+    found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
+    if is_main_process():
+        print_result("\n".join(found.lines()))
+        write_report(run.path)
+    return 0

@@ -1,0 +1,40 @@
+"""`unfog sample`."""
+
+from __future__ import annotations
+
+from unfog.config.paths import check_out
+from unfog.config.run_requests import SampleRequest
+from unfog.config.validate import check_sampler, override_sampler
+from unfog.process.run_folder import RunFolder, unused_path
+
+
+def main(request: SampleRequest) -> int:
+    """Generate images, write them, print their folder, and return the exit status."""
+    stored = RunFolder(request.run).read_config()
+    sampler = override_sampler(stored.sampler, request.sampler, request.steps)
+    check_sampler(sampler, stored.diffusion.schedule)
+    check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
+    from unfog.inference.run import Run
+    from unfog.inference.tuned_sampler import report_dropped_levels
+    from unfog.pipeline.edit import build_edit
+    from unfog.pipeline.generate import parse_labels
+    from unfog.pipeline.image_files import DenoisingStrip, write_images
+    from unfog.reporting.progress import Progress, print_result, say
+
+    parse_labels(request.label, stored.classes)  # before the weights are read
+    edit = build_edit(stored, request.image, request.mask, request.strength, request.repeats)
+    run = Run(request.run, request.weights, request.checkpoint, request.device, request.best, request.ema)
+    report_dropped_levels(stored.sampler, sampler)
+    strip = DenoisingStrip(run.config.diffusion.schedule, run.decode) if request.strip else None
+    label = f"sampling from step {run.checkpoint.step:,}" if request.ema is None else "sampling"
+    same = ("n", "steps", "seed", "label", "guidance", "sampler", "batch", "guidance_interval", "image", "mask")
+    options = {name: getattr(request, name) for name in (*same, "strength", "repeats", "precision")}
+    guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
+    with Progress(label, request.n) as progress:
+        images = run.sample(**options, guide=guide, progress=progress.update, observe=strip)
+    if sampler.kind == "adaptive":
+        say(f"  adaptive took up to {run.calls} network calls")
+    out = request.out or unused_path(run.path / "pictures")
+    write_images(out, images, request.label or run.classes, strip, edit)
+    print_result(str(out))
+    return 0

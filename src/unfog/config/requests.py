@@ -1,0 +1,190 @@
+"""One dataclass for each command that trains or prepares training: for the command line, Python and the command.
+
+Field names are the flags, and the strings under them are the text of --help. `run_requests` has those about a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, Suppress
+
+from unfog.config.autoencoder_recipe import AutoencoderRunSettings
+from unfog.config.schema import Config
+from unfog.config.slurm_job import SlurmJob
+from unfog.data.settings import Data
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """Images, and the settings to train on them with."""
+
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Folder, zip, tar shards, pack, NumPy file or Hugging Face dataset of images, or a built-in set."""
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+    preset: str = "default"
+    """Recipe to start from: default, ddpm, edm or demo."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """TOML file of settings, such as the config.toml of another run."""
+
+
+@dataclass(frozen=True)
+class TrainRequest(TrainingRequest):
+    """Train on SOURCE: a folder of images, or the built-in set `fashion`. Sub-folders become classes.
+
+    One hour, with all settings chosen for you: unfog train photos/
+
+    Ten minutes at 64x64: unfog train photos/ --size 64 --budget 10m
+
+    The textbook recipe: unfog train photos/ --preset ddpm --steps 20000
+
+    The preset gives the settings. The file of --config changes them, and the flags below change both.
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """New folder for the run. Default: runs/ and the name of SOURCE."""
+
+
+@dataclass(frozen=True)
+class TrainAutoencoderRequest:
+    """Train an autoencoder on SOURCE. It compresses large images to small latents, on which training is faster.
+
+    unfog train-autoencoder photos/ --size 256 --factor 8 --budget 30m
+
+    then: unfog train photos/ --autoencoder runs/photos-autoencoder
+
+    The result is a run: `unfog resume` continues it, and `unfog report` shows it.
+    """
+
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Images, as for train."""
+    settings: Annotated[AutoencoderRunSettings, tyro.conf.arg(name="")]
+    config: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """TOML file of settings, such as the config.toml of another autoencoder."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """New folder for the autoencoder. Default: runs/ and the name of SOURCE with -autoencoder."""
+    factor: int = 4
+    """Image pixels along the side of one latent: 2, 4, 8 or 16. 4 suits 64 and 128 pixels, 8 suits 256."""
+    channels: int = 4
+    """Latent channels. 8 keep more detail and take longer to train on."""
+    width: str = "small"
+    """Size of the autoencoder: tiny, small or base."""
+    kl: float = 1e-3
+    """Weight of the KL divergence of the latents from a standard normal."""
+    pyramid: float = 1.0
+    """Weight of the error in edges and textures, beside the pixel error."""
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """Continue RUN from its newest whole checkpoint. The result equals that of a run without the interruption.
+
+    Flags change settings from here on: --steps for a longer run, --lr, intervals. A setting that a run cannot change,
+    such as its network, is refused. A change that makes it another run, such as other images, needs --force.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    settings: Annotated[Config, tyro.conf.arg(name="")]
+    source: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """New place of the images, if they were moved."""
+    force: bool = False
+    """Allow changes that make it another run: images, seed, weighting, EMA, background, held-out share."""
+    verify: bool = False
+    """Do not continue. Train again from the second newest checkpoint, and compare with the newest one bit by bit."""
+
+
+@dataclass(frozen=True)
+class DoctorRequest(TrainingRequest):
+    """Check SOURCE and settings before training, or check RUN for what went wrong.
+
+    Reads every image once, tries every part of a run, and reports each finding with its meaning and a remedy.
+
+    Before a run: unfog doctor photos/ --size 64 --budget 2h
+
+    During or after it: unfog doctor runs/photos
+
+    The exit status is 2 where training makes no sense. Settings apply to SOURCE only: a run has its own.
+    """
+
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE|RUN")]
+    """Images, as for train; or the folder of a run."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """New folder for report.html and findings.json. Default: doctor/ and the name of SOURCE or RUN."""
+    quick: bool = False
+    """Skip the slow checks: the dry run, the overfit test, and samples of a run."""
+
+
+@dataclass(frozen=True)
+class PlanRequest(TrainingRequest):
+    """Predict memory, time and disk space of training on SOURCE, on this machine or another.
+
+    unfog plan photos/ --size 128 --batch 64 --steps 100000
+
+    unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
+
+    unfog plan photos/ --network dit-base --batch 256 --steps 100000 --training.shard --processes 8 --for h100
+
+    The exit status is 2 where it does not fit.
+    """
+
+    device: Annotated[str, tyro.conf.arg(name="for", metavar="DEVICE")] = ""
+    """Plan for this device instead of the one at hand: h200, h100, a100, 4090, 3090, v100, t4, ..."""
+    processes: int = 1
+    """Number of processes, as torchrun starts them, each with its own device. The figures are those of one process."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class FindLrRequest(TrainingRequest):
+    """Find a learning rate for SOURCE, network and batch by a short test on a throwaway copy. No run is changed.
+
+    unfog find-lr photos/ --size 64
+    """
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """New folder for the plot and lr-range.json. Default: find-lr/ and the name of SOURCE."""
+    seconds: float = 90.0
+    """Training time for the test, in seconds. A large network needs more."""
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """Decode and resize SOURCE once into OUT. Training reads it at the speed of memory.
+
+    After an interruption, the same command continues.
+
+    unfog pack photos/ photos.pack --size 64        then: unfog train photos.pack
+    """
+
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """Images, as for train."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """New folder for the pack, or an unfinished pack of the same images."""
+    data: Data = Data()
+
+
+@dataclass(frozen=True)
+class SlurmRequest(SlurmJob):
+    """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
+
+    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
+
+    The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
+    sbatch, or add them to the file.
+    """
+
+    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Path of the new batch file. Default: the name of the run with .sbatch."""
+    words: Suppress[tuple[str, ...]] = ()
+    """The words of the command line after `unfog slurm`, noted in the file."""
+    command: Suppress[tuple[str, ...]] = ()
+    """The command that begins the run: `train …` with its --out, or `resume …`."""
+    run: Suppress[Path] = Path()
+    """Folder of the run."""
+    source: Suppress[str] = ""
+    """The images."""

@@ -1,0 +1,225 @@
+"""One dataclass for each command about a run. The command line, Python and the command itself use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from unfog.config.schema import check_guidance_interval
+from unfog.diffusion.sampler import Kind
+from unfog.errors import RequestError
+from unfog.training.settings import Evaluate, SamplingPrecision, split_names
+
+LOSSES = ("held_out", "bits")
+"""Metrics of the held-out images, which need no samples."""
+ON_REQUEST = ("fid_infinity",)
+"""Metrics that are measured only if they are named, as they take thousands of samples."""
+METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
+
+    Image i of a seed is the same for every -n.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
+    """Number of images."""
+    out: Path | None = None
+    """New folder for the images. Default: a new one in the run folder."""
+    seed: int = 0
+    """Seed of the noise. Another seed gives other images."""
+    steps: int | None = None
+    """Sampling steps. More are slower and more accurate. Default: the run's."""
+    sampler: Kind | None = None
+    """Sampler. Default: the run's."""
+    label: tuple[str, ...] = ()
+    """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
+    guidance: float | None = None
+    """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
+    guidance_interval: tuple[float, float] | None = None
+    """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
+    guide: Annotated[str | None, tyro.conf.arg(metavar="RUN[:STEP]")] = None
+    """Weaker run to guide away from, such as one of a smaller network (autoguidance)."""
+    guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
+    """Earlier checkpoint of this run to guide away from."""
+    weights: Literal["ema", "raw"] = "ema"
+    """EMA weights, or the raw weights of the last step."""
+    ema: float | None = None
+    """Width of an EMA to rebuild from snapshots, such as 0.07, at any --checkpoint. Default: the run's EMA."""
+    checkpoint: int | None = None
+    """Step of the checkpoint. Default: the newest whole one."""
+    best: bool = False
+    """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
+    batch: int = 64
+    """Images per batch. Lower it when memory is short."""
+    precision: SamplingPrecision = "fp32"
+    """Precision of the network. bf16 is faster where the hardware supports it, and changes images slightly."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+    strip: bool = False
+    """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
+    image: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Start from this image instead of pure noise."""
+    mask: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Mask of the same size: white areas are regenerated, the rest of --image stays as it is."""
+    strength: float | None = None
+    """Amount of change to --image: 0 keeps it, 1 ignores it. Default: 0.6, or 1 with a mask."""
+    repeats: int | None = None
+    """Passes over each part of the steps with a mask. More blend better. Default: 10."""
+
+    def __post_init__(self) -> None:
+        if self.strip and self.image is not None:
+            raise RequestError("--strip shows sampling from noise; leave it away, or --image")
+        check_one_checkpoint(self.best, self.checkpoint)
+        if self.guide is not None and self.guide_checkpoint is not None:
+            raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
+        if self.guidance_interval is not None:
+            check_guidance_interval(self.guidance_interval)
+        for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
+            if value < least:
+                raise RequestError(f"{name} = {value} must be at least {least}")
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Metrics of a run, and the samples to measure them on."""
+
+    metrics: Annotated[tuple[str, ...], tyro.conf.arg(metavar="M,M,…")] = ()
+    """Any of fid, kid, precision, recall, density, coverage, sliced, held_out, bits. Default: all that apply."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    """Number of samples. Default: 1000 on a CPU, 10000 elsewhere."""
+    features: str = ""
+    """Features to compare: inception, texture, pixels or a TorchScript file. Default: inception if its file exists."""
+    reference: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    """Images to compare with: held-out, or any SOURCE. Default: the training images."""
+    sampler: str | None = None
+    """Sampler. Default: the run's."""
+    steps: int | None = None
+    """Sampling steps. Default: the run's."""
+    seed: int = 0
+    """Seed of the noise. Another seed gives other samples."""
+    guidance: float | None = None
+    """Classifier-free guidance scale. Default: the run's."""
+    batch: int = 64
+    """Samples per batch. Lower it when memory is short."""
+    precision: SamplingPrecision = "fp32"
+    """Precision of the network. bf16 is faster where the hardware supports it, and changes samples slightly."""
+    against: int | None = None
+    """Step of another checkpoint, to compare held-out losses image by image."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", split_names(self.metrics))
+        for name in self.metrics:
+            if name not in METRICS:
+                raise RequestError(f"metrics names {name!r}, which is not one of {', '.join(METRICS)}")
+        if self.n and not 10 <= self.n <= 10_000_000:
+            raise RequestError(f"n = {self.n} samples: at least 10 are needed for any metric; 1000 is a beginning")
+        if self.batch < 1:
+            raise RequestError(f"batch = {self.batch} must be at least 1")
+        if self.against is not None and self.metrics and "held_out" not in self.metrics:
+            raise RequestError("--against compares held-out losses, so --metrics must have held_out")
+
+
+@dataclass(frozen=True)
+class EvaluateRequest(EvaluationRequest):
+    """Evaluate RUN: compare samples with its training images, and measure the loss of the held-out images.
+
+    Everything, with 1,000 samples on a CPU: unfog evaluate runs/photos
+
+    Two metrics of 10,000 samples: unfog evaluate runs/photos --metrics kid,fid -n 10000 --features inception
+
+    Two checkpoints on the same images and noise: unfog evaluate runs/photos --metrics held_out --against 5000
+
+    Every value has a confidence interval and is stored in RUN/evaluations. The same command continues after an
+    interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    """Folder of the run."""
+    weights: Literal["ema", "raw"] = "ema"
+    """EMA weights, or the raw weights of the last step."""
+    checkpoint: int | None = None
+    """Step of the checkpoint. Default: the newest whole one."""
+    best: bool = False
+    """Use the best checkpoint that was kept."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_checkpoint(self.best, self.checkpoint)
+
+
+@dataclass(frozen=True)
+class EmaSweepRequest:
+    """Find the best EMA length of RUN after training: rebuild EMAs of several widths from snapshots, and measure each.
+
+    The best becomes the run's EMA: `unfog sample RUN` uses it. Prints a table and writes ema-sweep.html.
+
+    By held-out loss, in a minute: unfog ema-sweep runs/photos
+
+    By samples, which says more: unfog ema-sweep runs/photos --metric kid -n 1000
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    metric: Literal["held_out_loss", "kid", "fid", "fd", "sliced"] = "held_out_loss"
+    """Metric to minimise. All but held_out_loss compare samples with the run's images."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 0
+    """Held-out images, or samples for each width. 0: 512 images, 1000 samples, or 10000 for fid."""
+    widths: tuple[float, ...] = ()
+    """EMA widths: standard deviations of the window, as shares of the run. Default: ten from 0.02 to 0.25."""
+    checkpoint: int | None = None
+    """Step to rebuild at. Default: the last snapshot."""
+    features: str = ""
+    """inception, texture, pixels or a TorchScript file. Default: inception for fid, else texture."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """Find the best noise levels for sampling RUN in few steps, and make them the default of `unfog sample RUN`.
+
+    unfog tune runs/photos --steps 10
+
+    Moves the levels until few steps give the result of many steps from the same noise, then measures every grid on
+    other noise. Takes minutes. The network does not change.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    steps: int = 10
+    """Sampling steps."""
+    sampler: Literal["ddim", "heun", "dpmpp", "unipc"] | None = None
+    """Sampler. Default: the run's, or dpmpp."""
+    pictures: int = 32
+    """Samples to compare."""
+    tries: int = 150
+    """Grids to try. More are better and take longer."""
+    store: bool = True
+    """Make the best grid the run's default. --no-store only reports it."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps."""
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """Write report.html of RUN: one file with settings, curves and samples that opens anywhere."""
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+
+
+def check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
+    """Raise RequestError if both name a checkpoint."""
+    if best and checkpoint is not None:
+        raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")
