@@ -20,7 +20,7 @@ from unfog.inference.run import Run
 from unfog.inference.tuned_sampler import record_tuned_sampler
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import _without_pixel_clipping, conditional_denoiser, default_generation
-from unfog.reporting.progress import Progress, plural, say
+from unfog.reporting.progress import Progress, plural, print_result, say
 
 BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 MANY_STEPS = 128
