@@ -26,7 +26,7 @@ from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.prepare import prepare
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.image_grids import save_png
 

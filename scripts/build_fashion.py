@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unfog.data.sources.source import FASHION_CLASSES
+from unfog.data.sources.builtin_fashion import FASHION_CLASSES
 
 SHEET = Path(__file__).parents[1] / "src/unfog/data/builtin/fashion.png"
 

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from unfog.data.decode import ImageInfo, decode, header
-from unfog.data.sources.image_files import ImageError, open_image
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import open_image
 
 WHITE = (255, 255, 255)
 

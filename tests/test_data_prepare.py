@@ -21,7 +21,8 @@ from unfog.data.packs import pack_writer as packing
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.report import DataReport
 from unfog.data.settings import Data
-from unfog.data.sources.source import FolderSource, open_source
+from unfog.data.sources.folder import FolderSource
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_held_out_set

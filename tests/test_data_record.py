@@ -24,7 +24,7 @@ from unfog.data.prepare import prepare, scan_source
 from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedFile
 from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.pipeline import data_report as data_record
 from unfog.pipeline.data_report import contact_sheet, data_json, write_data_report
 from unfog.pipeline.load_data import load_images

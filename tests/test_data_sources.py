@@ -17,15 +17,11 @@ from PIL import Image
 from unfog.data.prepare import prepare
 from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import ImageError
-from unfog.data.sources.source import (
-    FASHION_CLASSES,
-    FashionSource,
-    FolderSource,
-    open_source,
-    read_labels,
-    strip_shard,
-)
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.builtin_fashion import FASHION_CLASSES, FashionSource
+from unfog.data.sources.folder import FolderSource
+from unfog.data.sources.labels import read_labels, strip_shard
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 
 

@@ -14,7 +14,7 @@ from unfog.config.toml import update
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNormal
 from unfog.diffusion.objective import Objective

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.evaluation import sliced_wasserstein as sliced
 from unfog.evaluation.features import open_features

@@ -29,8 +29,9 @@ from unfog.data.dataset import Dataset
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import ImageError, open_image
-from unfog.data.sources.source import open_source
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import open_image
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.data_report import write_data_report
 from unfog.process.run_folder import RunFolder
@@ -521,7 +522,7 @@ import os, sys
 from PIL import Image
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 Image.init()
 if os.geteuid() == 0:
     os.setgroups([])

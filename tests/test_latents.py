@@ -26,7 +26,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.latents import EncodeJob, Normalise, encoded, latent_image_sets, statistics
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents

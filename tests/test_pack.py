@@ -31,7 +31,7 @@ from unfog.data.packs.pack_journal import BusyError, clear
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
 
@@ -112,7 +112,7 @@ from pathlib import Path
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 bulk._CHUNK = 16
 scan, key = scan_source(open_source(sys.argv[1]), Data(size=16))
 print("ready", flush=True)

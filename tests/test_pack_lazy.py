@@ -27,9 +27,9 @@ from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels, RowIndex
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
+from unfog.data.sources.base import ImageError, TransientImageError
 from unfog.data.sources.folder import FolderSource
-from unfog.data.sources.image_files import ImageError, TransientImageError
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.doctor.run import run_checks as examination

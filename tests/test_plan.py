@@ -14,7 +14,7 @@ from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel

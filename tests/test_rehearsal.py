@@ -12,7 +12,7 @@ from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.target import V
 from unfog.errors import Interrupted

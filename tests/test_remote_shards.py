@@ -28,12 +28,12 @@ from unfog.data.prefetch import ReadOrder
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
 from unfog.data.sources import remote_files as remote
-from unfog.data.sources.source import open_source
+from unfog.data.sources.base import RemotePolicy
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import byte_range_cache as member_cache
 from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
-from unfog.data.webdataset.remote_shards import RemotePolicy
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.failed_shards import FailureReporter, failures_on_this_rank
 from unfog.process.run_folder import RunFolder

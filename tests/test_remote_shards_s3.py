@@ -14,8 +14,8 @@ from unfog.data.lazy import remote_shards_of
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources import remote_files as remote
-from unfog.data.sources.source import open_source
-from unfog.data.webdataset.remote_shards import RemotePolicy
+from unfog.data.sources.base import RemotePolicy
+from unfog.data.sources.registry import open_source
 from unfog.errors import RunError
 
 s3fs = pytest.importorskip("s3fs")

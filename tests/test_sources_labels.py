@@ -19,9 +19,11 @@ from unfog.config.presets import preset
 from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.label_rows import LabelTable, read_table
+from unfog.data.sources.base import LabelTable, Source
+from unfog.data.sources.label_rows import read_table
 from unfog.data.sources.label_tables import LabelTableSource, apply_label_table
-from unfog.data.sources.source import Source, open_source, read_labels
+from unfog.data.sources.labels import read_labels
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
@@ -381,7 +383,7 @@ def test_what_labels_may_be() -> None:
 
 def test_a_table_of_many_rows_is_quick(tmp_path: Path) -> None:
     rows = "".join(f"{i:06}.png,{i % 7}\n" for i in range(50_000))
-    found, _ = read_table(LabelTable.at(write(tmp_path / "t.csv", "file,label\n" + rows)))
+    found, _ = read_table(LabelTable.from_path(write(tmp_path / "t.csv", "file,label\n" + rows)))
     assert len(found) == 50_000
 
 

@@ -21,10 +21,11 @@ from PIL import Image
 from unfog.config.presets import preset
 from unfog.config.validate import check_source
 from unfog.data.sources import byte_storage as storage
+from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.byte_storage import BlockReader, LocalStorage
-from unfog.data.sources.image_files import ImageError
-from unfog.data.sources.locate import expand_braces
-from unfog.data.sources.source import Source, open_source, read_labels
+from unfog.data.sources.labels import read_labels
+from unfog.data.sources.location import expand_braces
+from unfog.data.sources.registry import open_source
 from unfog.data.webdataset import index_builder as shard_piece
 from unfog.data.webdataset import index_files as shard_files
 from unfog.data.webdataset import shard_index
@@ -319,7 +320,7 @@ def test_folders_are_kept_in_the_index(tmp_path: Path) -> None:
 
 
 def test_very_many_folders_are_read_from_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_index, "_MOST_FOLDERS", 3)
+    monkeypatch.setattr(shard_index, "_MAX_FOLDERS", 3)
     source = open_source(shard(tmp_path / "a.tar", [(f"{i % 4}/{i}.png", png(i)) for i in range(16)]))
     assert source.folders is None
     assert read_labels(source, "auto")[0] == ("0", "1", "2", "3")

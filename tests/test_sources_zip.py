@@ -16,8 +16,9 @@ from PIL import Image
 
 from unfog.config.validate import check_source
 from unfog.data.sources import zip_archive as zips
-from unfog.data.sources.image_files import ImageError
-from unfog.data.sources.source import open_source, read_labels
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.labels import read_labels
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 
 
@@ -176,8 +177,8 @@ def opened_in_little(path: Path) -> str:
     """What is said of the first image of an archive, and whether that took little memory."""
     code = """
 import sys
-from unfog.data.sources.image_files import ImageError
-from unfog.data.sources.source import open_source
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.registry import open_source
 source = open_source(sys.argv[1])
 peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 before = peak()
@@ -195,7 +196,7 @@ except ImageError as error:
 def test_large_members_take_turns_and_are_what_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setattr(zips, "_LARGE", 0)
+    monkeypatch.setattr(zips, "_LARGE_BYTES", 0)
     members = {}
     for i in range(8):
         Image.open(io.BytesIO(png(i))).save(file := io.BytesIO(), Image.registered_extensions()[f".{suffix}"])

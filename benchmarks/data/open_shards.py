@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from unfog.data.sources.byte_storage import LocalStorage
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 from unfog.data.webdataset.index_files import save_entry
@@ -40,7 +40,7 @@ import json, random, resource, sys, time
 from unfog.data.webdataset import shard_source as shards# what is the same for every set is no part of it
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 
 def memory(key):

@@ -34,7 +34,7 @@ from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 
 BATCH = 64

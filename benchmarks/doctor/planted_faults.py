@@ -27,7 +27,8 @@ from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import FashionSource, open_source
+from unfog.data.sources.builtin_fashion import FashionSource
+from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.doctor.images.image_checks import check_images

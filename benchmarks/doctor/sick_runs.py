@@ -160,7 +160,7 @@ def kill(run: Path) -> None:
 def few_pictures(folder: Path, count: int) -> str:
     """So many of the built-in pictures, in one folder."""
     if not folder.exists():
-        from unfog.data.sources.source import open_source
+        from unfog.data.sources.registry import open_source
 
         source = open_source("fashion")
         folder.mkdir(parents=True)

@@ -31,7 +31,7 @@ import unfog
 from unfog.config.toml import update
 from unfog.config.values import parse_value
 from unfog.data.prepare import prepare
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features

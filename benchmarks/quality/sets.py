@@ -15,7 +15,7 @@ from PIL import Image
 
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.reporting.progress import Progress
 
 

@@ -29,7 +29,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.byte_storage import LocalStorage
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry

@@ -38,7 +38,7 @@ from unfog.config.schema import Config, Network
 from unfog.config.spec_strings import parse_spec, registry_of
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.pipeline.build import build_network
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder

@@ -15,7 +15,7 @@ from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals

@@ -15,8 +15,7 @@ from unfog.config.toml import update
 from unfog.config.values import sanitize
 from unfog.data.decode import colour
 from unfog.data.sources.label_tables import find_table
-from unfog.data.sources.locate import locate
-from unfog.data.sources.source import open_source
+from unfog.data.sources.registry import locate, open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
@@ -51,7 +50,8 @@ def check_request(config: Config) -> None:
         check_network_size(config.network, config.data.size // factor, factor)
     if not config.fingerprint:
         check_source(config.source)
-        if locate(config.source).kind != "zip":  # whose own tables are seen when it is opened
+        source, _ = locate(config.source)
+        if not source.tables_inside:
             find_table(config.data.labels, Path(config.source))
 
 
@@ -125,8 +125,8 @@ def check_source(source: str) -> None:
     try:
         if "://" not in source:
             Path(source).expanduser().is_dir()  # which says so of a user that there is not, and of a name too long
-        located = locate(source)
-        if located.kind == "folder" and not any(Path(located.resolved).iterdir()):
+        _, location = locate(source)
+        if location.form == "folder" and not any(Path(location.resolved).iterdir()):
             open_source(source)  # which says what is wrong
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(

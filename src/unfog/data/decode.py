@@ -19,14 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, JpegImagePlugin
 
 from unfog.data.color_profile import to_srgb
-from unfog.data.sources.image_files import (
-    TEXT_TOO_LARGE,
-    FailedShardError,
-    ImageError,
-    ShardReadError,
-    TransientImageError,
-    os_error_reason,
-)
+from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError, TransientImageError
+from unfog.data.sources.image_files import TEXT_TOO_LARGE, os_error_reason
 from unfog.errors import RequestError
 
 ORIENTATION = 0x0112  # EXIF tag

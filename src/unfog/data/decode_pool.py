@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode import ImageInfo, decode
-from unfog.data.sources.image_files import ImageError, ShardReadError, TransientImageError
-from unfog.data.sources.source import Source
+from unfog.data.sources.base import ImageError, ShardReadError, Source, TransientImageError
 from unfog.errors import RunError
 from unfog.text import sanitize
 

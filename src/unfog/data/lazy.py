@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, overload
 
@@ -19,9 +18,7 @@ from unfog.data.decode_pool import decode_with_retries, threads
 from unfog.data.permutation import epoch_keys, permute
 from unfog.data.report import DataReport, SkippedFile
 from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Scan, split_held_out
-from unfog.data.sources.image_files import FailedShardError, ImageError
-from unfog.data.sources.source import Source
-from unfog.data.webdataset.remote_shards import RemoteShards
+from unfog.data.sources.base import FailedShardError, ImageError, ShardFailures, Source
 from unfog.errors import RunError
 from unfog.text import sanitize
 
@@ -95,7 +92,7 @@ class LazyPixels:
     ) -> None:
         self.source, self.rows, self.background = source, rows, background
         self.shape = (len(rows), channels, size, size)
-        self.remote_shards: RemoteShards | None = getattr(source, "remote_shards", None)
+        self.remote_shards: ShardFailures | None = source.remote_shards
         self.skipped: list[SkippedFile] = []
         """Images that could not be decoded, in the order in which that turned out."""
         self._bad: set[int] = set()  # rows of those
@@ -190,7 +187,7 @@ class LazyPixels:
         look = partial(decode_with_retries, self.source, index, size, channels, self.background, self._closed)
         if shards is None:
             return look()[0]
-        own = getattr(self.source, "within", int)(index)
+        own = self.source.shard_image(index)
         look = partial(look, partial(shards.fail_shard_of, own))
         try:
             return look()[0]
@@ -225,28 +222,17 @@ class PendingDecode:
             task.cancel()
 
 
-def remote_shards_of(images: ImageSet) -> RemoteShards | None:
+def remote_shards_of(images: ImageSet) -> ShardFailures | None:
     """The shards far away that these images are read from as they come; None where that is not how they are read."""
     return images.pixels.remote_shards if isinstance(images.pixels, LazyPixels) else None
 
 
-def lazy_dataset(scan: Scan, known: str = "") -> Dataset:
+def lazy_dataset(scan: Scan) -> Dataset:
     """The images of a source as sets that decode what is taken from them.
-
-    `known` is the fingerprint of the images to train on as a run began with them: one that an earlier version made of
-    these, which looked at less of them, stays what it is.
 
     Held out are the same as always; of over EVEN_SPLIT_FROM images, evenly spaced ones. Grey are only those that were
     asked for as such or all looked at, as an image in colour among the others could not be told of in time.
     """
-    prepared, earlier = _on_the_fly(scan), getattr(scan.source, "earlier_stamp", scan.stamp)
-    if known and earlier != scan.stamp and prepared.train.fingerprint != known:
-        before = _on_the_fly(replace(scan, stamp=earlier))
-        return before if before.train.fingerprint == known else prepared
-    return prepared
-
-
-def _on_the_fly(scan: Scan) -> Dataset:
     if not scan.channels_certain and len(scan.source.names) > COLOURS_SAMPLED:
         scan = scan.as_rgb()
     source, settled, n = scan.source, scan.resolved_settings, len(scan.source.names)

@@ -18,9 +18,10 @@ from unfog.data.lazy import UNREAD, lazy_dataset, remote_shards_of
 from unfog.data.packs.pack import PackSource
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.settings import Data
+from unfog.data.sources.base import Source
 from unfog.data.sources.label_tables import apply_label_table
 from unfog.data.sources.label_tables import labels_setting as settled_labels
-from unfog.data.sources.source import Source, read_labels
+from unfog.data.sources.labels import read_labels
 from unfog.errors import RequestError
 
 MEMORY_FILES = 10_000
@@ -65,7 +66,7 @@ def prepare(
         scan = scan.resolve()
         where, why = _place_as_begun(scan, key, unread) if known else _place(scan, key, wanted)
         if where == "none":
-            prepared = lazy_dataset(scan, known)
+            prepared = lazy_dataset(scan)
             shards = remote_shards_of(prepared.train)
             why = "; ".join(filter(None, (why, shards.enable_cache() if shards is not None else "")))
         elif where == "disk":

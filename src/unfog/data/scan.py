@@ -17,9 +17,10 @@ from unfog.data.decode_pool import DecodeStatistics, decode_with_retries
 from unfog.data.packs.pack import PackSource
 from unfog.data.report import DataReport, SkippedFile
 from unfog.data.settings import Data
-from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, ImageError, TransientImageError
+from unfog.data.sources.base import ImageError, Source, TransientImageError
+from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.data.sources.label_tables import labels_setting as settled_labels
-from unfog.data.sources.source import Source, strip_shard
+from unfog.data.sources.labels import strip_shard
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 

@@ -16,7 +16,8 @@ from unfog.config.values import sanitize
 from unfog.data.augmentation.augment import to_model_range
 from unfog.data.decode import ImageInfo, colour, decode
 from unfog.data.prepare import silence_pillow
-from unfog.data.sources.image_files import ImageError, open_image
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import open_image
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.pipeline.generate import to_pixels

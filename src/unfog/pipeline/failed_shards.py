@@ -10,7 +10,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import remote_shards_of
 from unfog.data.report import SkippedFile
 from unfog.data.settings import bytes_of
-from unfog.data.webdataset.remote_shards import RemotePolicy
+from unfog.data.sources.base import RemotePolicy
 from unfog.pipeline.data_report import DATA_FILE, data_json
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
@@ -68,7 +68,7 @@ class FailureReporter:
                 recorder.event("quarantined", step, image=one.name, reason=one.reason)
         if self._shards is None:
             return
-        if self._shards.cache is not None and (trouble := self._shards.cache.trouble):
+        if trouble := self._shards.cache_error:
             for one in self._new([SkippedFile("", trouble)]):
                 recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
         self._shards.mark_failed({one[0]: one[1] for one in elsewhere if _SHARD in one[2:]})

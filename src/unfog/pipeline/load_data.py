@@ -11,7 +11,8 @@ from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data
-from unfog.data.sources.source import SPLITS, open_source
+from unfog.data.sources.labels import SPLITS
+from unfog.data.sources.registry import open_source
 from unfog.pipeline.encode_latents import add_latents, apply_autoencoder_settings
 from unfog.pipeline.failed_shards import retry_policy
 from unfog.process.run_folder import printable

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ import numpy as np
 from PIL import Image
 
 from unfog.data.dataset import Dataset, ImageSet, split
-from unfog.data.packs.pack_files import check, check_settings, open_files, read_manifest
-from unfog.data.report import DataReport, SkippedFile
+from unfog.data.packs.pack_files import check, check_settings, is_begun, is_pack, open_files, read_manifest
+from unfog.data.report import DataReport
 from unfog.data.settings import Data
+from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -130,24 +131,36 @@ def verify_pack(path: Path, progress: Callable[[int, int], None] | None = None) 
     return troubles
 
 
-class PackSource:
+class PackSource(Source):
     """A pack as a source, for settings that it was not made with: each image is decoded already, and resized anew.
 
     Raises:
         RequestError: it is no pack, or not a whole one.
     """
 
-    ignored: Mapping[str, int] = {}
-    unreadable: Sequence[SkippedFile] = ()
-    remote = False
-    held_out: frozenset[str] | None = None
-
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.pack = folder, name, Pack.open(folder)
         self.resolved = str(folder.resolve())
-        self.names: Sequence[str] = self.pack.images.names
+        self.names = self.pack.images.names
         self.classes = self.pack.images.classes
         self.labels = self.pack.images.labels
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form != "folder":
+            return None
+        folder = Path(location.resolved)
+        if is_pack(folder):
+            return location
+        if is_begun(folder):
+            raise RequestError(
+                f"{sanitize(location.name)} is an unfinished pack; finish it with the same `unfog pack` as before"
+            )
+        return None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> PackSource:
+        return cls(Path(location.resolved), location.name)
 
     def open(self, i: int) -> Image.Image:
         """Image i, decoded."""

@@ -1,47 +1,48 @@
-"""The built-in set, so that a first run needs nothing."""
+"""The built-in Fashion-MNIST images, so that a first run needs no data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import SkippedFile
+from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 
 FASHION_CLASSES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle_boot"),
 )
-"""The classes of the built-in set, in the order of the labels."""
+"""Class names in the order of Fashion-MNIST's labels."""
 
 
-class FashionSource:
-    """The built-in set: 10,000 images of Fashion-MNIST, 1,000 a class, the last 100 of which are held out.
+class FashionSource(Source):
+    """10,000 images of Fashion-MNIST, 28 x 28, grey; of 1,000 in each class the last 100 are held out.
 
-    28 x 28, grey; MIT licence, in builtin/LICENSE-fashion-mnist.
+    MIT licence, in builtin/LICENSE-fashion-mnist.
     """
 
     name = resolved = "fashion"
-    classes: tuple[str, ...] = FASHION_CLASSES
-    labels: NDArray[np.int64] | None = None
-    names: Sequence[str] = [f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(1000)]
-    remote = False
-    held_out: frozenset[str] | None = frozenset(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(900, 1000))
-    ignored: Mapping[str, int] = {}
-    unreadable: Sequence[SkippedFile] = ()
+    classes = FASHION_CLASSES
+    names = tuple(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(1000))
+    held_out = frozenset(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(900, 1000))
 
     def __init__(self) -> None:
         with (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file, Image.open(file) as sheet:
             tiles = np.asarray(sheet).reshape(100, 28, 100, 28).swapaxes(1, 2)
         self.tiles: NDArray[np.uint8] = tiles.reshape(10000, 28, 28)  # in the order of `names`
 
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        return location if location.form == "name" and location.name == cls.name else None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> FashionSource:
+        return cls()
+
     def open(self, i: int) -> Image.Image:
-        """Image i, decoded."""
         return Image.fromarray(self.tiles[i])
 
     def stamp(self) -> tuple[str, int]:
-        """It never changes."""
         return "fashion-mnist, 10,000", self.tiles.size

@@ -1,4 +1,4 @@
-"""Bytes of large files, by position. Safe to use from threads."""
+"""Byte ranges of large files, local or remote; safe to use from threads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from io import RawIOBase
 from typing import NamedTuple, Protocol
 
-from unfog.data.sources.image_files import CHANGED, ImageError, os_error_reason
+from unfog.data.sources.base import ImageError
+from unfog.data.sources.image_files import CHANGED, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
 _MAX_OPEN_FILES = 128
-"""How many files are kept open at once."""
 
 
 class FileState(NamedTuple):
-    """What a file was like; another one when it was changed."""
+    """Size and version of a file, which differ once it has changed."""
 
     size: int
     version: str
@@ -26,20 +26,22 @@ class FileState(NamedTuple):
 
 
 class Storage(Protocol):
-    """Files that can be read by position."""
+    """Files that are read by byte range."""
 
     remote: bool
-    """Whether each reading takes its time, so that many are best done at once."""
+    """True if each read waits for a network, so that many at once are faster."""
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
-        """The state of each file, sorted by path; patterns are looked up. `absent` is for files far away.
+        """Return the state of each file, sorted by path, with remote patterns expanded.
+
+        Remote files that cannot be looked at go into `absent`, path -> reason, where that is given.
 
         Raises:
-            RequestError: one cannot be looked at, or a pattern stands for none.
+            RequestError: a file cannot be looked at, or a pattern matches none.
         """
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """At most `size` bytes from `start`; fewer where the file ends. Raises ImageError."""
+        """Return up to `size` bytes from `start`, fewer where the file ends. Raises ImageError."""
 
 
 class LocalStorage:
@@ -50,23 +52,21 @@ class LocalStorage:
     def __init__(self) -> None:
         self._files: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        self._listed: dict[str, FileState] = {}  # as they were at first; positions in a file changed since mean nothing
+        self._first_states: dict[str, FileState] = {}  # byte ranges of a file that changed since mean nothing
 
     def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
-        """See Storage."""
         found = {path: self._state(path) for path in sorted(paths)}
-        self._listed = self._listed or found
+        self._first_states = self._first_states or found
         return found
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """See Storage."""
         try:
             file = self._open(path)
-            stat = os.fstat(file.number)  # each time, as what is open may be written over in place
-            if self._listed.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
+            stat = os.fstat(file.number)  # at each read, as an open file may be written over in place
+            if self._first_states.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
                 raise ImageError(CHANGED)
             parts: list[bytes] = []
-            while size > 0 and (part := os.pread(file.number, size, start)):  # at most 2 GB at once
+            while size > 0 and (part := os.pread(file.number, size, start)):  # Linux reads at most 2 GB at once
                 parts.append(part)
                 start, size = start + len(part), size - len(part)
         except OSError as error:
@@ -88,14 +88,14 @@ class LocalStorage:
             if path not in self._files:
                 self._files[path] = _Descriptor(path)
                 if len(self._files) > _MAX_OPEN_FILES:
-                    # Whoever reads from it holds it, too, so it is closed when the last of them is done.
+                    # Only forgotten here: a thread that reads from it holds it, and the last one closes it.
                     self._files.popitem(last=False)
             self._files.move_to_end(path)
             return self._files[path]
 
 
 class _Descriptor:
-    """An open file, closed when nobody holds it any more."""
+    """An open file that is closed with its last reference."""
 
     def __init__(self, path: str) -> None:
         self.number = -1
@@ -107,57 +107,43 @@ class _Descriptor:
 
 
 class BlockReader(RawIOBase):
-    """A file as Python's own readers want it: seekable, reading a piece at a time and holding one.
+    """A seekable file object over a storage, for zipfile and tar headers. It holds one block of at least `block` bytes.
 
     Args:
-        storage: what holds it.
+        storage: the storage that holds the file.
         path: its path there.
         size: its bytes.
-        piece: how many bytes are read at least.
+        block: bytes to read at least.
     """
 
-    def __init__(self, storage: Storage, path: str, size: int, piece: int) -> None:
-        self._storage, self._path, self._size, self._piece = storage, path, size, piece
+    def __init__(self, storage: Storage, path: str, size: int, block: int) -> None:
+        self._storage, self._path, self._size, self._block = storage, path, size, block
         self._position = self._start = 0
         self._held = b""
 
-    def at(self, start: int, size: int) -> bytes:
-        """At most `size` bytes from `start`; fewer where the file ends."""
+    def read_at(self, start: int, size: int) -> bytes:
+        """Return up to `size` bytes from `start`, fewer where the file ends."""
         size = max(0, min(size, self._size - start))
         if not self._start <= start <= start + size <= self._start + len(self._held):
-            want = min(max(size, self._piece), self._size - start) if size else 0
+            want = min(max(size, self._block), self._size - start) if size else 0
             self._start, self._held = start, self._storage.read(self._path, start, want)
         return self._held[start - self._start : start - self._start + size]
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def tell(self) -> int:
-        """Where the next reading begins."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go elsewhere."""
         self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence])
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next bytes."""
         rest = max(0, self._size - self._position)
-        data = self.at(self._position, rest if size is None or size < 0 else min(size, rest))
+        data = self.read_at(self._position, rest if size is None or size < 0 else min(size, rest))
         self._position += len(data)
         return data
-
-
-def open_storage(path: str) -> Storage:
-    """What reads this path or URL."""
-    if "://" not in path:
-        return LocalStorage()
-    from unfog.data.sources.remote_files import RemoteStorage
-
-    return RemoteStorage(path)

@@ -1,4 +1,4 @@
-"""What a file holds, told from a sample of its bytes: files of the same size and time of change may differ."""
+"""Digests of files from a sample of their bytes, as size and time of change may be the same after a change."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-BLOCK = 4096
-BLOCKS = 64
-
-_LOOKED_INTO = 256
-_BYTES = 64
-"""Of how many of many files how many bytes at the beginning, the middle and the end are part of their state."""
+_SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
+"""Of many files, in how many of them how many bytes at the beginning, the middle and the end count."""
 
 
-def sample_digest(path: str | os.PathLike[str], blocks: int = BLOCKS, block: int = BLOCK) -> bytes:
-    """Digest of a regular file's beginning, its end and blocks spread evenly between; all of a small file.
+def sample_digest(path: str | os.PathLike[str], blocks: int = 64, block: int = 4096) -> bytes:
+    """Return a digest of a regular file's first and last block and of `blocks` spread evenly between.
 
     Raises:
         OSError: it cannot be read.
@@ -36,17 +32,20 @@ def sample_digest(path: str | os.PathLike[str], blocks: int = BLOCKS, block: int
 
 
 def files_digest(folder: Path, names: Sequence[str]) -> tuple[str, int]:
-    """(digest of the name, bytes and mtime of each of these files below a folder, and of a few bytes in each of at most
-    512 of them, spread evenly; bytes in all). Zeros for one that cannot be looked at."""
+    """Return (a digest of files below a folder, their bytes in all).
+
+    The digest covers the name, size and mtime of each file, zeros for one that cannot be looked at, and a few bytes of
+    at most 512 files, spread evenly, as opening each of a million would take minutes.
+    """
     digest, total = hashlib.sha256(), 0
-    step = max(1, len(names) // _LOOKED_INTO)
+    step = max(1, len(names) // _SAMPLED_FILES)
     for i, name in enumerate(names):
         size = changed = 0
         with suppress(OSError):
             status = os.stat(folder / name)
             size, changed = status.st_size, status.st_mtime_ns
-            if i % step == 0 and stat.S_ISREG(status.st_mode):  # to open a pipe would be to wait for its writer
-                digest.update(sample_digest(folder / name, 1, _BYTES))
+            if i % step == 0 and stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+                digest.update(sample_digest(folder / name, 1, _SAMPLED_BYTES))
         digest.update(f"{name}\0{size}\0{changed}\0".encode("utf-8", "surrogateescape"))
         total += size
     return digest.hexdigest(), total

@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import SkippedFile
+from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
 from unfog.data.sources.fingerprint import files_digest
 from unfog.data.sources.image_files import list_images, no_images_error, open_image
 
 
-class FolderSource:
-    """Every image below a folder, at any depth, sorted by path; hidden ones are left out, links are followed.
+class FolderSource(Source):
+    """Every image below a folder, at any depth, sorted by path. Hidden files are left out, links are followed.
 
     Raises:
-        RequestError: no file below it has a suffix of images, or it cannot be read.
+        RequestError: no file below it has a suffix of images, or the folder cannot be read.
     """
-
-    classes: tuple[str, ...] = ()
-    labels: NDArray[np.int64] | None = None
-    remote = False
-    held_out: frozenset[str] | None = None
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
-        found = list_images(folder)
-        self.names: Sequence[str] = sorted(found.names)
-        self.ignored: Mapping[str, int] = found.ignored
-        self.unreadable: Sequence[SkippedFile] = sorted(found.unreadable)
+        listing = list_images(folder)
+        self.names = sorted(listing.names)
+        self.ignored = listing.ignored
+        self.unreadable = sorted(listing.unreadable)
         if not self.names:
-            raise no_images_error(name, found.ignored, self.unreadable)
+            raise no_images_error(name, self.ignored, self.unreadable)
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        return location if location.form == "folder" else None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> FolderSource:
+        return cls(Path(location.name).expanduser(), location.name)
 
     def open(self, i: int) -> Image.Image:
-        """The file's header, read; its pixels are read on use."""
         return open_image(self.folder / self.names[i])
 
     def stamp(self) -> tuple[str, int]:
-        """See `files_digest`."""
         return files_digest(self.folder, self.names)
+
+    def table(self, name: str) -> LabelTable | None:
+        path = self.folder / name
+        return LabelTable.from_path(path) if path.is_file() else None

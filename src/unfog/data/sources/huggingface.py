@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,57 +13,53 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.cache import cache_folder
-from unfog.data.report import SkippedFile
+from unfog.cache_folder import cache_folder
 from unfog.data.sources.arrays import NumberedNames
+from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
 from unfog.data.sources.fingerprint import files_digest, sample_digest
-from unfog.data.sources.image_files import ImageError, open_bytes, open_image
+from unfog.data.sources.image_files import list_only, open_bytes, open_image
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-_LABELS = ("label", "labels", "class", "fine_label")
-"""What a column of labels may be called where its type does not say it."""
+_LABEL_COLUMNS = ("label", "labels", "class", "fine_label")
+_MARKERS = ("dataset_info.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """Images of a map-style dataset of the `datasets` library (`pip install 'unfog[hf]'`).
 
-    The image column is the first of type Image, or of files' bytes; the label column the first of type ClassLabel,
-    whose names are the classes, or one called label. One that lacks values is left out, which `left_out` says. Of
-    several splits, "train", else the first, unless `split` says; `resolved` names it. What `datasets` makes of parquet
-    files is kept in the folder `hf` of the cache.
+    The image column is the first of type Image, or of files' bytes. The label column is the first of type ClassLabel,
+    whose names are the classes, or one called label; one that lacks values is not used, which `label_warning` says.
+    What `datasets` makes of parquet files is in the folder `hf` of the cache.
 
     Args:
         place: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub.
-        name: for messages.
-        split: which of the dataset's splits; "" to choose.
+        name: the source as the user wrote it, for messages.
+        split: the split to use; "" for "train", else the first. `resolved` names it.
 
     Raises:
         RequestError: there is no such dataset or split, it has no images, or `datasets` is not installed.
     """
 
-    remote = False
-    held_out: frozenset[str] | None = None
-    ignored: Mapping[str, int] = {}
-    unreadable: Sequence[SkippedFile] = ()
-    classes: tuple[str, ...] = ()
-    labels: NDArray[np.int64] | None = None
+    suffixes = (".parquet",)
 
     def __init__(self, place: str, name: str, split: str = "") -> None:
-        datasets = _library()
-        place, split = _parted(f"{place}:{split}" if split else place)
+        datasets = _import_datasets()
+        place, split = _parse_split(f"{place}:{split}" if split else place)
         local = Path(place).expanduser()
         there = local.exists()
         try:
             loaded = _load(datasets, local if there else None, place, split)
         except RequestError:
             raise
-        except Exception as error:  # the library raises of everything: no network, no such name, damaged files
-            why = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:200]
-            raise RequestError(f"{sanitize(name)} cannot be loaded ({why}); check its name and the network") from None
+        except Exception as error:  # the library raises errors of every kind: no network, no such name, damaged files
+            reason = " ".join(sanitize(f"{type(error).__name__}: {error}").split())[:200]
+            raise RequestError(
+                f"{sanitize(name)} cannot be loaded ({reason}); check its name and the network"
+            ) from None
         self.name, dataset = name, loaded
         if isinstance(loaded, dict):
-            split = _pick(name, loaded, split)
+            split = _choose_split(name, loaded, split)
             self.name, dataset = f"{name} (split {split} of {', '.join(map(str, loaded))})", loaded[split]
         elif there and split:
             raise RequestError(
@@ -75,15 +71,31 @@ class HuggingFaceSource:
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
             raise RequestError(f"{sanitize(self.name)} is empty; give another split")
-        self.names: Sequence[str] = NumberedNames(range(len(dataset)))
-        self.classes, self.labels, self.left_out = _labels(dataset, datasets)
-        self._roots = [_root(local)] if there else _roots(datasets)
+        self.names = NumberedNames(range(len(dataset)))
+        self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
+        # The only folders from which images that are files are read.
+        self._roots = [_dataset_folder(local)] if there else _download_folders(datasets)
         state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
-        self._beside = _files(_column(self._images, self._column), self._roots[0]) if there else []
+        self._image_files = _image_files(_column(self._images, self._column), self._roots[0]) if there else []
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form == "folder":
+            saved = any(os.path.isfile(os.path.join(location.resolved, marker)) for marker in _MARKERS)
+            return location if saved or list_only(location.resolved, ".parquet") else None
+        if location.form == "name":
+            return location if location.resolved.startswith("hf:") else None
+        return super().match(location)
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> HuggingFaceSource:
+        if location.form == "name":
+            place, _, split = location.resolved.removeprefix("hf:").partition(":")
+            return cls(place, location.name, split)
+        return cls(location.resolved, location.name)
 
     def open(self, i: int) -> Image.Image:
-        """Image i, its pixels read on use."""
         one = self._images[i][self._column]
         if one is None or (one.get("bytes") is None and not one.get("path")):
             raise ImageError("empty")
@@ -91,54 +103,43 @@ class HuggingFaceSource:
             return open_bytes(one["bytes"], str(one.get("path") or ""))
         path = (self._roots[0] / str(one["path"])).resolve()
         if not any(path.is_relative_to(root) for root in self._roots):
-            raise ImageError(
-                "a path that leads out of its dataset"
-            )  # which may be anybody's: it reads no file of yours
+            # The dataset may be a stranger's, and must not make other files of this machine training data.
+            raise ImageError("a path that leads out of its dataset")
         return open_image(path)
 
     def stamp(self) -> tuple[str, int]:
-        """The library's own fingerprint of the data and of what was done to it, or of parquet files their names, sizes,
-        times of change and a sample of their bytes; the state of images that are files beside them; size of its table.
-        """
         fingerprint, size = self._stamp
-        if self._beside:
-            fingerprint = f"{fingerprint} {files_digest(self._roots[0], self._beside)[0]}"
+        if self._image_files:
+            fingerprint = f"{fingerprint} {files_digest(self._roots[0], self._image_files)[0]}"
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
-
-    @property
-    def earlier_stamp(self) -> str:
-        """The digest in `stamp` as an earlier version had it, without the files beside the table."""
-        return hashlib.sha256(self._stamp[0].encode()).hexdigest()
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether this is a parquet file, or a folder of nothing but those and their descriptions."""
+    """Return whether this is a parquet file, or a folder of parquet files with at most .md and .json beside them."""
     if path.is_file():
         return path.suffix.lower() == ".parquet"
     suffixes = {one.suffix.lower() for one in path.iterdir() if one.is_file() and not one.name.startswith(".")}
     return ".parquet" in suffixes and suffixes <= {".parquet", ".md", ".json"}
 
 
-def _parted(text: str) -> tuple[str, str]:
-    """(place, split) of PLACE:SPLIT or PLACE, which may be a path that has colons of its own."""
+def _parse_split(text: str) -> tuple[str, str]:
+    """Return (place, split) of PLACE:SPLIT or PLACE, which may be a path with colons of its own."""
     place, colon, split = text.rpartition(":")
     return (place, split) if colon and not Path(text).expanduser().exists() else (text, "")
 
 
-def _root(local: Path) -> Path:
-    """The folder of a dataset."""
+def _dataset_folder(local: Path) -> Path:
     return (local if local.is_dir() else local.parent).resolve()
 
 
-def _roots(datasets: Any) -> list[Path]:
-    """Where `datasets` puts what it downloads."""
+def _download_folders(datasets: Any) -> list[Path]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return [Path(folder).resolve() for folder in (datasets.config.HF_DATASETS_CACHE, HF_HUB_CACHE)]
 
 
-def _files(images: Any, root: Path) -> list[str]:
-    """Paths of those of a column of images that are files below a folder rather than bytes in the table."""
+def _image_files(images: Any, root: Path) -> list[str]:
+    """Return the paths of images that are files below a folder rather than bytes in the table."""
     found = dict[str, None]()
     for chunk in images.chunks:
         if chunk.field("bytes").null_count:
@@ -153,14 +154,14 @@ def _parquet_files(local: Path) -> list[Path]:
 
 
 def _parquet_state(local: Path) -> str:
-    """What parquet files hold; the library's fingerprint is another whenever it reads them anew."""
+    # Not the library's own fingerprint, which is another whenever it reads the files anew.
     states = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns, sample_digest(file)) for file in _parquet_files(local)
     ]
     return repr(states)
 
 
-def _library() -> ModuleType:
+def _import_datasets() -> ModuleType:
     try:
         import datasets
     except ImportError:
@@ -173,10 +174,10 @@ def _library() -> ModuleType:
 
 
 def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
-    """A Dataset, or a dictionary of them by split."""
+    """Return a Dataset, or a dictionary of them by split."""
     if local is None:
         return datasets.load_dataset(place, split=split or None)
-    if (local / "dataset_info.json").exists() or (local / "dataset_dict.json").exists():
+    if any((local / marker).exists() for marker in _MARKERS):
         return datasets.load_from_disk(str(local))
     files = _parquet_files(local)
     if not files:
@@ -184,7 +185,7 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
     return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache_folder() / "hf"))
 
 
-def _pick(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
+def _choose_split(name: str, splits: Mapping[Any, Any], wanted: str) -> str:
     known = [str(split) for split in splits]
     if wanted and wanted not in known:
         raise RequestError(f"{sanitize(name)} has no split {sanitize(wanted)!r}; it has {', '.join(known)}")
@@ -205,19 +206,19 @@ def _image_column(name: str, dataset: Any, datasets: Any) -> str:
     )
 
 
-def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
-    """(classes, label of each image, which columns are left out and why), or ((), None, …) where no column tells."""
+def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
+    """Return (classes, label of each image, columns that are not used and why), or ((), None, …) without labels."""
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.ClassLabel) and feature.names:
             values = _column(dataset, column).fill_null(-1).to_numpy()
             if unknown := int(np.sum((values < 0) | (values >= len(feature.names)))):
-                return (), None, _without_values(column, unknown, len(values))
+                return (), None, _missing_values(column, unknown, len(values))
             return tuple(feature.names), values.astype(np.int64), ""
     left_out = []
-    for column in (name for name in _LABELS if name in dataset.features):
+    for column in (name for name in _LABEL_COLUMNS if name in dataset.features):
         stored = _column(dataset, column)
         if stored.null_count:
-            left_out.append(_without_values(column, stored.null_count, len(stored)))
+            left_out.append(_missing_values(column, stored.null_count, len(stored)))
             continue
         values = stored.to_numpy()
         if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
@@ -232,8 +233,8 @@ def _labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.in
     return (), None, "; ".join(left_out)
 
 
-def _without_values(column: str, count: int, of: int) -> str:
-    """What to say of a column of labels that lacks some: to train on the others would be to drop images unasked."""
+def _missing_values(column: str, count: int, of: int) -> str:
+    # The column is not used rather than the images without a value dropped, which nobody asked for.
     return (
         f"column {sanitize(column)} is left out: {count:,} of {of:,} images have no value in it; fill it, or leave "
         "those images out of the dataset"
@@ -241,5 +242,5 @@ def _without_values(column: str, count: int, of: int) -> str:
 
 
 def _column(dataset: Any, column: str) -> Any:
-    """A column as Arrow has it, which tells what is missing."""
+    """Return a column as an Arrow array, which knows missing values."""
     return dataset.with_format("arrow")[:][column]

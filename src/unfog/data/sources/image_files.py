@@ -1,4 +1,4 @@
-"""Files of images: finding them below a folder, and opening one, whatever it turns out to be."""
+"""Image files: list those below a folder, and open one by its content."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError, _imaging
 
 from unfog.data.report import SkippedFile
+from unfog.data.sources.base import ImageError
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -30,8 +31,11 @@ SUFFIXES = frozenset(
         *("heic", "heif", "jp2", "j2k", "ppm", "pgm", "pbm", "pnm", "tga", "ico"),
     )
 )
-"""What counts as an image in a folder. The content decides how it is read, so a misnamed one works; HEIC needs a
-plugin of the user's, and is listed so that it is named as skipped rather than passed over."""
+"""Suffixes of the files that a folder is searched for. The content decides how a file is read, so a misnamed one works.
+HEIC needs a plugin of the user's; it is listed so that it is reported as skipped rather than ignored."""
+
+MAX_FILE_BYTES = 512 * 2**20
+"""Largest image file in an archive that is read."""
 
 # Pillow's names for those, the commonest first. It would open others, too, whatever their suffix: PostScript by
 # running Ghostscript on it. TGA comes last, as it has no signature and fits much that is damaged.
@@ -43,47 +47,35 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SIGNATURES = (_PNG_SIGNATURE, b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*")
 _PNG_TEXTS = frozenset([b"tEXt", b"zTXt", b"iTXt"])
 TEXT_TOO_LARGE = "MAX_TEXT_"
-"""In what Pillow says of a PNG's text that unpacks to over a megabyte, or of texts that do to over 64."""
-
+"""Part of Pillow's message for a PNG with a text over a megabyte unpacked, or texts over 64 in all."""
 
 GONE = "no longer there"
 CHANGED = "in an archive that was changed meanwhile"
 ARCHIVE_GONE = f"in an archive {GONE}"
-"""What is said of an image whose file, or archive, is not what it was when the source was opened."""
-
-
-class ImageError(Exception):
-    """An image that cannot be used. The message is the reason, in the same few words for the same trouble."""
-
-
-class TransientImageError(ImageError):
-    """An image that could not be read just now, and may be another time: the network or the disk failed."""
-
-
-class ShardReadError(TransientImageError):
-    """An image far away whose shard could not be read just now."""
-
-
-class FailedShardError(ImageError):
-    """An image in a shard that has been given up; the message says why."""
+"""Reasons for an image whose file or archive has changed since the source was opened."""
 
 
 @dataclass
 class FolderListing:
-    """What is below a folder."""
+    """The files below a folder."""
 
     names: list[str] = field(default_factory=list)
-    """Files with a suffix of images, by their path below the folder, "/" between folders; in no order."""
+    """Image files, as paths below the folder with "/" between folders; in no order."""
 
     ignored: Counter[str] = field(default_factory=Counter)
-    """How many others there are of each suffix; hidden ones (a hidden folder is one) are "hidden"."""
+    """Number of other files by suffix; those that are hidden, or in a hidden folder, are "hidden"."""
 
     unreadable: list[SkippedFile] = field(default_factory=list)
     """Folders that could not be listed."""
 
 
+def normalize_path(name: str) -> str:
+    """Return a path in an archive without empty and "." parts: "./a//b.png" and "/a/b.png" are "a/b.png"."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
 def ignored_kind(name: str) -> str | None:
-    """Why a member of an archive is no image to use, as `Found.ignored` counts it; None if it is one.
+    """Return how `FolderListing.ignored` counts a member of an archive, None if it is an image to use.
 
     `name` is its path in the archive, "/" between folders. The rules are those of a folder.
     """
@@ -95,7 +87,7 @@ def ignored_kind(name: str) -> str | None:
 
 
 def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[SkippedFile]) -> RequestError:
-    """What to say of a source called `name` that has no images, but has these."""
+    """Return the error for a source called `name` without images, which names what else it holds."""
     others = sum(ignored.values())
     listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ignored).most_common(3))
     closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in unreadable[:3])
@@ -106,15 +98,15 @@ def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[
 
 
 def list_images(folder: Path) -> FolderListing:
-    """Look at everything below a folder, links followed; each folder once, and by its own name rather than a link's.
-
-    Of several names the first in their order counts, rather than the one that the file system lists first.
+    """List the files below a folder, following links; each folder once, by its own name rather than a link's.
 
     Raises:
         RequestError: the folder itself cannot be read.
     """
     found = FolderListing()
-    pending, links, entered = [""], list[str](), set[tuple[int, int]]()  # no recursion: folders may be thousands deep
+    # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
+    # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
+    pending, links, entered = [""], list[str](), set[tuple[int, int]]()
     while pending or links:
         below = heappop(pending or links)
         try:
@@ -126,11 +118,11 @@ def list_images(folder: Path) -> FolderListing:
             found.unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
             continue
         here = (status.st_dev, status.st_ino)
-        if here in entered and status.st_ino:  # which not every file system has
+        if here in entered and status.st_ino:  # 0 on file systems that have no inodes
             continue
         entered.add(here)
         if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
-            found.ignored["a run's folder"] += 1  # previews are no photographs; one may train inside one's images
+            found.ignored["a run's folder"] += 1  # its previews are no data; a run may lie inside one's images
             continue
         for entry in entries:
             if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
@@ -138,11 +130,25 @@ def list_images(folder: Path) -> FolderListing:
             elif _is_folder(entry):
                 heappush(links if entry.is_symlink() else pending, f"{below}{entry.name}/")
             elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
-                # Also a broken link or a pipe, which will be named as skipped.
-                found.names.append(below + entry.name)
+                found.names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
             else:
                 found.ignored[suffix or "without suffix"] += 1
     return found
+
+
+def list_only(folder: str, suffix: str) -> list[str]:
+    """Return the sorted names of the files of a suffix in a folder without sub-folders and images, else []."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            ending = os.path.splitext(entry.name)[1].lower()
+            if ending in SUFFIXES or entry.is_dir():
+                return []  # at the first one, as an ordinary folder may hold millions
+            if ending == suffix:
+                found.append(entry.name)
+    return sorted(found)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -153,11 +159,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image with its header read; its pixels are read on use.
+    """Open an image file and read its header; pixels are read on use.
 
     Raises:
-        ImageError: it is not a file, or no image.
-        Exception: whatever else Pillow raises on a damaged one.
+        ImageError: it is no regular file, or no image.
+        Exception: what else Pillow raises on a damaged file.
     """
     try:
         status = path.stat()
@@ -166,11 +172,11 @@ def open_image(path: Path) -> Image.Image:
             raise ImageError("a link that leads nowhere") from error
         raise
     if not stat.S_ISREG(status.st_mode):
-        raise ImageError("not a regular file")  # to open a pipe would be to wait for its writer
+        raise ImageError("not a regular file")  # opening a pipe would wait for its writer
     if not status.st_size:
         raise ImageError("empty")
     try:
-        return Image.open(path, formats=_readable())
+        return Image.open(path, formats=_readable_formats())
     except UnidentifiedImageError as error:
         with path.open("rb") as file:
             raise _unidentified(file.read(8), path.name) from error
@@ -181,11 +187,11 @@ def open_image(path: Path) -> Image.Image:
 
 
 def open_bytes(data: bytes, name: str) -> Image.Image:
-    """As `open_image`, of a file's content; `name` is what it was called."""
+    """Open an image from the content of a file called `name`. Raises as `open_image`."""
     if not data:
         raise ImageError("empty")
     try:
-        return Image.open(BytesIO(data), formats=_readable())
+        return Image.open(BytesIO(data), formats=_readable_formats())
     except UnidentifiedImageError as error:
         raise _unidentified(data[:8], name) from error
     except ValueError as error:
@@ -195,33 +201,30 @@ def open_bytes(data: bytes, name: str) -> Image.Image:
 
 
 def has_image_signature(start: bytes) -> bool:
-    """Whether a file that begins so may be an image, by the signatures of the formats that have one."""
-    readers = [Image.OPEN[name][1] for name in _readable()]
-    targa = start[2:3] in (b"\1", b"\2", b"\3", b"\x09", b"\x0a", b"\x0b")  # the kind of pixels, where it has that
+    """Return whether a file that begins so may be an image."""
+    readers = [Image.OPEN[name][1] for name in _readable_formats()]
+    # TGA has no signature; its third byte is the kind of pixels, of which there are six.
+    targa = start[2:3] in (b"\1", b"\2", b"\3", b"\x09", b"\x0a", b"\x0b")
     return targa or any(accepts is not None and accepts(start[:16]) for accepts in readers)
 
 
 def _unidentified(start: bytes, name: str) -> ImageError:
-    """What a file is that begins so and that Pillow does not know."""
     if name.lower().endswith((".heic", ".heif")):
         return ImageError("HEIC, to be converted to JPEG or PNG first")
     return ImageError("damaged at its beginning" if start.startswith(_SIGNATURES) else "not an image")
 
 
 @cache
-def _readable() -> tuple[str, ...]:
-    """Those of _FORMATS that this Pillow and its plugins can read."""
+def _readable_formats() -> tuple[str, ...]:
+    """Return those of _FORMATS that this Pillow and its plugins can read."""
     Image.init()
-    _silence()
+    _silence_decoders()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def _silence() -> None:
-    """Keep what finds a file damaged from writing to stderr: it is in the exception as well.
-
-    Pillow logs, and switches only the warnings of libtiff off. Where that is no library of its own (Windows), its
-    errors stay.
-    """
+def _silence_decoders() -> None:
+    # What they write to stderr of a damaged file is in the exception as well. Pillow switches only the warnings of
+    # libtiff off. Where libtiff is no library of its own (Windows), its errors stay.
     logging.getLogger("PIL").addHandler(logging.NullHandler())
     with suppress(AttributeError, OSError):
         set_handler = ctypes.CDLL(_imaging.__file__).TIFFSetErrorHandler
@@ -230,17 +233,16 @@ def _silence() -> None:
 
 
 def _open_without_texts(png: bytes) -> Image.Image:
-    """A PNG file whose texts, or whose colour profile, unpack to too much; its pixels are unharmed."""
+    """Open a PNG without its texts, or without its colour profile too, which unpack to too much. Pixels are intact."""
     try:
-        return Image.open(_without(png, _PNG_TEXTS), formats=["PNG"])
+        return Image.open(_without_chunks(png, _PNG_TEXTS), formats=["PNG"])
     except ValueError:
-        image = Image.open(_without(png, _PNG_TEXTS | {b"iCCP"}), formats=["PNG"])
-        image.info["icc_profile"] = None  # as Pillow says of one that is broken
+        image = Image.open(_without_chunks(png, _PNG_TEXTS | {b"iCCP"}), formats=["PNG"])
+        image.info["icc_profile"] = None  # as Pillow marks a broken one
         return image
 
 
-def _without(png: bytes, kinds: frozenset[bytes]) -> BytesIO:
-    """The file less its chunks of these kinds."""
+def _without_chunks(png: bytes, kinds: frozenset[bytes]) -> BytesIO:
     kept, start = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
     while start + 12 <= len(png):
         length, kind = struct.unpack_from(">I4s", png, start)
@@ -252,7 +254,7 @@ def _without(png: bytes, kinds: frozenset[bytes]) -> BytesIO:
 
 
 def os_error_reason(error: OSError) -> str:
-    """Why a file or folder cannot be read, in a few words."""
+    """Return in a few words why a file or folder cannot be read."""
     if isinstance(error, PermissionError):
         return "not permitted to be read"
     if isinstance(error, FileNotFoundError):

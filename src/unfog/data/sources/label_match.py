@@ -1,4 +1,4 @@
-"""Which row of a table is of which image, however the two write the same path."""
+"""Match the rows of a label table to images, whose paths the two may write differently."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from unfog.data.sources.image_files import SUFFIXES
-from unfog.data.sources.source import strip_shard
+from unfog.data.sources.labels import strip_shard
 
-Spelling = Callable[[str], str]
+_Spelling = Callable[[str], str]
 
 
 def match_rows(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], set[str]]:
-    """(row of each image that has one; rows without an image). The rows are in NFC, as what macOS writes is not.
+    """Return (index of an image -> its row; rows without an image). The rows must be in Unicode NFC.
 
-    By whole paths if any is in both; else by the way of writing them that fits the most. Only one way, as else the
-    row of an image elsewhere, of the same base name, would be taken for one here; for the same reason a row that names
-    another folder than the image's, val/0.png for train/0.png, is not that image's.
+    Whole paths are compared if any is in both; else one spelling of them, the one that matches most rows.
     """
+    # Only one spelling, as a mix would take the row of an image elsewhere, of the same base name, for one here. For the
+    # same reason a row that names another folder, val/0.png for train/0.png, is not that image's. NFC, as macOS writes
+    # file names in another form than people type.
     names = [unicodedata.normalize("NFC", name) for name in names]
-    found = _matched(names, rows, str, str) or _matched(names, rows, strip_shard, strip_shard)
-    found = found or max((_matched(names, rows, *ways) for ways in _ways(names, rows)), key=len)
+    found = _match_by(names, rows, str, str) or _match_by(names, rows, strip_shard, strip_shard)
+    found = found or max((_match_by(names, rows, *pair) for pair in _spellings(names, rows)), key=len)
     return dict(sorted(found.items())), set(rows) - set(found.values())
 
 
-def _matched(names: Sequence[str], rows: Collection[str], of_name: Spelling, of_row: Spelling) -> dict[int, str]:
-    """The row of each image that is spelt like it, and like no other."""
-    of_images, of_rows = _unique(names, of_name), _unique(rows, of_row)
+def _match_by(
+    names: Sequence[str], rows: Collection[str], spell_name: _Spelling, spell_row: _Spelling
+) -> dict[int, str]:
+    """Return image -> row where the spellings of both are equal, and no other image's or row's."""
+    of_images, of_rows = _unique(names, spell_name), _unique(rows, spell_row)
     return {
         i: row
         for key, (i, name) in of_images.items()
-        if (row := of_rows.get(key, (0, ""))[1]) and _in_one_folder(strip_shard(name), row)
+        if (row := of_rows.get(key, (0, ""))[1]) and _same_folder(strip_shard(name), row)
     }
 
 
-def _ways(names: Sequence[str], rows: Collection[str]) -> Iterator[tuple[Spelling, Spelling]]:
-    """How (images, rows) may be spelt where their paths are not the same, the surest first."""
+def _spellings(names: Sequence[str], rows: Collection[str]) -> Iterator[tuple[_Spelling, _Spelling]]:
+    """Yield (spelling of images, spelling of rows) to compare instead of whole paths, the surest first."""
     yield _below_shared(names, rows)
     yield _base, _base
     yield _stem, _stem
 
 
-def _below_shared(names: Sequence[str], rows: Collection[str]) -> tuple[Spelling, Spelling]:
-    """Paths less leading folders that all rows share, or else all images: as many of those as fit the most paths."""
+def _below_shared(names: Sequence[str], rows: Collection[str]) -> tuple[_Spelling, _Spelling]:
+    """Return spellings without the leading folders that all rows, or all images, share: as many as match the most."""
     members = {strip_shard(name) for name in names}
     fits = [(sum(row[cut:] in members for row in rows), 0, cut) for cut in _shared(rows)]
     fits += [(sum(name[cut:] in rows for name in members), cut, 0) for cut in _shared(members)]
@@ -53,20 +56,20 @@ def _below_shared(names: Sequence[str], rows: Collection[str]) -> tuple[Spelling
 
 
 def _shared(paths: Collection[str]) -> list[int]:
-    """How many characters the one, two, three … leading folders have that all these paths share."""
+    """Return the lengths of the first, the first two, … leading folders that all paths share."""
     first, last = min(paths), max(paths)
     return [i for i, character in enumerate(first, 1) if character == "/" and last.startswith(first[:i])]
 
 
-def _unique(names: Iterable[str], spelling: Spelling) -> dict[str, tuple[int, str]]:
-    """Those names that no other is written like: spelling -> (which, name)."""
-    spelt = list(map(spelling, names))
-    counts = Counter(spelt)
-    return {key: (i, name) for i, (key, name) in enumerate(zip(spelt, names)) if counts[key] == 1}
+def _unique(names: Iterable[str], spelling: _Spelling) -> dict[str, tuple[int, str]]:
+    """Return spelling -> (index, name) of the names whose spelling no other name has."""
+    keys = list(map(spelling, names))
+    counts = Counter(keys)
+    return {key: (i, name) for i, (key, name) in enumerate(zip(keys, names)) if counts[key] == 1}
 
 
-def _in_one_folder(name: str, row: str) -> bool:
-    """Whether two paths may be of one file: the folders of one are the last of the other's."""
+def _same_folder(name: str, row: str) -> bool:
+    """Return whether two paths may be of one file: the folders of one are the last of the other's."""
     one, other = sorted((name.split("/")[:-1], row.split("/")[:-1]), key=len)
     return one == other[len(other) - len(one) :]
 

@@ -1,4 +1,4 @@
-"""The rows of a table of labels: a CSV or JSONL file with a column of file names and one of classes."""
+"""Read a label table: a CSV or JSONL file with a column of file names and one of classes."""
 
 from __future__ import annotations
 
@@ -6,53 +6,27 @@ import csv
 import hashlib
 import io
 import json
-import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unfog.data.sources.image_files import ImageError, os_error_reason
-from unfog.data.webdataset.index_builder import normalize_label, normalize_path
+from unfog.data.sources.base import ImageError, LabelTable
+from unfog.data.sources.image_files import normalize_path, os_error_reason
+from unfog.data.sources.labels import normalize_label
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-FILE_COLUMNS = (
+_FILE_COLUMNS = (
     *("file_name", "filename", "file", "filepath", "file_path", "path"),
     *("image", "image_name", "image_path", "img", "name", "id"),
 )
-LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
-"""What the two columns may be called, capitals or not; the first that there is counts."""
-
-
-@dataclass(frozen=True)
-class LabelTable:
-    """A file of labels, maybe a member of an archive."""
-
-    name: str
-    """Its path as the user wrote it, for messages."""
-
-    resolved: str
-    """How to find it again from anywhere; of a member, ARCHIVE.zip/labels.csv."""
-
-    read: Callable[[], bytes]
-    """Its content. Raises OSError or ImageError."""
-
-    @classmethod
-    def at(cls, path: Path) -> LabelTable:
-        """A file of its own."""
-        return cls(str(path), str(path.resolve()), path.read_bytes)
-
-    @property
-    def base(self) -> str:
-        """Its name without folders."""
-        return os.path.basename(self.resolved)
+_LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+"""Names of the two columns, in lower case; the first one that a table has counts."""
 
 
 def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
-    """(label by file name, "" where it is empty; digest of the file).
+    """Return (file name -> label, "" where it is empty; a digest of the file).
 
     Raises:
         RequestError: it cannot be read, has no such columns, or contradicts itself.
@@ -61,8 +35,8 @@ def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
     try:
         content = table.read()
         text = content.decode("utf-8-sig")
-        rows = _json_rows(text) if table.base.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
-        found = _labels(rows, said)
+        rows = _json_rows(text) if table.base_name.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
+        found = _collect_labels(rows, said)
     except OSError as error:
         raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
     except ImageError as error:
@@ -77,15 +51,16 @@ def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
 
 
 def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
+    # Separators inside quotes are text, not separators.
     head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
-    separator = "\t" if table.base.lower().endswith(".tsv") else max(",;\t", key=head.count)
-    # Not splitlines, which ends a line at characters that a text may hold, such as U+2028.
+    separator = "\t" if table.base_name.lower().endswith(".tsv") else max(",;\t", key=head.count)
+    # StringIO with newline="" rather than splitlines, which also ends lines at U+2028 and others inside a text.
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=True)
     header, said = next((line for line in lines if line), []), sanitize(table.name)
     if not header:
         return
-    _column(header, FILE_COLUMNS, "file names", said)  # here, as a dictionary would keep one of two of a name
-    _column(header, LABEL_COLUMNS, "labels", said)
+    _find_column(header, _FILE_COLUMNS, "file names", said)  # before dict(zip()) would drop one of two columns
+    _find_column(header, _LABEL_COLUMNS, "labels", said)
     for values in lines:
         if any(value.strip() for value in values[len(header) :]):
             raise RequestError(
@@ -105,18 +80,18 @@ def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
+def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
     found: dict[str, str] = {}
     columns: tuple[str, str] | None = None
     for row in rows:
-        if _is_empty(row):
+        if _is_blank(row):
             continue
         columns = columns or (
-            _column(list(row), FILE_COLUMNS, "file names", said),
-            _column(list(row), LABEL_COLUMNS, "labels", said),
+            _find_column(list(row), _FILE_COLUMNS, "file names", said),
+            _find_column(list(row), _LABEL_COLUMNS, "labels", said),
         )
         file, value = (row.get(column) for column in columns)
-        written = unicodedata.normalize("NFC", str(file).strip())  # as `match` compares names
+        written = unicodedata.normalize("NFC", str(file).strip())  # as `match_rows` compares names
         name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
         label = normalize_label(value)
         if not name or (not label and value not in (None, "")):
@@ -131,12 +106,12 @@ def _labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
     return found
 
 
-def _is_empty(row: Mapping[str, Any]) -> bool:
-    """Whether no value of a row says anything, as in those that spreadsheets leave at the end."""
+def _is_blank(row: Mapping[str, Any]) -> bool:
+    # As in the rows that spreadsheets leave at the end.
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in row.values())
 
 
-def _column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> str:
+def _find_column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> str:
     there: dict[str, list[str]] = {}
     for name in header:
         there.setdefault(name.strip().lower(), []).append(name)

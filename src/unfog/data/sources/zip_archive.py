@@ -1,4 +1,4 @@
-"""The images in a zip archive, here or far away, read in place: nothing is ever unpacked to disk."""
+"""The images in a zip archive, local or remote. They are read in place and never unpacked to disk."""
 
 from __future__ import annotations
 
@@ -8,95 +8,92 @@ import threading
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.report import SkippedFile
 from unfog.data.settings import TABLES
-from unfog.data.sources.byte_storage import BlockReader, FileState, open_storage
+from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
+from unfog.data.sources.byte_storage import BlockReader, FileState
 from unfog.data.sources.fingerprint import sample_digest
 from unfog.data.sources.image_files import (
-    ImageError,
-    TransientImageError,
+    MAX_FILE_BYTES,
     has_image_signature,
     ignored_kind,
     no_images_error,
+    normalize_path,
     open_bytes,
 )
-from unfog.data.sources.label_rows import LabelTable
-from unfog.data.sources.locate import SourceLocation
-from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, normalize_path
+from unfog.data.sources.remote_files import open_storage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-_PIECE = 2**16
-_START = 64
-_LARGE = 64 * 2**20
-"""Bytes over which members take turns to be unpacked, and are not if they begin like no image, in `_START` bytes."""
-_large_members = threading.BoundedSemaphore(1)
-_MOST_MEMBERS = 10_000_000
+_BLOCK_BYTES = 2**16
+_MAX_MEMBERS = 10_000_000
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 1  # bit of a member's flags
+_LARGE_BYTES = 64 * 2**20
+_SIGNATURE_BYTES = 64
+# Half a megabyte may inflate to half a gigabyte, in each of many threads. So larger members are inflated one at a time,
+# and only if they begin like an image.
+_large_members = threading.BoundedSemaphore(1)
 
 
 class _Member(NamedTuple):
-    header: int  # where its own header begins
+    header: int  # position of its local header
     packed: int
     size: int
     method: int
     checksum: int
 
 
-class ZipSource:
-    """Every image in a zip archive, at any depth, sorted by path; hidden ones are left out, as in a folder.
+class ZipSource(Source):
+    """Every image in a zip archive, at any depth, sorted by path. Hidden files are left out, as in a folder.
 
     Raises:
         RequestError: it is no whole zip archive, or holds no image that can be read.
     """
 
-    classes: tuple[str, ...] = ()
-    labels: NDArray[np.int64] | None = None
-    held_out: frozenset[str] | None = None
+    suffixes = (".zip",)
+    tables_inside = True
 
-    def __init__(self, located: SourceLocation) -> None:
-        self.name, self.resolved = located.name, located.resolved
-        self._path = located.paths[0]
+    def __init__(self, location: SourceLocation) -> None:
+        super().__init__(location)
+        self._path = location.paths[0]
         self._storage = open_storage(self._path)
         self.remote = self._storage.remote
         ((self._path, self._state),) = self._storage.states([self._path]).items()
         ignored = Counter[str]()
-        skipped: list[SkippedFile] = []
+        unreadable: list[SkippedFile] = []
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
-        for info in self._directory():
-            self._add(info, ignored, skipped)
-        self.ignored: Mapping[str, int] = ignored
-        self.names: Sequence[str] = sorted(self._members)
-        # Its table of contents has the checksum of every member.
+        for info in self._read_directory():
+            self._add(info, ignored, unreadable)
+        self.ignored = ignored
+        self.names = sorted(self._members)
+        # The directory has the checksum of every member.
         self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
-        self.unreadable: Sequence[SkippedFile] = sorted(skipped)
+        self.unreadable = sorted(unreadable)
         if not self.names:
             raise no_images_error(self.name, ignored, self.unreadable)
 
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        return location if location.suffix in cls.suffixes and len(location.paths) == 1 else None
+
     def open(self, i: int) -> Image.Image:
-        """Image i, its file unpacked in memory and its pixels not yet. Raises ImageError."""
         name = self.names[i]
         member = self._members[name]
-        # Half a megabyte may unpack to half a gigabyte, in each of many threads.
-        with _large_members if member.size > _LARGE else nullcontext():
+        with _large_members if member.size > _LARGE_BYTES else nullcontext():
             return open_bytes(self._content(member, image=True), name)
 
     def stamp(self) -> tuple[str, int]:
-        """Digest of the bytes, time of change and members' checksums of the archive, and, unless it is far away, of a
-        sample of its bytes now; of one far away, as it was when opened."""
+        # A remote archive counts as it was when opened; a local one is looked at again, and sampled.
         state, sample = self._state, b""
-        if not self._storage.remote:
+        if not self.remote:
             try:
                 (state,) = self._storage.states([self._path]).values()
             except RequestError:
@@ -105,27 +102,24 @@ class ZipSource:
                 sample = sample_digest(self._path)
         return hashlib.sha256(repr((*state, self._contents, sample)).encode()).hexdigest(), state.size
 
-    @property
-    def tables(self) -> dict[str, LabelTable]:
-        """The tables at the top, by name: in no folder, or in folders that all images are below, as where the folder
-        was put into the archive and not what is in it."""
-        found: dict[str, LabelTable] = {}
+    def table(self, name: str) -> LabelTable | None:
+        # In no folder, or in folders that all images are below, as where a folder was zipped rather than its content.
         for path in sorted(self._tables, key=lambda path: path.count("/")):
             folder, slash, base = path.rpartition("/")
-            if all(name.startswith(folder + slash) for name in (self.names[0], self.names[-1])):  # sorted, as they are
-                read = partial(self._table, self._tables[path])
-                found.setdefault(base, LabelTable(f"{self.name}/{path}", f"{self.resolved}/{path}", read))
-        return found
+            below = all(image.startswith(folder + slash) for image in (self.names[0], self.names[-1]))  # as sorted
+            if base == name and below:
+                read = partial(self._read_table, self._tables[path])
+                return LabelTable(f"{self.name}/{path}", f"{self.resolved}/{path}", read)
+        return None
 
-    def _table(self, info: zipfile.ZipInfo) -> bytes:
-        if trouble := _trouble(info):
-            raise ImageError(trouble)
-        return self._content(_member(info))
+    def _read_table(self, info: zipfile.ZipInfo) -> bytes:
+        if reason := _unusable_reason(info):
+            raise ImageError(reason)
+        return self._content(_to_member(info))
 
-    def _directory(self) -> list[zipfile.ZipInfo]:
-        """The archive's table of contents."""
+    def _read_directory(self) -> list[zipfile.ZipInfo]:
         try:
-            with zipfile.ZipFile(BlockReader(self._storage, self._path, self._state.size, _PIECE)) as archive:
+            with zipfile.ZipFile(BlockReader(self._storage, self._path, self._state.size, _BLOCK_BYTES)) as archive:
                 infos = archive.infolist()
         except ImageError as error:
             raise RequestError(f"{sanitize(self.name)} cannot be read: {error}; check it and try again") from error
@@ -133,29 +127,28 @@ class ZipSource:
             raise RequestError(
                 f"{sanitize(self.name)} is no whole zip archive ({error}); copy or download it again"
             ) from error
-        if len(infos) > _MOST_MEMBERS:
-            raise RequestError(f"{sanitize(self.name)} holds over {_MOST_MEMBERS:,} files; make tar shards of it")
+        if len(infos) > _MAX_MEMBERS:
+            raise RequestError(f"{sanitize(self.name)} holds over {_MAX_MEMBERS:,} files; make tar shards of it")
         return infos
 
-    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], skipped: list[SkippedFile]) -> None:
+    def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], unreadable: list[SkippedFile]) -> None:
         if info.is_dir():
             return
-        name = normalize_path(info.filename.replace("\\", "/"))  # as Windows programs write it
+        name = normalize_path(info.filename.replace("\\", "/"))  # as some Windows programs write it
         if kind := ignored_kind(name):
             ignored[kind] += 1
             if kind in TABLES:
                 self._tables[name] = info
             return
-        if name in self._members:
-            skipped.append(SkippedFile(name, "replaced by a later member of its name"))
+        if name in self._members:  # as in unpacking, the last one counts
+            unreadable.append(SkippedFile(name, "replaced by a later member of its name"))
         self._members.pop(name, None)
-        if trouble := _trouble(info):
-            skipped.append(SkippedFile(name, trouble))
+        if reason := _unusable_reason(info):
+            unreadable.append(SkippedFile(name, reason))
         else:
-            self._members[name] = _member(info)
+            self._members[name] = _to_member(info)
 
     def _read(self, start: int, size: int) -> bytes:
-        """Return bytes of the archive. A remote one that was readable before raises TransientImageError."""
         if start + size > self._state.size:
             raise ImageError("truncated")
         try:
@@ -163,25 +156,24 @@ class ZipSource:
         except ImageError as error:
             if not self.remote:
                 raise
-            raise TransientImageError(str(error)) from error
+            raise TransientImageError(str(error)) from error  # it could be read when it was opened
         if len(data) < size:
-            raise (
-                TransientImageError("in an archive that ends earlier than it did")
-                if self.remote
-                else ImageError("truncated")
-            )
+            if self.remote:
+                raise TransientImageError("in an archive that ends earlier than it did")
+            raise ImageError("truncated")
         return data
 
     def _content(self, member: _Member, image: bool = False) -> bytes:
-        """A member's bytes, never more of them than it says."""
+        """Return the bytes of a member. No more are inflated than it declares."""
         header = self._read(member.header, 30)
         if not header.startswith(b"PK\3\4"):
             raise ImageError("not where its archive says")
         data = self._read(member.header + 30 + sum(struct.unpack("<HH", header[26:30])), member.packed)
         if member.method == zipfile.ZIP_DEFLATED:
-            if image and member.size > _LARGE and not has_image_signature(_inflated(data[:_PIECE], _START)):
+            check = image and member.size > _LARGE_BYTES
+            if check and not has_image_signature(_inflate(data[:_BLOCK_BYTES], _SIGNATURE_BYTES)):
                 raise ImageError("not an image")
-            data = _inflated(data, member.size)
+            data = _inflate(data, member.size)
         if len(data) != member.size:
             raise ImageError("not as long as its archive says")
         if zlib.crc32(data) != member.checksum:
@@ -189,12 +181,12 @@ class ZipSource:
         return data
 
 
-def _member(info: zipfile.ZipInfo) -> _Member:
+def _to_member(info: zipfile.ZipInfo) -> _Member:
     return _Member(info.header_offset, info.compress_size, info.file_size, info.compress_type, info.CRC)
 
 
-def _trouble(info: zipfile.ZipInfo) -> str:
-    """Why a member cannot be read; "" if it can."""
+def _unusable_reason(info: zipfile.ZipInfo) -> str:
+    """Return why a member cannot be read, "" if it can."""
     if info.flag_bits & _ENCRYPTED:
         return "encrypted"
     if max(info.file_size, info.compress_size) > MAX_FILE_BYTES:
@@ -204,9 +196,9 @@ def _trouble(info: zipfile.ZipInfo) -> str:
     return ""
 
 
-def _inflated(data: bytes, size: int) -> bytes:
+def _inflate(data: bytes, size: int) -> bytes:
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        return unpacker.decompress(data, size + 1)  # one more, to see that there is one
+        return unpacker.decompress(data, size + 1)  # one more, so that a longer member is noticed
     except zlib.error as error:
         raise ImageError("damaged (it does not unpack)") from error

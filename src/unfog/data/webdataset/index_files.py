@@ -1,4 +1,4 @@
-"""The files that the index of shards is kept in: written whole or not at all, and never believed unseen."""
+"""Files of the shard index: written atomically, and validated when read. Nothing in them is unpickled."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from unfog.data.report import SkippedFile
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 
 _ABANDONED_SECONDS = 24 * 3600
-_PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # any other is no file of ours
+_PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # no others are ours
 DAMAGE_ERRORS = (
     *(OSError, BadZipFile, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, SyntaxError),
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, TokenError),
 )
-"""What reading a stored file raises that is not as it was written."""
+"""Errors that reading a damaged file may raise."""
 
 
-def save_entry(file: Path, piece: IndexEntry) -> None:
-    """Store what is in a shard."""
-    info = {"values": piece.values, "ignored": piece.ignored, "skipped": piece.skipped}
+def save_entry(file: Path, entry: IndexEntry) -> None:
+    info = {"values": entry.values, "ignored": entry.ignored, "quarantined": entry.skipped}
     buffer = BytesIO()
     np.savez(
         buffer,
-        rows=piece.rows,
-        names=np.frombuffer(piece.names, np.uint8),
+        rows=entry.rows,
+        names=np.frombuffer(entry.names, np.uint8),
         info=np.frombuffer(json.dumps(info).encode(), np.uint8),
     )
     write_atomically(file, [buffer.getbuffer()])
 
 
 def load_entry(file: Path, size: int) -> IndexEntry | None:
-    """The stored piece of a shard of `size` bytes; None if there is none that is whole."""
+    """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
@@ -58,14 +57,14 @@ def load_entry(file: Path, size: int) -> IndexEntry | None:
         whole = whole and bool((rows["label"] >= -1).all())
         whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
         ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
-        skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["skipped"]]
+        skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["quarantined"]]
     except DAMAGE_ERRORS:
         return None
     return IndexEntry(rows, names, values, ignored, skipped) if whole else None
 
 
 def map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
-    """Which of so many classes or folders each image is of. ValueError if it is of none of them."""
+    """Map a file of `count` class or folder numbers below `known`. Raises ValueError if it holds anything else."""
     codes: NDArray[np.int64] = map_array(file, np.dtype("<i8"), count)
     if count and not 0 <= int(codes.min()) <= int(codes.max()) < known:
         raise ValueError("out of range")
@@ -73,14 +72,14 @@ def map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
 
 
 def map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """The array in a file that holds just that. ValueError if it does not."""
+    """Map a file of `count` items. Raises ValueError if it has another size."""
     if count < 0 or file.stat().st_size != count * dtype.itemsize:
         raise ValueError("not whole")
     return np.asarray(np.memmap(file, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what those left behind who were killed while writing."""
+    """Remove files over a day old that killed processes left half-written."""
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
             if _PARTIAL.fullmatch(partial.name) and time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
@@ -88,7 +87,6 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def write_atomically(file: Path, parts: Sequence[Any]) -> None:
-    """Write a file whole or not at all."""
     partial = file.with_name(f"{os.getpid()}-{time.time_ns()}-{file.name[:8]}.partial")
     try:
         with partial.open("wb") as out:

@@ -1,9 +1,8 @@
 """The index of a set of tar shards, built once and stored, so that opening ten million images costs as much as ten.
 
-In the folder `shards` of the cache: KEY.piece.npz for each shard, so that of a set that grew only what is new is gone
-through; and for the set KEY.rows, KEY.codes and KEY.names, which are mapped, and KEY.json with all else.
-A key is a hash of where a shard is, of its size and of its times of change or ETag. Nothing in them is run or
-unpickled, and a damaged one is built anew.
+The folder `shards` of the cache has KEY.piece.npz for each shard, so that only the new shards of a set that grew are
+scanned; and for the set KEY.rows, KEY.codes and KEY.names, which are memory-mapped, and KEY.json with all else. A key
+is a hash of the shard's path, size, and times of change or ETag. A damaged file is built anew.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.cache import cache_folder
+from unfog.cache_folder import cache_folder
 from unfog.data.report import SkippedFile
+from unfog.data.sources.base import ImageError
 from unfog.data.sources.byte_storage import FileState, Storage
-from unfog.data.sources.image_files import ImageError, os_error_reason
-from unfog.data.webdataset.index_builder import MAX_FILE_BYTES, ROW_DTYPE, IndexEntry, index_shard, sort_labels
+from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
+from unfog.data.sources.labels import sort_labels
+from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry, index_shard
 from unfog.data.webdataset.index_files import (
     DAMAGE_ERRORS,
     load_entry,
@@ -41,29 +42,26 @@ from unfog.data.webdataset.index_files import (
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-Progress = Callable[[int, int], None]
-"""Called with (megabytes passed, megabytes in all); may raise, to stop."""
-
+_Progress = Callable[[int, int], None]
 _FORMAT = 2
 _TEXT = ("utf-8", "surrogateescape")
 _THREADS, _REMOTE_THREADS = 2, 16
-_POLL = 0.2
-_MOST_FOLDERS = 100_000
-"""Folders of which a list is kept; of a set with more, they are read from the names."""
+_POLL = 0.2  # seconds between two calls of `progress`
+_MAX_FOLDERS = 100_000  # that are listed; those of a set with more are read from its names
 
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """Where every image of a set of shards is. The arrays are mapped from files."""
+    """The position, name and label of every image in a set of shards. The arrays are mapped from files."""
 
     shards: Sequence[str]
-    """Path or URL of each."""
+    """Path or URL of each shard."""
 
     sizes: Sequence[int]
     """Bytes of each shard."""
 
     rows: NDArray[Any]
-    """[n + 1] of ROW; the last one only ends the last name."""
+    """[n + 1] of ROW_DTYPE; the last row only ends the last name."""
 
     name_bytes: NDArray[np.uint8]
     labels: NDArray[np.int64] | None
@@ -71,8 +69,7 @@ class ShardIndex:
 
     classes: tuple[str, ...]
     folders: tuple[list[str], NDArray[np.int64]] | None
-    """Of a set without labels of its own: (each folder below the shards, "" for none; which of them each image is in,
-    [n])."""
+    """(each folder below the shards, "" for none; [n] index of the folder of each image); None if there are labels."""
 
     ignored: Mapping[str, int]
     unreadable: Sequence[SkippedFile]
@@ -81,9 +78,10 @@ class ShardIndex:
         return len(self.rows) - 1
 
     def place(self, i: int) -> tuple[str, int, int]:
-        """(shard, start, bytes) of an image's file. Raises ImageError if the index says what cannot be."""
+        """Return (shard, start, bytes) of an image's file. Raises ImageError if the index is damaged."""
         row = self.rows[i]
         shard, start, size = int(row["shard"]), int(row["start"]), int(row["size"])
+        # A mapped file may be written over at any time, so each row is checked as it is used.
         if not (
             0 <= shard < len(self.shards) and start >= 0 and 0 <= size <= min(MAX_FILE_BYTES, self.sizes[shard] - start)
         ):
@@ -92,9 +90,9 @@ class ShardIndex:
 
 
 def open_shard_index(
-    storage: Storage, states: Mapping[str, FileState], base: str, progress: Progress | None = None
+    storage: Storage, states: Mapping[str, FileState], base: str, progress: _Progress | None = None
 ) -> ShardIndex:
-    """The index of these shards, found or built. `base` is what their paths begin with, and their names do not.
+    """Return the index of these shards, loaded or built. `base` is the beginning of their paths that names leave out.
 
     Raises:
         RequestError: a shard cannot be read or is compressed; the cache cannot be written.
@@ -113,9 +111,9 @@ def open_shard_index(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_partial_files(folder)
-        _build_pieces(storage, states, {path: folder / f"{key}.piece.npz" for path, key in keys.items()}, progress)
-        pieces = [(path, folder / f"{keys[path]}.piece.npz", states[path].size) for path in states]
-        _combine(folder, key, pieces, base)
+        _build_entries(storage, states, {path: folder / f"{key}.piece.npz" for path, key in keys.items()}, progress)
+        entries = [(path, folder / f"{keys[path]}.piece.npz", states[path].size) for path in states]
+        _combine(folder, key, entries, base)
     except OSError as error:
         raise RequestError(
             f"{folder} cannot be written ({error.strerror or error}), where the index of the shards is kept; set "
@@ -128,23 +126,23 @@ def open_shard_index(
 
 
 def shard_name(path: str, base: str) -> str:
-    """What a shard is called in the names of its images."""
+    """Return the name of a shard in the names of its images."""
     return (path.partition("?")[0] if "://" in path else path).removeprefix(base)
 
 
 def _key(path: str, state: FileState) -> str:
     if "://" in path:
-        plain, written = path.partition("?")[0], 0  # less a signature that is another each day
+        plain, written = path.partition("?")[0], 0  # without a signature, which changes daily
     else:
-        # Who writes over a file and sets its time of change back cannot set this one.
+        # Programs that write over a file can set its mtime back, but not its ctime.
         plain, written = path, os.stat(path).st_ctime_ns
     return hashlib.sha256(repr((_FORMAT, plain, written, tuple(state))).encode("utf-8", "replace")).hexdigest()[:32]
 
 
-def _build_pieces(
-    storage: Storage, states: Mapping[str, FileState], files: Mapping[str, Path], progress: Progress | None
+def _build_entries(
+    storage: Storage, states: Mapping[str, FileState], files: Mapping[str, Path], progress: _Progress | None
 ) -> None:
-    """Go through those shards of which there is no piece yet; whatever stops this stops the threads."""
+    """Index the shards that have no stored entry. Any exception, also one of `progress`, stops the threads."""
     missing = [path for path in states if load_entry(files[path], states[path].size) is None]
     passed, total = dict.fromkeys(missing, 0), sum(states[path].size for path in missing)
     stop = Event()
@@ -157,10 +155,10 @@ def _build_pieces(
 
         report(0)
         try:
-            piece = index_shard(storage, path, states[path], report)
+            entry = index_shard(storage, path, states[path], report)
         except ImageError as error:
             raise RequestError(f"{sanitize(path)} cannot be read: {error}; bring it back, or leave it out") from error
-        save_entry(files[path], piece)
+        save_entry(files[path], entry)
         passed[path] = states[path].size
 
     pool = ThreadPoolExecutor(_REMOTE_THREADS if storage.remote else _THREADS)
@@ -180,16 +178,16 @@ def _build_pieces(
 _Files = Sequence[tuple[str, Path, int]]
 
 
-def _pieces(files: _Files) -> Iterator[tuple[str, IndexEntry]]:
+def _load_entries(files: _Files) -> Iterator[tuple[str, IndexEntry]]:
     for path, file, size in files:
-        piece = load_entry(file, size)
-        if piece is None:
+        entry = load_entry(file, size)
+        if entry is None:
             raise OSError(f"{file.name} was removed meanwhile")
-        yield path, piece
+        yield path, entry
 
 
 def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
-    """One index of all pieces, in their order, a piece in memory at a time."""
+    """Write one index of all entries, in their order, with one entry in memory at a time."""
     kind, classes = _choose_labels(files)
     number = {name: i for i, name in enumerate(classes)}
     ignored, unreadable = Counter[str](), list[SkippedFile]()
@@ -201,21 +199,21 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
         for file in parts.values():
             stack.callback(file.unlink, missing_ok=True)  # which is gone when all went well
         rows, codes, names = (stack.enter_context(file.open("wb")) for file in parts.values())
-        for shard, (path, piece) in enumerate(_pieces(files)):
+        for shard, (path, entry) in enumerate(_load_entries(files)):
             if kind:
-                values = np.array([number[value] if of == kind else -1 for of, value in piece.values] + [-1], np.int64)
-                code = _without_unlabelled(piece, values[piece.rows["label"]])  # -1 is the last
+                values = np.array([number[value] if of == kind else -1 for of, value in entry.values] + [-1], np.int64)
+                code = _without_unlabelled(entry, values[entry.rows["label"]])  # -1 is the last
             else:
-                code = _folders(piece, folders)
-            mine = piece.rows.copy()
-            mine["name"], mine["shard"] = at + piece.rows["name"], shard
+                code = _folders(entry, folders)
+            mine = entry.rows.copy()
+            mine["name"], mine["shard"] = at + entry.rows["name"], shard
             rows.write(mine.tobytes())
             codes.write(code.tobytes())
-            names.write(piece.names)
-            count, at = count + len(mine), at + len(piece.names)
-            ignored.update(piece.ignored)
-            called = shard_name(path, base)
-            unreadable += [one._replace(name=f"{called}/{one.name}".rstrip("/")) for one in piece.skipped]
+            names.write(entry.names)
+            count, at = count + len(mine), at + len(entry.names)
+            ignored.update(entry.ignored)
+            prefix = shard_name(path, base)
+            unreadable += [one._replace(name=f"{prefix}/{one.name}".rstrip("/")) for one in entry.skipped]
         rows.write(np.array([(0, 0, at, 0, 0)], ROW_DTYPE).tobytes())
         for name, out in zip(parts, (rows, codes, names)):
             out.close()
@@ -223,56 +221,56 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
     info = {
         "count": count,
         "classes": classes if kind else None,
-        "folders": None if kind or len(folders) > _MOST_FOLDERS else [name.decode(*_TEXT) for name in folders],
+        "folders": None if kind or len(folders) > _MAX_FOLDERS else [name.decode(*_TEXT) for name in folders],
         "ignored": ignored,
         "unreadable": sorted(unreadable),
     }
     write_atomically(folder / f"{key}.json", [json.dumps(info).encode()])
 
 
-def _folders(piece: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
-    """Which folder each image of a piece is in, [n]; those not known yet are added, until they are too many."""
-    names, starts = piece.names, piece.rows["name"]
+def _folders(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
+    """Return [n] index of the folder of each image, adding new folders to `known` until there are too many."""
+    names, starts = entry.names, entry.rows["name"]
     slashes = np.append(-1, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("/")))
     last = slashes[np.searchsorted(slashes, np.append(starts[1:], len(names))) - 1]  # before the end of each name
     found = np.zeros(len(starts), np.int64)
     for i, (start, end) in enumerate(zip(starts.tolist(), last.tolist())):
-        if len(known) > _MOST_FOLDERS:
+        if len(known) > _MAX_FOLDERS:
             break
         found[i] = known.setdefault(names[start : max(start, end)], len(known))
     return found
 
 
-def _without_unlabelled(piece: IndexEntry, label: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Take the images of label -1 out of a piece, into what is skipped. Returns the labels of the others."""
+def _without_unlabelled(entry: IndexEntry, label: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Move the images of label -1 to the skipped files of an entry, and return the labels of the others."""
     if (label >= 0).all():
         return label
-    ends = np.append(piece.rows["name"][1:], len(piece.names))
-    names = [piece.names[start:end] for start, end in zip(piece.rows["name"].tolist(), ends.tolist())]
+    ends = np.append(entry.rows["name"][1:], len(entry.names))
+    names = [entry.names[start:end] for start, end in zip(entry.rows["name"].tolist(), ends.tolist())]
     for i in np.flatnonzero(label < 0):
         name = names[i].decode(*_TEXT)
-        piece.skipped.append(SkippedFile(name, "without a label, as others have"))
+        entry.skipped.append(SkippedFile(name, "without a label, as others have"))
     kept = np.flatnonzero(label >= 0)
     names = [names[i] for i in kept]
-    piece.rows, piece.names = piece.rows[kept], b"".join(names)
+    entry.rows, entry.names = entry.rows[kept], b"".join(names)
     lengths = np.array([len(name) for name in names], np.int64)
-    piece.rows["name"] = np.cumsum(lengths) - lengths
+    entry.rows["name"] = np.cumsum(lengths) - lengths
     return label[kept]
 
 
 def _choose_labels(files: _Files) -> tuple[str, list[str]]:
-    """(which kind of values are the labels, or "" for none; the classes).
+    """Return (kind of values that are the labels, "" for none; the classes).
 
-    Those of .cls and .json, if at least half of the images have one; else those of .txt, if so and if there are at
-    least four images of each on average, as captions are no classes.
+    Those of .cls and .json, if at least half of the images have one; else those of .txt, if at least half have one and
+    each has four images on average, as captions are no classes.
     """
     images = 0
     counts: Counter[str] = Counter()
     values: dict[str, set[str]] = {"class": set(), "text": set()}
-    for _, piece in _pieces(files):
-        images += len(piece.rows)
-        of = np.bincount(piece.rows["label"][piece.rows["label"] >= 0], minlength=len(piece.values))
-        for (kind, value), number in zip(piece.values, of.tolist()):
+    for _, entry in _load_entries(files):
+        images += len(entry.rows)
+        of = np.bincount(entry.rows["label"][entry.rows["label"] >= 0], minlength=len(entry.values))
+        for (kind, value), number in zip(entry.values, of.tolist()):
             counts[kind] += number
             values.setdefault(kind, set()).add(value)
     if counts["class"] and 2 * counts["class"] >= images:
@@ -283,7 +281,7 @@ def _choose_labels(files: _Files) -> tuple[str, list[str]]:
 
 
 def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex | None:
-    """The stored index of a set; None if there is none that is whole."""
+    """Return the stored index of a set, None if there is none or it is damaged."""
     try:
         info = json.loads((folder / f"{key}.json").read_bytes())
         count, classes = int(info["count"]), info["classes"]

@@ -1,10 +1,11 @@
-"""Tar shards as webdataset writes them, here or far away, read by position and never unpacked."""
+"""Tar shards as webdataset writes them, local or remote. They are read in place and never unpacked."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import index
 from typing import overload
 
@@ -12,65 +13,72 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.data.report import SkippedFile
-from unfog.data.sources.byte_storage import FileState, open_storage
+from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
+from unfog.data.sources.byte_storage import FileState
 from unfog.data.sources.fingerprint import sample_digest
-from unfog.data.sources.image_files import ImageError, no_images_error, open_bytes
-from unfog.data.sources.locate import SourceLocation
-from unfog.data.webdataset.remote_shards import DEFAULT_POLICY, RemotePolicy, RemoteShards
-from unfog.data.webdataset.shard_index import Progress, ShardIndex, open_shard_index, shard_name
+from unfog.data.sources.image_files import list_only, no_images_error, open_bytes
+from unfog.data.sources.remote_files import open_storage
+from unfog.data.webdataset.remote_shards import RemoteShards, ShardSet
+from unfog.data.webdataset.shard_index import ShardIndex, open_shard_index, shard_name
 from unfog.data.webdataset.shard_states import remote_states
 from unfog.errors import RequestError
 
-_AT_ONCE = 65536  # names that are read at once
-_LOOKED_INTO, _BLOCKS = 64, 8
-"""Into how many shards the stamp looks, and how many blocks of each are part of it beside the first and the last."""
+_NAMES_AT_ONCE = 65536
+_STAMP_SHARDS, _STAMP_BLOCKS = 64, 8  # of how many shards how many blocks are sampled, beside the first and the last
 
 
-class ShardSource:
-    """The images in uncompressed tar archives: shards in the order of their names, members in the order of each.
+class ShardSource(Source):
+    """The images in uncompressed tar archives: shards sorted by name, members in the order of each shard.
 
-    An image is called by its shard and its member, "shards-000.tar/cats/1.jpg". Its class is what the member of the
-    same name ending in .cls says, or .json under "label", "class" or "cls", or .txt unless those are captions; where
-    there is none, that of the name cut before one of its dots, as webdataset's keys are. Images without, where most
-    have one, are in `unreadable`. Without any, folders inside the archives may be classes.
+    An image is named by its shard and its member, "shards-000.tar/cats/1.jpg". Its class is in the member of the same
+    name ending in .cls, in .json under "label", "class" or "cls", or in .txt unless those are captions; else in that of
+    the name cut before one of its dots, like webdataset's keys. If most images have one, those without are in
+    `unreadable`. If none has, folders inside the archives may be classes.
 
     Raises:
-        RequestError: a shard is compressed as a whole or cannot be read (of those far away of a run that goes on: too
-            many); there is no image; the index, which is built once and stored in the cache, cannot be.
+        RequestError: a shard is compressed as a whole or cannot be read (on a resume: too many remote ones); there is
+            no image; the index, which is built once and stored in the cache, cannot be.
     """
 
-    held_out: frozenset[str] | None = None
+    suffixes = (".tar",)
 
-    def __init__(
-        self, located: SourceLocation, progress: Progress | None = None, policy: RemotePolicy = DEFAULT_POLICY
-    ) -> None:
-        self.name, self.resolved = located.name, located.resolved
-        self._storage = open_storage(located.paths[0])
+    def __init__(self, location: SourceLocation, options: OpenOptions | None = None) -> None:
+        super().__init__(location)
+        options = options or OpenOptions()
+        self._storage = open_storage(location.paths[0])
         self.remote = self._storage.remote
-        lost: dict[str, str] = {}
+        failed: dict[str, str] = {}
         if self.remote:
-            self._states, lost = remote_states(self._storage, located, policy)
+            self._states, failed = remote_states(self._storage, location, options.remote)
         else:
-            self._states = self._storage.states(located.paths)
-        self._base = located.base
-        self.index: ShardIndex = open_shard_index(self._storage, self._states, located.base, progress)
-        called = {path: shard_name(path, self._base) for path in self._states}
-        self.names: Sequence[str] = _ShardNames(self.index, list(called.values()))
+            self._states = self._storage.states(location.paths)
+        self._base = location.base
+        self.index: ShardIndex = open_shard_index(self._storage, self._states, location.base, options.progress)
+        shard_names = {path: shard_name(path, self._base) for path in self._states}
+        self.names = _ShardNames(self.index, list(shard_names.values()))
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
-        self.ignored: Mapping[str, int] = self.index.ignored
-        self.unreadable: Sequence[SkippedFile] = self.index.unreadable
+        self.ignored, self.unreadable = self.index.ignored, self.index.unreadable
         if not len(self.index):
             raise no_images_error(self.name, self.ignored, self.unreadable)
-        self.remote_shards: RemoteShards | None = None
-        """Which of them fail, and what is kept of them; None of shards on this machine."""
+        self._remote_shards: RemoteShards | None = None
         if self.remote:
-            self.remote_shards = RemoteShards(self.name, self._storage, self.index, self._states, called, policy, lost)
+            shards = ShardSet(self.name, self._storage, self.index, self._states, shard_names)
+            self.remote_shards = self._remote_shards = RemoteShards(shards, options.remote, failed)
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        if location.form == "folder" and (shards := list_only(location.resolved, ".tar")):
+            base = f"{location.resolved}/"
+            return replace(location, paths=tuple(base + name for name in shards), base=base)
+        return location if location.suffix in cls.suffixes else None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> ShardSource:
+        return cls(location, options)
 
     def open(self, i: int) -> Image.Image:
-        """Image i, its file read and its pixels not yet. Raises ImageError."""
-        if self.remote_shards is not None:
-            return open_bytes(self.remote_shards.read(i), self.names[i])
+        if self._remote_shards is not None:
+            return open_bytes(self._remote_shards.read(i), self.names[i])
         shard, start, size = self.index.place(i)
         data = self._storage.read(shard, start, size)
         if len(data) < size:
@@ -78,25 +86,23 @@ class ShardSource:
         return open_bytes(data, self.names[i])
 
     def stamp(self) -> tuple[str, int]:
-        """Digest of the name, bytes and time of change of each shard, and of a sample of some shards' bytes; of those
-        far away, as they were when opened."""
+        # Remote shards count as they were when opened; local ones are looked at again, and some are sampled.
         states, samples = self._states, list[bytes]()
-        if not self._storage.remote:
+        if not self.remote:
             states = {path: FileState(0, "") for path in states}
             for path in states:
-                with suppress(RequestError):  # one that is gone is not what it was
+                with suppress(RequestError):  # a shard that is gone keeps the zeros
                     states |= self._storage.states([path])
-            for path in list(states)[:: -(-len(states) // _LOOKED_INTO)]:
+            for path in list(states)[:: -(-len(states) // _STAMP_SHARDS)]:
                 with suppress(OSError):
-                    samples.append(sample_digest(path, _BLOCKS))
+                    samples.append(sample_digest(path, _STAMP_BLOCKS))
         lines = [(shard_name(path, self._base), *state) for path, state in states.items()]
-        return hashlib.sha256(repr((lines, samples)).encode("utf-8", "replace")).hexdigest(), sum(
-            line[1] for line in lines
-        )
+        digest = hashlib.sha256(repr((lines, samples)).encode("utf-8", "replace")).hexdigest()
+        return digest, sum(state.size for state in states.values())
 
 
 class _ShardNames(Sequence[str]):
-    """The names of a set of shards, each made when it is asked for."""
+    """Names of the images in shards, each decoded from the mapped index on demand."""
 
     def __init__(self, index: ShardIndex, shards: Sequence[str]) -> None:
         self._index, self._shards = index, shards
@@ -111,21 +117,21 @@ class _ShardNames(Sequence[str]):
     def __getitem__(self, i: int | slice) -> str | list[str]:
         if isinstance(i, slice):
             start, stop, step = i.indices(len(self))
-            return (
-                self._some(start, stop) if step == 1 and start < stop else [self[k] for k in range(start, stop, step)]
-            )
+            if step == 1 and start < stop:
+                return self._decode(start, stop)
+            return [self[k] for k in range(start, stop, step)]
         i = index(i)
         if not -len(self) <= i < len(self):
             raise IndexError(i)
         i %= len(self)
-        return self._some(i, i + 1)[0]
+        return self._decode(i, i + 1)[0]
 
     def __iter__(self) -> Iterator[str]:
-        for start in range(0, len(self), _AT_ONCE):
-            yield from self._some(start, min(start + _AT_ONCE, len(self)))
+        for start in range(0, len(self), _NAMES_AT_ONCE):
+            yield from self._decode(start, min(start + _NAMES_AT_ONCE, len(self)))
 
-    def _some(self, start: int, stop: int) -> list[str]:
-        rows = self._index.rows[start : stop + 1]
+    def _decode(self, start: int, stop: int) -> list[str]:
+        rows = self._index.rows[start : stop + 1]  # one more, whose name begins where the last one ends
         ends: NDArray[np.int64] = rows["name"]
         first = int(ends[0])
         text = self._index.name_bytes[first : int(ends[-1])].tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
-from unfog.data.sources.source import SPLITS
+from unfog.data.sources.labels import SPLITS
 from unfog.doctor.images.example_images import list_names
 from unfog.doctor.images.near_duplicates import Indices
 from unfog.doctor.images.pixel_statistics import ImageScan

@@ -1,0 +1,235 @@
+"""`Source`, the interface of everything that images are read from, and the errors that reading them raises.
+
+To add a source, write a subclass in a file of its own and name it in `registry.BUILT_IN`. It must set `names` and
+define `match`, `open` and `stamp`; all other members have defaults. A class outside this package is registered with
+`unfog.data.sources.registry.register`, or given on the command line as `python:MODULE:CLASS`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from unfog.data.report import SkippedFile
+
+
+class ImageError(Exception):
+    """An image cannot be used. The message is a short reason, the same for the same cause, as reasons are counted."""
+
+
+class TransientImageError(ImageError):
+    """An image could not be read now, but may be readable later: the network or the disk failed."""
+
+
+class ShardReadError(TransientImageError):
+    """The remote shard of an image could not be read now."""
+
+
+class FailedShardError(ImageError):
+    """The remote shard of an image has failed for good. The message says why."""
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """Where the images that a SOURCE text means are, before anything is opened."""
+
+    name: str
+    """The text, for messages; a URL without its query and password."""
+
+    resolved: str
+    """A text that means the same source from any working directory: an absolute path or pattern, or a URL."""
+
+    form: Literal["name", "folder", "file", "files"]
+    """"files" are URLs, or local files that a pattern stands for; "name" is a text that is looked up nowhere."""
+
+    paths: tuple[str, ...] = ()
+    """Absolute paths or URLs of a file or files, sorted. A remote pattern with a * is expanded when it is opened.
+    For `python:MODULE:CLASS:ARGUMENT`, the argument."""
+
+    base: str = ""
+    """The common beginning of `paths`; the rest of each path names the file."""
+
+    @property
+    def suffix(self) -> str:
+        """The lower-case suffix of the first path, such as ".tar", or ""."""
+        path = self.paths[0] if self.paths else ""
+        if "://" in path:
+            path = path.partition("?")[0].partition("#")[0]
+        return os.path.splitext(path)[1].lower()
+
+
+@dataclass(frozen=True)
+class RemotePolicy:
+    """How much of remote shards is cached, and how many may fail while a run goes on."""
+
+    cache_bytes: int = 0
+    """Bytes on disk for what was read; 0 caches nothing."""
+
+    max_failed: float = 0.0
+    """Share of the shards that may fail before the run ends."""
+
+    failed_before: Mapping[str, str] | None = None
+    """Name -> reason of shards that failed before a resume. None for a new run, which needs all shards at its start."""
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """Options of `Source.load`."""
+
+    progress: Callable[[int, int], None] | None = None
+    """Called with (megabytes done, megabytes in all) while an index is built. It may raise to stop."""
+
+    remote: RemotePolicy = field(default_factory=RemotePolicy)
+
+
+@dataclass(frozen=True)
+class LabelTable:
+    """A CSV or JSONL file of labels: a file of its own, or a member of an archive."""
+
+    name: str
+    """Its path as the user wrote it, for messages."""
+
+    resolved: str
+    """A path that means the same table from any working directory; of a member, ARCHIVE.zip/labels.csv."""
+
+    read: Callable[[], bytes]
+    """Return its content. Raises OSError or ImageError."""
+
+    @classmethod
+    def from_path(cls, path: Path) -> LabelTable:
+        return cls(str(path), str(path.resolve()), path.read_bytes)
+
+    @property
+    def base_name(self) -> str:
+        return os.path.basename(self.resolved)
+
+
+class ShardFailures(Protocol):
+    """Failed shards of a remote source that is read while training; see `webdataset.remote_shards.RemoteShards`.
+
+    An image is named by its index in the source that has the shards: see `Source.shard_image`.
+    """
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Name -> reason of the failed shards, in the order in which they failed."""
+
+    @property
+    def cache_error(self) -> str:
+        """Why reads are no longer cached; "" while they are, or where they never were."""
+
+    def enable_cache(self) -> str:
+        """Cache on disk what is read from now on. Return a line that says so, "" where the policy forbids it."""
+
+    def image_count(self, name: str) -> int:
+        """Return the number of images in the shard of that name."""
+
+    def mark_failed(self, failed: Mapping[str, str]) -> None:
+        """Take over the shards that failed in other processes. Raises RunError if they are too many."""
+
+    def fail_shard_of(self, i: int, reason: str) -> None:
+        """Fail the shard of an image that stays unreadable. Return if no other shard can be read either.
+
+        Raises:
+            FailedShardError: the shard has failed.
+            RunError: one more shard has failed than the policy allows.
+        """
+
+    def recheck(self, i: int) -> None:
+        """Drop an image that cannot be decoded from the cache, and check once that its shard is still the same.
+
+        Raises:
+            FailedShardError: it is not, so the shard has failed.
+            RunError: one more shard has failed than the policy allows.
+        """
+
+
+class Source(ABC):
+    """Images in a fixed order that depends on the data alone. It lists and opens images; it decodes nothing."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Lower-case suffixes of local files that `match` takes by default, such as (".npy",)."""
+
+    tables_inside: ClassVar[bool] = False
+    """True if a label table may lie inside the file, so that its name is checked only once the source is open."""
+
+    name: str
+    """The source as the user wrote it, for messages."""
+
+    resolved: str
+    """A SOURCE text that means the same from any working directory. A run stores it, and a resume opens it."""
+
+    names: Sequence[str]
+    """A unique name for each image, "/" between folders; adding images leaves the others' names as they are. It may
+    compute names on demand, as there may be a hundred million."""
+
+    classes: tuple[str, ...] = ()
+    """Class names in the order of `labels`; () to read classes from the folders in `names`."""
+
+    labels: NDArray[np.int64] | None = None
+    """[N], an index into `classes` for each image; None to read labels from the folders in `names`."""
+
+    held_out: frozenset[str] | None = None
+    """Names of the images of an official held-out split; None to split by a hash of the names."""
+
+    folders: tuple[list[str], NDArray[np.int64]] | None = None
+    """(each folder below the shards, [N] index of the folder of each image), where that is known without going through
+    `names`."""
+
+    ignored: Mapping[str, int] = {}
+    """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
+
+    unreadable: Sequence[SkippedFile] = ()
+    """Files and folders that were found but are not in `names`, each with its reason."""
+
+    label_warning: str = ""
+    """Why labels that the source has are not used; "" for nothing to say."""
+
+    remote: bool = False
+    """True if `open` waits for a network, so that more threads than cores read faster."""
+
+    remote_shards: ShardFailures | None = None
+    """The state of remote shards, which may fail one by one while training reads them."""
+
+    def __init__(self, location: SourceLocation) -> None:
+        self.name, self.resolved = location.name, location.resolved
+
+    @classmethod
+    def match(cls, location: SourceLocation) -> SourceLocation | None:
+        """Return the location, with `paths` filled in, if it is a source of this class, else None.
+
+        The default takes a local file with one of `suffixes`. Must be quick: look at names, do not open files.
+        """
+        return location if location.form == "file" and location.suffix in cls.suffixes else None
+
+    @classmethod
+    def load(cls, location: SourceLocation, options: OpenOptions) -> Source:
+        """Open a location that `match` returned. Raises RequestError if it cannot be read or holds no image."""
+        return cls(location)
+
+    @abstractmethod
+    def open(self, i: int) -> Image.Image:
+        """Return image i, decoded or not yet. Called from several threads at once. May raise ImageError or OSError."""
+
+    @abstractmethod
+    def stamp(self) -> tuple[str, int]:
+        """Return (a digest of the source's state, its bytes in all).
+
+        The digest names caches and is compared on resume, so it must differ when an image or a label has changed.
+        """
+
+    def table(self, name: str) -> LabelTable | None:
+        """Return the label table of that file name beside or among the images, None if there is none."""
+        return None
+
+    def shard_image(self, i: int) -> int:
+        """Return the index by which `remote_shards` knows image i; another one where images are left out."""
+        return i
