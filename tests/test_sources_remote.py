@@ -120,7 +120,7 @@ def test_s3_shards_by_braces_pattern_and_folder(monkeypatch: pytest.MonkeyPatch)
     for url in urls:
         check_source(url)
         check(url)
-    monkeypatch.setattr(remote, "_MANY", 2)  # from which on a folder's listing is asked for
+    monkeypatch.setattr(remote, "_MIN_LISTED", 2)  # from which on a folder's listing is asked for
     check(urls[0])
     with pytest.raises(RequestError, match=r"set-003\.tar is not there"):
         open_source("s3://pictures/sets/set-{000..003}.tar")
