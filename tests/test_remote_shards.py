@@ -58,7 +58,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def opened(web: Server, care: RemotePolicy = CARE, seed: int = 0) -> ImageStream:
     """The stream of all images; the index of the shards has been read by then."""
-    return ImageStream(prepare(open_source(web.url, care=care), ASKED).train, seed)
+    return ImageStream(prepare(open_source(web.url, policy=care), ASKED).train, seed)
 
 
 def shards_of(stream: ImageStream) -> remote_shards.RemoteShards:
@@ -363,7 +363,7 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
 
 
 def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Server, tmp_path: Path) -> None:
-    prepared, there = prepare(open_source(web.url, care=CARE), ASKED), opened(web)
+    prepared, there = prepare(open_source(web.url, policy=CARE), ASKED), opened(web)
     here = ImageStream(prepared.train, 0)
     web.faults["s-003.tar"] = "gone"
     found = numbers(there, 0, N)
@@ -534,7 +534,7 @@ def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path) -
     names = open_source(web.url).names
     table = tmp_path / "labels.csv"
     table.write_text("name,label\n" + "".join(f"{name},{i % 3}\n" for i, name in enumerate(names) if i > 8))
-    source = open_source(web.url, care=replace(CARE, cache=10**9))
+    source = open_source(web.url, policy=replace(CARE, cache=10**9))
     images = prepare(source, replace(ASKED, labels=str(table))).train
     rows = np.arange(len(images))
     web.faults["s-003.tar"] = "gone"

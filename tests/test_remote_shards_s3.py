@@ -58,7 +58,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def opened(lost: float = 0.5, begun: dict[str, str] | None = None) -> ImageSet:
-    source = open_source(URL, care=RemotePolicy(max_failed=lost, failed_before=begun))
+    source = open_source(URL, policy=RemotePolicy(max_failed=lost, failed_before=begun))
     return prepare(source, Data(size=8, channels=3, cache="none", held_out=0)).train
 
 

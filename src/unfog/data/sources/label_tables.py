@@ -14,8 +14,7 @@ from PIL import Image
 from unfog.data.report import SkippedFile
 from unfog.data.settings import LABELS, TABLES
 from unfog.data.sources.base import LabelTable, Source
-from unfog.data.sources.label_match import match_rows
-from unfog.data.sources.label_rows import read_table
+from unfog.data.sources.label_rows import match_rows, read_table
 from unfog.data.sources.labels import read_labels, sort_labels
 from unfog.errors import RequestError
 from unfog.text import sanitize
