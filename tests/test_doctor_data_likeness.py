@@ -14,9 +14,9 @@ from PIL import Image, ImageDraw, ImageFont
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.doctor.images import duplicate_checks
 from unfog.data.sources.builtin_fashion import FashionSource
 from unfog.data.sources.registry import open_source
+from unfog.doctor.images import duplicate_checks
 from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
 from unfog.doctor.images.near_duplicates import (
     candidate_pairs,

@@ -144,7 +144,7 @@ def test_a_share_that_is_none_is_refused(web: Server) -> None:
 
 
 def test_what_was_read_is_not_fetched_again(web: Server) -> None:
-    care = replace(CARE, cache=10**9)
+    care = replace(CARE, cache_bytes=10**9)
     first = numbers(opened(web, care), 0, N)
     assert len(web.members()) == N
     web.fetched.clear()
@@ -155,7 +155,7 @@ def test_what_was_read_is_not_fetched_again(web: Server) -> None:
 
 
 def test_what_was_kept_and_is_damaged_is_fetched_anew(web: Server) -> None:
-    care = replace(CARE, cache=10**9)
+    care = replace(CARE, cache_bytes=10**9)
     first = numbers(opened(web, care), 0, N)
     web.fetched.clear()
     files = sorted((cache_folder() / "members").iterdir())
@@ -170,7 +170,7 @@ def test_what_was_kept_and_is_damaged_is_fetched_anew(web: Server) -> None:
 
 
 def test_a_transfer_that_went_wrong_is_not_kept(web: Server) -> None:
-    care = replace(CARE, cache=10**9)
+    care = replace(CARE, cache_bytes=10**9)
     stream = opened(web, care)
     web.faults["s-004.tar"] = "garbage:3"
     assert numbers(stream, 0, N) == numbers(opened(web, care), 0, N)
@@ -271,7 +271,7 @@ def test_of_a_set_that_does_not_fit_always_the_same_part_is_kept(
 
 
 def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
-    care = replace(CARE, cache=10**9)
+    care = replace(CARE, cache_bytes=10**9)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     stream = opened(web, care)
     # A file may grow to no more than this: so it is on a full disk, too, but for the number of the error.
@@ -355,7 +355,7 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
     assert not set(stand_in.values()) & set(INSIDE)
     assert len(set(stand_in.values())) >= EACH - 3, "from all over the set"
     # Whoever goes on without it sees the same, in whatever pieces.
-    later = opened(web, replace(CARE, begun=given_up))
+    later = opened(web, replace(CARE, failed_before=given_up))
     web.fetched.clear()
     assert numbers(later, N // 2, N // 2, batch=7) == found[N // 2 :]
     assert not [name for name, *_ in web.fetched if name == "s-003.tar"]
@@ -433,14 +433,14 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     web.faults["s-003.tar"] = "gone"
     with pytest.raises(RequestError, match=r"s-003\.tar is not there; check the URL"):
         opened(web)
-    later = opened(web, replace(CARE, begun={}))
+    later = opened(web, replace(CARE, failed_before={}))
     assert shards_of(later).failed == {"s-003.tar": "is not there"}
     assert later.images.fingerprint == whole.images.fingerprint
     assert set(numbers(later, 0, N)).isdisjoint(INSIDE)
-    assert list(shards_of(opened(web, replace(CARE, begun=lost))).failed) == ["s-002.tar", "s-003.tar"]
+    assert list(shards_of(opened(web, replace(CARE, failed_before=lost))).failed) == ["s-002.tar", "s-003.tar"]
     web.faults["s-004.tar"] = "gone"
     with pytest.raises(RequestError, match=r"3 of 10 shards .*: s-002\.tar is damaged; s-003\.tar is not there"):
-        opened(web, replace(CARE, begun=lost))
+        opened(web, replace(CARE, failed_before=lost))
     web.faults.clear()
     assert not shards_of(opened(web, RemotePolicy(max_failed=0, failed_before=lost))).failed, (
         "none may be lost: they are tried anew"
@@ -450,7 +450,7 @@ def test_a_run_begins_with_all_shards_and_goes_on_with_those_that_are_there(web:
     never_seen.start()
     never_seen.faults["s-003.tar"] = "gone"
     with pytest.raises(RequestError, match=r"s-003\.tar is not there"):
-        opened(never_seen, replace(CARE, begun={}))
+        opened(never_seen, replace(CARE, failed_before={}))
     never_seen.stop()
 
 
@@ -475,7 +475,7 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
     assert not encodings
     assert shards_of(second).failed == shards_of(first).failed, "it is told of"
     web.faults.clear()
-    assert rows_of(opened(web, replace(CARE, begun=shards_of(first).failed))) == without
+    assert rows_of(opened(web, replace(CARE, failed_before=shards_of(first).failed))) == without
     assert not encodings
     assert rows_of(opened(web)) == list(range(N)), "it is back"
     assert sum(encodings) == N
@@ -534,7 +534,7 @@ def test_labels_of_a_table_change_nothing_of_that(web: Server, tmp_path: Path) -
     names = open_source(web.url).names
     table = tmp_path / "labels.csv"
     table.write_text("name,label\n" + "".join(f"{name},{i % 3}\n" for i, name in enumerate(names) if i > 8))
-    source = open_source(web.url, policy=replace(CARE, cache=10**9))
+    source = open_source(web.url, policy=replace(CARE, cache_bytes=10**9))
     images = prepare(source, replace(ASKED, labels=str(table))).train
     rows = np.arange(len(images))
     web.faults["s-003.tar"] = "gone"
