@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from unfog.data.augmentation.affine import warp
 from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.augmentation.nonleaking import CONDITIONS, Geometry, draw
+from unfog.data.augmentation.nonleaking import CONDITIONS, Geometry, draw_geometry
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.training.micro_batches import seed_generators
@@ -45,7 +45,7 @@ def matrix(a: float, b: float, c: float, d: float) -> Tensor:
 def test_augmentation_off_is_the_identity_and_draws_nothing() -> None:
     pixels = photos()
     state = torch.get_rng_state()
-    x0, condition = Augment.of(Data())(pixels)
+    x0, condition = Augment.from_settings(Data())(pixels)
     assert torch.equal(x0, to_model_range(pixels))
     assert condition is None
     assert torch.equal(torch.get_rng_state(), state)
@@ -200,7 +200,7 @@ def test_a_known_picture_lands_where_it_should_and_sharper_than_by_plain_interpo
 def test_no_chance_is_no_change_and_tells_nothing() -> None:
     x = to_model_range(photos(16))
     torch.manual_seed(0)
-    geometry = draw(x, 0.0)
+    geometry = draw_geometry(x, 0.0)
     assert torch.equal(geometry.apply(x), x)
     assert torch.equal(geometry.condition(), torch.zeros(16, CONDITIONS))
 
@@ -221,7 +221,7 @@ def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told
 def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> None:
     torch.manual_seed(0)
     n, p = 40_000, 0.25
-    geometry = draw(torch.empty(n, 1, 32, 64), p)
+    geometry = draw_geometry(torch.empty(n, 1, 32, 64), p)
     condition = geometry.condition()
 
     def share(rows: Tensor) -> float:
@@ -229,7 +229,7 @@ def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> 
 
     # EDM's x-flip is told and a fair coin at any p, its y-flip a fair coin with probability p.
     assert [share(geometry.flip[:, i]) for i in range(2)] == pytest.approx([1 / 2, p / 2], abs=0.01)
-    assert share(draw(torch.empty(n, 1, 4, 4), 0.001).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
+    assert share(draw_geometry(torch.empty(n, 1, 4, 4), 0.001).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
     for part in (geometry.zoom, geometry.angle, geometry.stretch[:, 0]):
         assert share(part) == pytest.approx(p, abs=0.01)
     assert geometry.zoom[geometry.zoom != 0].std().item() == pytest.approx(1, abs=0.03)
@@ -334,7 +334,7 @@ def test_a_solid_colour_stays_what_it_is() -> None:
     torch.manual_seed(0)
     levels = torch.linspace(-0.98, 0.98, 64).view(-1, 1, 1, 1)
     solid = levels.expand(64, 3, 16, 16)
-    changed = draw(solid, 1.0).apply(solid)
+    changed = draw_geometry(solid, 1.0).apply(solid)
     assert (changed - solid).abs().max() < 1e-5
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 import unfog
 from conftest import without_clock
+from unfog.cache_folder import cache_folder
 from unfog.cli.requests import read_request
 from unfog.commands.verify import verify
 from unfog.config.presets import default
@@ -21,9 +22,9 @@ from unfog.config.schema import nest_settings
 from unfog.config.toml import update
 from unfog.data import latents
 from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.cache import cache_folder, remove_stale_entries
+from unfog.data.cache_space import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, Normalise, encoded, latent_image_sets, statistics
+from unfog.data.latents import EncodeJob, Normalise, latent_image_sets, load_or_encode, statistics
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -97,7 +98,7 @@ def quiet(done, total):
 
 def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     sets = [images(10), images(3, 1)]
-    stored = encoded("k", wanted(codec, sets), quiet)
+    stored = load_or_encode("k", wanted(codec, sets), quiet)
     assert stored.latents.shape == (13, 2, 3, 4, 4)
     assert stored.latents.dtype == np.float16
     assert isinstance(stored.latents, np.memmap)
@@ -116,10 +117,12 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
 
 def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
     sets, calls = [images(10)], []
-    first = np.array(encoded("k", wanted(codec, sets, calls=calls), quiet).latents)  # whose file is damaged below
+    first = np.array(
+        load_or_encode("k", wanted(codec, sets, calls=calls), quiet).latents
+    )  # whose file is damaged below
     bytes_of = (cache_folder() / "latents-k" / "latents.f16").read_bytes()
     assert calls == [4, 4, 4, 4, 2, 2]
-    again = encoded("k", wanted(codec, sets, calls=calls), quiet)
+    again = load_or_encode("k", wanted(codec, sets, calls=calls), quiet)
     assert len(calls) == 6
     assert np.array_equal(first, again.latents)
 
@@ -132,7 +135,7 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What nobody goes on with is gone after a week.
     with pytest.raises(Stopped):
-        encoded("0" * 32, wanted(codec, sets), stop)
+        load_or_encode("0" * 32, wanted(codec, sets), stop)
     abandoned = cache_folder() / f"latents-{'0' * 32}.partial"
     for path in abandoned.iterdir():
         os.utime(path, (0, 0))
@@ -141,19 +144,19 @@ def test_an_entry_is_read_again_gone_on_with_and_made_anew(codec):
 
     # What was written after the last line on how far it is, is not counted on.
     with pytest.raises(Stopped):
-        encoded("l", wanted(codec, sets), stop)
+        load_or_encode("l", wanted(codec, sets), stop)
     partial = cache_folder() / "latents-l.partial"
     (partial / "done.json").write_text(json.dumps({"done": 4}))
     calls.clear()
-    encoded("l", wanted(codec, sets, calls=calls), quiet)
+    load_or_encode("l", wanted(codec, sets, calls=calls), quiet)
     assert calls == [4, 4, 2, 2]
     assert (cache_folder() / "latents-l" / "latents.f16").read_bytes() == bytes_of
     assert not partial.exists()
 
     for damage in ("latents.f16", "latents.json"):
         (cache_folder() / "latents-k" / damage).write_bytes(b"{}")
-        assert np.array_equal(encoded("k", wanted(codec, sets), quiet).latents, first)
-    other = encoded("k", wanted(codec, sets, copies=1), quiet)  # what is asked for decides, not what is there
+        assert np.array_equal(load_or_encode("k", wanted(codec, sets), quiet).latents, first)
+    other = load_or_encode("k", wanted(codec, sets, copies=1), quiet)  # what is asked for decides, not what is there
     assert np.array_equal(other.latents[:, 0], first[:, 0])
 
 
@@ -168,12 +171,12 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
         if done >= 160:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("unfog.data.latents.room", room)
+    monkeypatch.setattr("unfog.data.latents.free_bytes", room)
     monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
-        encoded("k", wanted(codec, sets), stop)
+        load_or_encode("k", wanted(codec, sets), stop)
     assert room() < needed
-    encoded("k", wanted(codec, sets, calls=calls), quiet)
+    load_or_encode("k", wanted(codec, sets, calls=calls), quiet)
     assert sum(calls) == 2 * (200 - 128)  # 32 batches are on the disk for certain
 
 
@@ -185,13 +188,13 @@ def test_what_another_process_finishes_at_that_moment_is_taken(codec, monkeypatc
     def late(folder):
         monkeypatch.setattr(latents, "locked", lock)
         folder.rmdir()
-        encoded("k", wanted(codec, [images(10)], calls=other), quiet)
+        load_or_encode("k", wanted(codec, [images(10)], calls=other), quiet)
         folder.mkdir()
         with lock(folder):
             yield
 
     monkeypatch.setattr(latents, "locked", late)
-    stored = encoded("k", wanted(codec, [images(10)], calls=mine), quiet)
+    stored = load_or_encode("k", wanted(codec, [images(10)], calls=mine), quiet)
     assert (len(mine), len(other), len(stored.rows)) == (0, 6, 10)
     assert [path.name for path in cache_folder().iterdir()] == ["latents-k"]
 
@@ -205,10 +208,10 @@ def test_two_do_not_encode_the_same(codec, monkeypatch):
     def other(done, total):
         calls = []
         with pytest.raises(KeyboardInterrupt):
-            encoded("k", wanted(codec, [images(10)], calls=calls), waits)
+            load_or_encode("k", wanted(codec, [images(10)], calls=calls), waits)
         assert not calls
 
-    encoded("k", wanted(codec, [images(10)]), other)
+    load_or_encode("k", wanted(codec, [images(10)]), other)
     assert {path.name for path in (cache_folder() / "latents-k").iterdir()} == {
         *("latents.f16", "rows.i64", "latents.json")
     }
@@ -228,9 +231,9 @@ def of(damaged):
 
 def test_whoever_finds_latents_can_name_the_images_that_are_not_in_them(damaged, codec):
     first, second, calls = of(damaged), of(damaged), []
-    rows = encoded("k", wanted(codec, [first]), quiet).rows
+    rows = load_or_encode("k", wanted(codec, [first]), quiet).rows
     assert rows[7] == 8
-    assert np.array_equal(encoded("k", wanted(codec, [second], calls=calls), quiet).rows, rows)
+    assert np.array_equal(load_or_encode("k", wanted(codec, [second], calls=calls), quiet).rows, rows)
     assert not calls
     assert [one.name for one in second.pixels.skipped] == ["007.png"]
     assert second.pixels.skipped == first.pixels.skipped
@@ -242,9 +245,9 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        encoded("k", wanted(codec, [of(damaged)], batch=1), stop)
+        load_or_encode("k", wanted(codec, [of(damaged)], batch=1), stop)
     train, calls = of(damaged), []
-    stored = encoded("k", wanted(codec, [train], batch=1, calls=calls), quiet)
+    stored = load_or_encode("k", wanted(codec, [train], batch=1, calls=calls), quiet)
     assert len(calls) == 2 * (120 - 32)
     assert stored.rows[7] == 8
     assert [one.name for one in train.pixels.skipped] == ["007.png"]
@@ -253,18 +256,18 @@ def test_an_interruption_is_gone_on_with_and_names_what_is_not_in_its_beginning(
 def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
-    stored = encoded("k", wanted(codec, [images(3)]), quiet)
+    stored = load_or_encode("k", wanted(codec, [images(3)]), quiet)
     assert not isinstance(stored.latents, np.memmap)
     monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
-        encoded("k", wanted(codec, [images(3)]), quiet)
+        load_or_encode("k", wanted(codec, [images(3)]), quiet)
 
 
 def test_latents_that_are_no_numbers_are_refused():
     for value, said in ((1e5, "beyond what float16 holds"), (np.nan, "not finite")):
         bad = EncodeJob([images(2)], (1, 1, 1), 1, lambda x, v=value: np.full((len(x), 1, 1, 1), v, np.float32), 2)
         with pytest.raises(RunError, match=said):
-            encoded("k", bad, quiet)
+            load_or_encode("k", bad, quiet)
 
 
 def test_statistics_are_those_of_numpy_and_the_inverse_is_one(codec):

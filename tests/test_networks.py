@@ -326,7 +326,7 @@ def advance(config, state, steps):
         Intervals(0, 0, 0, 0),
         state,
         ImageStream(images, 0),
-        Augment.of(config.data),
+        Augment.from_settings(config.data),
         Objective(config.diffusion, 2, 0.2),
         Until(),
     )

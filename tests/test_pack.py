@@ -27,7 +27,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
 from unfog.data.packs.pack import Pack, PackSource, verify_pack
 from unfog.data.packs.pack_files import seal
-from unfog.data.packs.pack_journal import BusyError, clear
+from unfog.data.packs.pack_journal import BusyError, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source
 from unfog.data.settings import Data
@@ -141,7 +141,7 @@ def test_killed_again_and_again_it_comes_out_the_same(
         lines = len(journal.read_bytes().splitlines()) if journal.exists() else 0
         assert kills < 50
     assert kills >= 2
-    clear(out)
+    remove_work_files(out)
     assert contents(out) == whole
 
 
@@ -569,7 +569,7 @@ def test_a_forged_manifest_opens_whole_or_not_at_all(
         pack_ = Pack.open(forged)
     except RequestError:
         return
-    prepared = pack_.prepared(Data(), "forged")
+    prepared = pack_.dataset(Data(), "forged")
     for part in (prepared.train, prepared.held_out):
         assert len(part.names) == len(part) == len(part.sides) == len(part.grey)
         assert part.labels is None or len(part.labels) == len(part)

@@ -238,7 +238,7 @@ def test_closing_does_not_wait_for_an_image_that_is_waited_for(photos: Path) -> 
     fly = prepare(source, replace(ASKED, held_out=0)).train
     source.victim, source.failing, source.trouble = 30, range(1, 10**6), TimeoutError()
     assert isinstance(fly.pixels, LazyPixels)
-    taking = fly.pixels.start(np.array([30]))
+    taking = fly.pixels.start_decoding(np.array([30]))
     until(lambda: source.asked)
     fly.pixels.close()
     started = time.monotonic()
@@ -256,7 +256,12 @@ def test_a_label_is_that_of_the_pixels_also_where_one_is_found_damaged_after_it_
     for first in range(0, 600, 10):
         batch = stream.batch(first, 10)
         assert batch.label is not None
-        until(lambda: stream._ahead is None or all(t.done() for b in stream._ahead._blocks.values() for t in b._tasks))
+        until(
+            lambda: (
+                stream._prefetcher is None
+                or all(t.done() for b in stream._prefetcher._blocks.values() for t in b._tasks)
+            )
+        )
         numbers = (batch.pixels[:, 0, 0, 0] + 256 * batch.pixels[:, 1, 0, 0].long()).tolist()
         assert numbers == [int(Path(prepared.train.names[i]).stem) for i in batch.index]
         assert batch.label.tolist() == [number % 2 for number in numbers]
@@ -422,14 +427,14 @@ def until(true: object) -> None:
 
 
 def test_memory_bounds_how_far_ahead_is_read(stream: ImageStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stream._ahead is not None
-    assert stream._ahead._reach(64) == 512
+    assert stream._prefetcher is not None
+    assert stream._prefetcher._reach(64) == 512
     monkeypatch.setattr(ahead, "_BYTES", 100 * 3 * 8 * 8)
-    assert stream._ahead._reach(64) == 100
-    assert stream._ahead._reach(200) == 200
+    assert stream._prefetcher._reach(64) == 100
+    assert stream._prefetcher._reach(200) == 200
     for first in (0, 16, 5000, 5016):
         stream.batch(first, 16)
-    assert min(stream._ahead._blocks) >= 5008  # what was read ahead for the position before the seek is gone
+    assert min(stream._prefetcher._blocks) >= 5008  # what was read ahead for the position before the seek is gone
 
 
 def test_closing_ends_the_threads_and_reading_on_starts_them_anew(photos: Path) -> None:
@@ -526,7 +531,7 @@ def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypa
         if done >= 200:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("unfog.data.cache.room", room)
+    monkeypatch.setattr("unfog.data.prepare.free_bytes", room)
     with pytest.raises(KeyboardInterrupt):
         prepare(source, asked, stop, wanted=5000)
     assert room() < total

@@ -22,7 +22,7 @@ from shard_server import EACH, SHARDS, Server, png, serving, shard
 from unfog.cache_folder import cache_folder
 from unfog.data import decode_pool as bulk
 from unfog.data import prefetch as ahead
-from unfog.data.latents import EncodeJob, encoded
+from unfog.data.latents import EncodeJob, load_or_encode
 from unfog.data.lazy import LazyPixels
 from unfog.data.prefetch import ReadOrder
 from unfog.data.prepare import prepare
@@ -94,7 +94,7 @@ def test_a_course_counts_its_positions_in_turns() -> None:
             for size in (1, 2, 5):
                 here = [wanted.index(q) if q in wanted else None for q in range(p, p + size)]
                 whole = None not in here and (share == batch or here[-1] - here[0] == size - 1)
-                assert course.turn(p, size) == (here[0] if whole else None)
+                assert course.index_of(p, size) == (here[0] if whole else None)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -108,12 +108,12 @@ def test_each_rank_fetches_its_own_images_alone(web: Server, monkeypatch: pytest
         begin, end = rank * batch // ranks, (rank + 1) * batch // ranks
         stream = opened(web)
         web.fetched.clear()
-        stream.share(begin, end - begin, batch)
+        stream.prefetch_share(begin, end - begin, batch)
         for step in range(steps):
             first = step * batch + begin
             for at, size in ((first, 2), (first + 2, end - begin - 2)):  # in micro-batches
                 assert numbers(stream, at, size) == alone[at : at + size]
-        ahead_of_it = stream._ahead
+        ahead_of_it = stream._prefetcher
         assert ahead_of_it is not None
         for block in ahead_of_it._blocks.values():
             block.result()
@@ -135,8 +135,8 @@ def test_a_share_that_is_none_is_refused(web: Server) -> None:
     stream = opened(web)
     for wrong in ((-1, 5, 10), (6, 5, 10), (0, 0, 0), (0, 2, 1)):
         with pytest.raises(ValueError, match="of batches of"):
-            stream.share(*wrong)
-    stream.share(10, 0, 10)  # a rank of more ranks than images in a batch
+            stream.prefetch_share(*wrong)
+    stream.prefetch_share(10, 0, 10)  # a rank of more ranks than images in a batch
     assert numbers(stream, 0, 4) == numbers(opened(web), 0, 4)
 
 
@@ -462,7 +462,7 @@ def test_latents_made_without_a_shard_are_for_those_alone_who_are_without_it(web
         return pixels[:, :2, :1, :1].astype(np.float32)
 
     def rows_of(stream: ImageStream) -> list[int]:
-        return encoded(
+        return load_or_encode(
             "k", EncodeJob([stream.images], (2, 1, 1), 1, encode, 10), lambda done, total: None
         ).rows.tolist()
 

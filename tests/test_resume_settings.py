@@ -17,7 +17,7 @@ from unfog.config.resume_rules import FREE, WITH_FORCE, among, check_changes, fl
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
 from unfog.data.augmentation.augment import Augment
-from unfog.data.lazy import UNREAD
+from unfog.data.settings import UNREAD
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
@@ -361,7 +361,7 @@ def test_a_step_waits_for_the_device_once(settings):
             return type("Batch", (), {"pixels": pixels, "label": torch.from_numpy(LABELS)[index]})
 
     def until(step):
-        parts = (Images(), Augment.of(config.data), build_loss(config, state.levels), TrainingHooks())
+        parts = (Images(), Augment.from_settings(config.data), build_loss(config, state.levels), TrainingHooks())
         train(replace(config.training, images=8 * step), config.optimizer, Intervals(0, 0, 0, 0), state, *parts)
 
     until(1)  # which makes the tables that are kept

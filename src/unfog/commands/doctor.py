@@ -96,7 +96,7 @@ def _images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Findin
         findings = check_images(prepared, config, update)
         if (Path(config.source) / MANIFEST).is_file():
             findings.append(_pack(Path(config.source), update))
-    sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.of(config.data), config.training.seed))
+    sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
     return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", figures=(sheet,))]
 
 

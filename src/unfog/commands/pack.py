@@ -10,8 +10,8 @@ from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import is_pack
-from unfog.data.packs.pack_journal import Journal, clear, header_of
-from unfog.data.packs.pack_writer import write_pack
+from unfog.data.packs.pack_journal import Journal, remove_work_files
+from unfog.data.packs.pack_writer import journal_header, write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
@@ -49,7 +49,7 @@ def pack(config: Config, out: Path) -> Path:
             warn(left_out)
         if is_pack(out):
             _refuse_another(Pack.open(out), scan)
-            clear(out)
+            remove_work_files(out)
             say(f"{printable(str(out))} is whole already, and of these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
@@ -101,7 +101,7 @@ def _say_what_was_begun(out: Path, scan: Scan, key: str) -> int:
     found = Journal.read(out)
     if not found.done:
         return 0
-    differs = found.differs(header_of(scan, key))
+    differs = found.difference(journal_header(scan, key))
     if differs:
         raise RequestError(
             f"{printable(str(out))} is an unfinished pack, {found.done:,} images of which are done, and was begun with "

@@ -11,7 +11,7 @@ from unfog.config.aliases import stored_name
 from unfog.config.schema import Config, clear_length, inherit_length, redact_urls
 from unfog.config.toml import update
 from unfog.config.validate import override_sampler
-from unfog.data.lazy import UNREAD
+from unfog.data.settings import UNREAD
 from unfog.errors import RequestError
 
 # What pictures are drawn by.

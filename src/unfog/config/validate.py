@@ -13,7 +13,7 @@ from unfog.config.paths import reason_of
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
 from unfog.config.values import sanitize
-from unfog.data.decode import colour
+from unfog.data.decode import parse_colour
 from unfog.data.sources.label_tables import find_table
 from unfog.data.sources.registry import locate, open_source
 from unfog.diffusion.noise import Schedule
@@ -42,7 +42,7 @@ def check_request(config: Config) -> None:
     if training.budget:
         parse_duration(training.budget)
     check_device(training.device)
-    colour(config.data.background)
+    parse_colour(config.data.background)
     check_sampler(config.sampler, config.diffusion.schedule)
     check_installed(config.log.sinks)
     factor = check_autoencoder(config)

@@ -1,5 +1,6 @@
-"""Images by position: sources, decoding, caching, the endless shuffled stream, augmentation.
+"""From files to batches. An image passes through these modules, in this order:
 
-Everything here deals in uint8 pixels and whole-number labels; it knows nothing of noise, networks or
-terminals.
+sources (find and open files) -> decode -> scan and prepare (make a dataset) -> stream (shuffle) -> prefetch -> augment.
+
+Pixels are uint8 and labels whole numbers. This layer knows nothing of noise, networks or terminals.
 """

@@ -1,4 +1,4 @@
-"""Embedded colour profiles (ICC): a file's numbers turned into those of sRGB, which all else takes them for."""
+"""Convert images with an embedded colour profile (ICC) to sRGB, which all other code assumes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _building = threading.Lock()
 
 
 def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
-    """An image of mode "L", "RGB", "RGBA" or "CMYK" in sRGB, "CMYK" as "RGB", and the `report.ACTIONS` that took.
+    """Convert an image of mode "L", "RGB", "RGBA" or "CMYK" to sRGB, "CMYK" to "RGB". Return it and the actions.
 
-    Without a transform where the profile is sRGB, and where it is broken, of another kind of image, or Pillow came
-    without littleCMS: then the numbers are taken for sRGB. Many threads may do this at once.
+    Pixel values stay as they are if the profile is sRGB, and also if it is broken or of another kind of image, or if
+    Pillow has no littleCMS. Safe in threads.
     """
     if len(profile) > _MAX_BYTES:
-        profile = b""  # which is broken, too
+        profile = b""  # treated like any broken profile
     transform = _transform(profile, image.mode)
     if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
-        converted, actions = to_srgb(image.convert("RGB"), profile)  # as some write it: grey, of a colour profile
+        converted, actions = to_srgb(
+            image.convert("RGB"), profile
+        )  # grey with a colour profile, as some programs write it
         return converted.getchannel("G"), actions
     if isinstance(transform, ImageCms.ImageCmsTransform):
         converted = transform.apply(image)
@@ -41,8 +43,8 @@ def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]
 
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> _Transform:
-    """How to get from images of this mode and profile to sRGB; made once for all the images of a camera."""
-    # A transform of greys would be reduced to a table of few of them, ten levels off in the dark.
+    """Return the transform from images of this mode and profile to sRGB. Cached, as a camera has one profile."""
+    # littleCMS would otherwise reduce a transform of greys to a small table, ten levels off in the dark.
     flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
     try:
         with _building:
@@ -59,6 +61,7 @@ def _transform(profile: bytes, mode: str) -> _Transform:
         return None
     if mode == "CMYK":
         return transform
+    # A profile that changes nothing is sRGB under another name.
     probe = _greys() if mode == "L" else _colours()
     before, after = probe.convert(transform.output_mode), transform.apply(probe.convert(mode))
     change = np.asarray(after, np.int16) - np.asarray(before, np.int16)
@@ -70,6 +73,6 @@ def _greys() -> Image.Image:
 
 
 def _colours() -> Image.Image:
-    """Nine levels of each channel, in all combinations."""
+    """Return nine levels of each channel in all combinations, as an image."""
     levels = np.linspace(0, 255, 9).astype(np.uint8)
     return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(9, 81, 3))

@@ -1,4 +1,4 @@
-"""Images of one size and the pair of sets that training gets."""
+"""`ImageSet`, images of one size in a fixed order, and `Dataset`, the training set and the held-out set of a source."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from unfog.errors import RequestError
 
 
 def evenly_spaced(n: int, most: int) -> NDArray[np.int64]:
-    """At most `most` of 0 … n - 1, with both ends, evenly spread: increasing, all of them where there are no more."""
+    """Return at most `most` increasing indices of 0 … n - 1, evenly spaced and with both ends."""
     return np.linspace(0, n - 1, min(most, n)).round().astype(np.int64)
 
 
 class PixelArray(Protocol):
-    """uint8 [N, C, H, W]: an array, a mapped file, or `lazy.LazyPixels`, which decodes what is asked for."""
+    """uint8 [N, C, H, W]: an array, a mapped file, or `lazy.LazyPixels`, which decodes images as they are read."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """[N, C, H, W]."""
+    def shape(self) -> tuple[int, ...]: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, key: Any, /) -> NDArray[np.uint8]: ...
 
     def take(self, indices: Any, axis: Any) -> NDArray[np.uint8]:
-        """The images at these places along axis 0, in memory of their own."""
+        """Return a copy of the images at these indices along axis 0."""
 
 
 class ImageBatch(NamedTuple):
@@ -46,12 +45,12 @@ class ImageBatch(NamedTuple):
     """[B]; None without classes."""
 
     rows: NDArray[np.int64]
-    """[B], which image of the set each one is: another than was asked for where that one could not be decoded."""
+    """[B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images in a fixed order; in memory, in a file that the system pages in as it is read, or still to be decoded."""
+    """Images in a fixed order: in memory, in a mapped file, or decoded as they are read."""
 
     pixels: PixelArray
     """[N, C, H, W], 0 to 255, sRGB or grey."""
@@ -66,21 +65,22 @@ class ImageSet:
     """Name of each class; () without classes."""
 
     known_fingerprint: str = ""
-    """What `fingerprint` is, where it was computed before."""
+    """`fingerprint`, where it is known already."""
 
     sides: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """[N, 2], width and height of the upright original; [0, 2] where unknown."""
 
     grey: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """[N], whether its channels were equal, whatever the file said; [0] where unknown."""
+    """[N], True if all channels of the original are equal; [0] where unknown."""
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over pixels, labels and order: equal exactly when training would see the same images in the
-        same order. Unless it is known, it reads every pixel once, at about 1 GB/s.
+        """sha256 of pixels, labels and order, by which a resume knows that it sees the same images.
+
+        Unless it is known, computing it reads every pixel, at about 1 GB/s.
         """
         if self.known_fingerprint:
             return self.known_fingerprint
@@ -92,18 +92,18 @@ class ImageSet:
         return digest.hexdigest()
 
     def take(self, rows: NDArray[np.int64]) -> ImageBatch:
-        """The images at these rows [B], each with the label that is its own.
+        """Return the images at these rows [B], each with its own label.
 
         Raises:
-            RequestError: a label is none of the classes, in a mapped file that is damaged.
-            RunError: images that are decoded only now cannot be.
+            RequestError: a label is not an index into `classes`: the mapped file is damaged.
+            RunError: images that are decoded as they are read cannot be.
         """
-        taken = getattr(self.pixels, "taken", None)  # of `lazy.LazyPixels`
-        pixels, rows = taken(rows) if taken else (self.pixels.take(rows, axis=0), rows)
+        take_with_rows = getattr(self.pixels, "take_with_rows", None)  # of `lazy.LazyPixels`
+        pixels, rows = take_with_rows(rows) if take_with_rows else (self.pixels.take(rows, axis=0), rows)
         return ImageBatch(pixels, self.labels_of(rows), rows)
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """The labels at these rows [B], checked; None without classes."""
+        """Return the labels at these rows [B], checked; None without classes."""
         if self.labels is None:
             return None
         labels = np.asarray(self.labels.take(rows))
@@ -111,51 +111,54 @@ class ImageSet:
             raise RequestError("a label is none of the classes: the pack is damaged (labels.npy); pack it again")
         return labels
 
-    def part(self, rows: slice, fingerprint: str = "") -> ImageSet:
-        """Some of these images, in the same memory."""
+    def subset(self, rows: slice, fingerprint: str = "") -> ImageSet:
+        """Return some of the images, sharing the memory of this set."""
         return ImageSet(
             self.pixels[rows],
             None if self.labels is None else self.labels[rows],
             self.names[rows],
             self.classes,
             fingerprint,
-            self.sides[rows],  # of those where they are unknown, none
+            self.sides[rows],  # stays empty where they are unknown
             self.grey[rows],
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What `prepare` returns."""
+    """The training images and the held-out images of a source, as `prepare` returns them."""
 
     settings: Data
-    """As asked, with size, channels and labels settled: store these."""
+    """The settings with size, channels and labels resolved, which a run stores."""
 
     train: ImageSet
     held_out: ImageSet
-    """Empty (and so false) when nothing is held out."""
+    """Empty, and so false, when nothing is held out."""
 
     report: DataReport
-    """What became of every file."""
-
     placement: str = ""
-    """Where decoded images live and why, in a line, where that was chosen rather than asked for."""
+    """A line on where decoded images are kept and why, where that was chosen automatically."""
 
     warnings: tuple[str, ...] = ()
-    """What was found and left out that may have been meant to count, a line for each: a table of labels, say."""
+    """See `Scan.warnings`."""
 
     latents: tuple[ImageSet, ImageSet] | None = None
-    """(train, held_out) with latents in place of pixels, where the network is to see those: see `data.latents`."""
+    """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latents`."""
+
+    @classmethod
+    def split(
+        cls,
+        images: ImageSet,
+        train: int,
+        settings: Data,
+        report: DataReport,
+        fingerprints: tuple[str, str] = ("", ""),
+    ) -> Dataset:
+        """Make the first `train` images the training set and the others the held-out set, in the same memory."""
+        first, second = fingerprints
+        return cls(settings, images.subset(slice(train), first), images.subset(slice(train, None), second), report)
 
     @property
     def as_network_input(self) -> Dataset:
-        """The same as the network sees it."""
+        """The dataset as the network sees it: with the latents in place of the images, if it has any."""
         return self if self.latents is None else replace(self, train=self.latents[0], held_out=self.latents[1])
-
-
-def split(
-    whole: ImageSet, train: int, settings: Data, report: DataReport, fingerprints: tuple[str, str] = ("", "")
-) -> Dataset:
-    """The first `train` images to train on, the others held out; both share the memory of `whole`."""
-    first, second = fingerprints
-    return Dataset(settings, whole.part(slice(train), first), whole.part(slice(train, None), second), report)

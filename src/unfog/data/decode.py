@@ -1,8 +1,8 @@
-"""One image file to uint8 [C, size, size]: orientation, colours, transparency, and the canonical resize.
+"""Decode one image file to uint8 [C, size, size]: orientation, transparency, resize and crop, colour profile.
 
-Every image that anything in Unfog looks at comes through here, because resizers differ enough to move an FID
-(Parmar et al. 2022, "On aliased resizing"): Pillow's antialiased Lanczos of the short side to `size`, then
-the centre square, in sRGB.
+The short side is resized to `size` with Pillow's antialiased Lanczos, and the centre square is kept, in sRGB. All
+images in Unfog are decoded here, because resizers differ enough to move an FID (Parmar et al. 2022, "On aliased
+resizing").
 """
 
 from __future__ import annotations
@@ -37,79 +37,72 @@ _UPRIGHT = {
 # within 0.6 of 255 (RMSE) of Lanczos in floating point on photographs; stopping at twice the size, within 1.5.
 _REDUCING_GAP = 4.0
 
-_LASTING = frozenset(
+# Errors of the system that another attempt would meet again.
+_PERMANENT_ERRORS = frozenset(
     getattr(errno, name)
     for name in ("ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EINVAL", "EOVERFLOW")
 )
-"""What the system says of a file that will be no other another time."""
-
 _LARGE_PIXELS = 24_000_000
 _LARGE_AT_ONCE = 4
 _large_images = threading.BoundedSemaphore(_LARGE_AT_ONCE)
 
 
 class ImageInfo(NamedTuple):
-    """What an image was, and what was done to it."""
+    """Properties of an image file, and what its decoding did to it."""
 
     grey: bool
-    """Whether its channels were equal, whatever the file said."""
+    """True if all channels are equal, whatever the mode of the file."""
 
     width: int
-    """Of the upright original."""
+    """Width of the upright original, in pixels."""
 
     height: int
     mode: str
-    """Pillow's name for what the file holds."""
+    """Pillow's mode of the file, such as "RGB"."""
 
     actions: list[str]
     """Keys of `report.ACTIONS`."""
 
 
-def colour(text: str) -> tuple[int, int, int]:
-    """The colour that a name or "#rrggbb" means, as 0 to 255.
-
-    Raises:
-        RequestError: it means none.
-    """
+def parse_colour(text: str) -> tuple[int, int, int]:
+    """Parse a colour name or "#rrggbb" to (red, green, blue), 0 to 255. Raises RequestError if it is neither."""
     try:
         return ImageColor.getrgb(text)[:3]
     except ValueError as error:
         raise RequestError(f"background = {text!r} is not a colour; give a name such as white, or #rrggbb") from error
 
 
-def header(opener: Callable[[], Image.Image]) -> tuple[int, int]:
-    """(width, height) of an image as stored, without decoding it. Raises ImageError."""
+def read_size(opener: Callable[[], Image.Image]) -> tuple[int, int]:
+    """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
     try:
         with opener() as image:
             return image.size
     except Exception as error:
-        raise _unusable(error) from error
+        raise _image_error(error) from error
 
 
 def decode(
     opener: Callable[[], Image.Image], size: int, channels: int, background: tuple[int, int, int]
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """What `opener` opens, as uint8 [channels, size, size]; channels is 1 or 3.
+    """Decode what `opener` opens to uint8 [channels, size, size]; channels is 1 or 3.
 
     Raises:
-        TransientImageError: it could not be read just now: the disk or the network failed, or memory did not suffice.
-        ImageError: the file is damaged, no image, or too big to be safe; truncated ones are never half used.
-        FailedShardError: its shard has failed for good.
+        TransientImageError: it cannot be read now: the disk, the network or the memory failed.
+        ImageError: the file is damaged, truncated, no image, or too large to be safe.
+        FailedShardError: its remote shard has failed for good.
     """
     try:
-        with opener() as image, _turn(image):
+        with opener() as image, _large_image_slot(image):
             return _decode(image, size, channels, background)
     except (FailedShardError, ShardReadError):
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
-        raise _unusable(error) from error
+        raise _image_error(error) from error
 
 
-def _turn(image: Image.Image) -> AbstractContextManager[object]:
-    """What to hold while decoding: large images take turns, as each takes up to ten bytes a pixel.
-
-    A JPEG does not, as its decoder makes it small.
-    """
+def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
+    """Limit how many large images are decoded at once, as each takes up to ten bytes a pixel."""
+    # A large JPEG needs no slot: its decoder already shrinks it.
     large = image.width * image.height > _LARGE_PIXELS and not isinstance(image, JpegImagePlugin.JpegImageFile)
     return _large_images if large else nullcontext()
 
@@ -128,7 +121,7 @@ def _decode(
     orientation = _orientation(image)
     scale = 1 << round(math.log2(width / image.width))
     flat, changes = _flatten(image, background, depth)
-    square = _square(flat, size, width, height, scale)
+    square = _square(flat, size, (width, height), scale)
     actions += changes
     if "icc_profile" in square.info:
         # After the resize: next to free, and on photographs the same to within 1 of 255 (RMSE).
@@ -142,26 +135,32 @@ def _decode(
         # After the resize: the result is the same, and it is far cheaper.
         square = square.transpose(_UPRIGHT[orientation])
         actions.append("rotated")
-    if orientation >= 5:
+    if orientation >= 5:  # a quarter turn
         width, height = height, width
-    pixels = np.asarray(square)
-    grey = pixels.ndim == 2 or bool((pixels == pixels[..., :1]).all())
+    pixels, grey = _with_channels(square, channels)
     if channels == 1 and not grey:
         actions.append("rgb_to_grey")
     if channels == 3 and (mode in ("1", "L", "LA", "F") or mode.startswith("I")):
         actions.append("grey_to_rgb")
-    if pixels.ndim != (2 if channels == 1 else 3):
-        pixels = np.asarray(square.convert("L" if channels == 1 else "RGB"))
-    pixels = pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
     return pixels, ImageInfo(grey, width, height, mode, actions)
 
 
+def _with_channels(image: Image.Image, channels: int) -> tuple[NDArray[np.uint8], bool]:
+    """Return (pixels uint8 [channels, H, W], True if all channels of the image are equal)."""
+    pixels = np.asarray(image)
+    grey = pixels.ndim == 2 or bool((pixels == pixels[..., :1]).all())
+    if pixels.ndim != (2 if channels == 1 else 3):
+        pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1), grey
+
+
 def _format_actions(image: Image.Image) -> list[str]:
-    """What Pillow does by itself: frames left out, 16-bit colour halved, a TIFF turned."""
+    """List what Pillow does to an image by itself while it decodes."""
     actions = []
-    # A phone's JPEG with a second, smaller picture in it (MPO) does not count as an animation.
+    # A phone's JPEG with a second, smaller image in it (MPO) does not count as an animation.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         actions.append("first_frame")
+    # Colour of 16 bits is cut to 8; grey of 16 bits is not, see `_eight_bit`.
     if ";16" in str(getattr(image, "tile", "")) and not image.mode.startswith("I"):
         actions.append("sixteen_bit")
     if image.format == "TIFF" and _orientation(image) != 1:  # which Pillow turns while decoding, and forgets
@@ -170,33 +169,32 @@ def _format_actions(image: Image.Image) -> list[str]:
 
 
 def _depth(image: Image.Image) -> int:
-    """Bits of a grey pixel that Pillow reads as one of 16."""
+    """Return the bits of a grey pixel in an image that Pillow reads as 16-bit."""
     return 12 if ";12" in str(getattr(image, "tile", "")) else 16
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels, all of them."""
     try:
         image.load()
     except ValueError as error:
+        # Pillow limits the texts in a PNG. One behind the pixels is met when these are decoded already.
         if TEXT_TOO_LARGE not in str(error):
             raise
-        # A text behind the pixels, which by now are whole.
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 (upright) to 8; damaged EXIF is no reason to lose the image."""
+    """Return the EXIF orientation, 1 (upright) to 8."""
     try:
         value = image.getexif().get(ORIENTATION, 1)
-    except Exception:
+    except Exception:  # damaged EXIF is no reason to lose the image
         return 1
     return value if value in _UPRIGHT else 1
 
 
 def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -> tuple[Image.Image, list[str]]:
-    """An "L" or "RGB" image of what a viewer would see, and the actions that took.
+    """Convert to "L" or "RGB" as a viewer would show it. Return the image and the actions.
 
-    `info["icc_profile"]` of it says what its numbers still mean; "CMYK" stays, too, if that is to be asked.
+    An `info["icc_profile"]` left in the result is still to be applied; "CMYK" with a profile is left as it is.
     """
     actions = []
     if image.mode.startswith("I") or image.mode == "F":
@@ -221,8 +219,8 @@ def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -
 
 
 def _eight_bit(image: Image.Image, depth: int) -> tuple[Image.Image, list[str]]:
-    """Grey of 16 or 32 bits, or floating point, to 8 bits by the full range of its type: never by the values
-    found, which would change the brightness of each image differently."""
+    """Convert grey of 16 or 32 bits, or floating point, to 8 bits. Return the image and the actions."""
+    # Scaled by the full range of the type: the range of the values would change each image's brightness differently.
     values = np.asarray(image)
     low, high = float(values.min()), float(values.max())
     if image.mode == "F":
@@ -241,37 +239,36 @@ def _eight_bit(image: Image.Image, depth: int) -> tuple[Image.Image, list[str]]:
     return grey, ["sixteen_bit"]
 
 
-def _square(image: Image.Image, size: int, width: int, height: int, scale: int) -> Image.Image:
-    """The centre square of a width x height image that was decoded at 1 / scale, resized.
-
-    Cropping by `box` costs no memory however long the image is. A draft's side is rounded up, hence the original's.
-    """
+def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int) -> Image.Image:
+    """Crop the centre square of an image that was decoded at 1 / scale of its original size, and resize it."""
+    width, height = original  # of which the crop is computed, as a JPEG draft rounds its sides up
     short = min(width, height)
     left, top = (width - short) // 2, (height - short) // 2
     if short == size:
         return image.crop((left, top, left + size, top + size))
     box = (left / scale, top / scale, (left + short) / scale, (top + short) / scale)
+    # By `box` the crop takes no memory, however long the image is.
     return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
-def _unusable(error: Exception) -> ImageError:
-    """What to say of an image whose opening or decoding raised this."""
-    return TransientImageError(_reason(error)) if _passes(error) else ImageError(_reason(error))
+def _image_error(error: Exception) -> ImageError:
+    """Return the ImageError for an exception that opening or decoding raised."""
+    return TransientImageError(_reason(error)) if _is_transient(error) else ImageError(_reason(error))
 
 
-def _passes(error: BaseException | None) -> bool:
-    """Whether it may be otherwise another time; what Pillow says of a damaged file has no errno, or that of a seek to
-    before its beginning."""
+def _is_transient(error: BaseException | None) -> bool:
+    """Return True if another attempt may succeed."""
     while error is not None:
-        passing = isinstance(error, MemoryError | TimeoutError | ConnectionError | TransientImageError)
-        if passing or (isinstance(error, OSError) and error.errno and error.errno not in _LASTING):
+        # Pillow's errors on damaged files have no errno, except EINVAL of a seek to before the beginning.
+        transient = isinstance(error, MemoryError | TimeoutError | ConnectionError | TransientImageError)
+        if transient or (isinstance(error, OSError) and error.errno and error.errno not in _PERMANENT_ERRORS):
             return True
         error = error.__cause__
     return False
 
 
 def _reason(error: Exception) -> str:
-    """Why an image cannot be used, in a few words."""
+    """Say in a few words why an image cannot be used."""
     text = str(error)
     match error:
         case ImageError():

@@ -1,4 +1,4 @@
-"""Decode many images with a pool of threads, as Pillow lets go of the interpreter, and count what was done."""
+"""Decode all images of a source in a pool of threads, retry those that cannot be read now, and collect statistics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +23,18 @@ from unfog.errors import RunError
 from unfog.text import sanitize
 
 Progress = Callable[[int, int], None]
+"""Called with (images done, images in all), from the calling thread; it may raise to stop."""
 
+# One record for each image, so small that an unfinished pack keeps them in a file (facts.bin).
 INFO_DTYPE = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
-"""What is kept of each image; so little that a pack in the making keeps it in a file."""
 
 TRIES = 5
 FIRST_PAUSE = 1.0
-"""How often an image is tried in all that cannot be read just now, and seconds before the second time; then twice that,
-and up to half more, so that not all who wait come back at once."""
+"""Attempts at an image that cannot be read now, and seconds before the second one. Each later pause is twice as long,
+and a random half more, so that many threads or ranks do not come back at the same moment."""
 
 PATIENCE = 60.0
-"""Seconds after which it is not tried again: each time may take long, where nothing answers."""
+"""Seconds after which there is no further attempt, as each may take long where nothing answers."""
 
 _REMOTE_THREADS = 16
 _MAX_THREADS = 32
@@ -42,53 +44,74 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class ColourFoundError(Exception):
-    """An image in colour where only grey ones were expected."""
+    """An image in colour turned up where only grey ones were expected."""
+
+
+class PixelFormat(NamedTuple):
+    """The format that images are decoded to."""
+
+    size: int
+    channels: int
+    background: tuple[int, int, int]
+    """Colour behind transparent pixels."""
+
+    only_grey: bool = False
+    """True to raise ColourFoundError at the first image in colour: that all are grey is a guess so far."""
+
+    def check(self, info: ImageInfo) -> None:
+        """Raise ColourFoundError unless the image fits."""
+        if self.only_grey and not info.grey:
+            raise ColourFoundError
+
+    @property
+    def chunk_size(self) -> int:
+        """Number of images that `decode_all` yields at once."""
+        return max(16, min(_CHUNK, _CHUNK_BYTES // (self.channels * self.size * self.size)))
 
 
 @dataclass
 class DecodeStatistics:
-    """What became of each row of `decode_all`'s output."""
+    """The outcome of each image that `decode_all` went through, in its order."""
 
-    facts: NDArray[np.void]
-    """[N] of INFO_DTYPE: whether the row holds an image; whether its channels were equal; which of `treatments` it had;
-    width and height of the upright original."""
+    records: NDArray[np.void]
+    """[N] of INFO_DTYPE: is the image used; are its channels equal; its index in `treatments`; width and height of
+    the upright original."""
+
+    done: int = 0
+    """Images that were gone through; `decode_all` goes on behind them."""
 
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why each row that is not used is not."""
+    """Row -> why the image is skipped."""
 
     treatments: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """Lists of actions, in the order in which they turned up."""
+    """Each list of actions -> its number, in the order in which they turned up."""
 
     modes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, n: int) -> DecodeStatistics:
-        """Nothing is known yet of n rows."""
+    def empty(cls, n: int) -> DecodeStatistics:
+        """Return statistics of n images of which none is decoded yet."""
         return cls(np.zeros(n, INFO_DTYPE))
 
     @property
     def used(self) -> NDArray[np.bool_]:
-        """[N], False where a row holds nothing."""
-        used: NDArray[np.bool_] = self.facts["used"]
+        """[N], False where an image is skipped or not decoded yet."""
+        used: NDArray[np.bool_] = self.records["used"]
         return used
 
-    def add(self, row: int, outcome: ImageInfo | str) -> None:
-        """Count one image: what was done to it, or the reason why it could not be used."""
+    def add(self, outcome: ImageInfo | str) -> None:
+        """Count the next image, given its info or the reason why it is skipped."""
+        row, self.done = self.done, self.done + 1
         if isinstance(outcome, str):
             self.reasons[row] = outcome
             return
-        self.modes[outcome.mode] += 1
         which = self.treatments.setdefault(tuple(outcome.actions), len(self.treatments))
-        self.facts[row] = (True, outcome.grey, which, (outcome.width, outcome.height))
+        self.records[row] = (True, outcome.grey, which, (outcome.width, outcome.height))
+        self.modes[outcome.mode] += 1
 
 
-def chunk_size(channels: int, size: int) -> int:
-    """Images that `decode_all` hands over at once."""
-    return max(16, min(_CHUNK, _CHUNK_BYTES // (channels * size * size)))
-
-
-def threads(source: Source) -> int:
-    """How many decode at once: one a core that this process may use, and more where they wait for a network."""
+def thread_count(source: Source) -> int:
+    """Return how many images to decode at once: one a core of this process, or more where reads wait for a network."""
     if source.remote:
         return _REMOTE_THREADS
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 8)
@@ -97,103 +120,88 @@ def threads(source: Source) -> int:
 def decode_all(
     source: Source,
     order: NDArray[np.int64],
-    channels: int,
-    size: int,
-    background: tuple[int, int, int],
-    tally: DecodeStatistics,
-    only_grey: bool = False,
+    format: PixelFormat,
+    statistics: DecodeStatistics,
     progress: Progress | None = None,
-    start: int = 0,
 ) -> Generator[tuple[int, NDArray[np.uint8]], None, None]:
-    """Decode image order[k] of the source for k from `start`, chunk by chunk, in order.
+    """Decode image order[k] of the source for k from `statistics.done` on, chunk by chunk, in order.
 
-    Gives (k behind the chunk, its images that can be used uint8 [K, channels, size, size]), and has by then filled
-    `tally` up to there. The next chunk is being decoded meanwhile. Close it to stop the threads.
+    Yields (k behind the chunk, its usable images uint8 [K, channels, size, size]) once `statistics` holds the chunk.
+    The next chunk is being decoded meanwhile. Close the generator to stop the threads.
 
     Raises:
-        ColourFoundError: `only_grey`, and an image is not.
-        RunError: an image cannot be read just now, as `decode_with_retries`.
+        ColourFoundError: see `PixelFormat.only_grey`.
+        RunError: an image cannot be read now, see `decode_with_retries`.
     """
-    n, step, leaving = len(order), chunk_size(channels, size), threading.Event()
+    n, start, step, stopping = len(order), statistics.done, format.chunk_size, threading.Event()
 
     def task(begin: int, out: NDArray[np.uint8]) -> list[ImageInfo | str]:
         indices = order[begin : begin + len(out)].tolist()
-        return [_decode_one(source, i, one, background, only_grey, leaving) for i, one in zip(indices, out)]
+        return [_decode_into(one, source, i, format, stopping) for i, one in zip(indices, out)]
 
     def submit(begin: int) -> tuple[int, NDArray[np.uint8], list[Future[list[ImageInfo | str]]]]:
-        out = np.empty((min(step, n - begin), channels, size, size), np.uint8)
-        few = max(1, min(_MAX_TASK, len(out) // (4 * threads(source))))
+        out = np.empty((min(step, n - begin), format.channels, format.size, format.size), np.uint8)
+        few = max(1, min(_MAX_TASK, len(out) // (4 * thread_count(source))))
         return begin, out, [pool.submit(task, begin + i, out[i : i + few]) for i in range(0, len(out), few)]
 
-    pool = ThreadPoolExecutor(threads(source))
+    pool = ThreadPoolExecutor(thread_count(source))  # threads, as Pillow releases the interpreter's lock
     try:
         starts = iter(range(start, n, step))
         pending = deque(submit(begin) for begin in islice(starts, 2))
         while pending:
             begin, out, futures = pending.popleft()
-            row = begin
             for future in futures:
                 for outcome in future.result():
-                    tally.add(row, outcome)
-                    row += 1
+                    statistics.add(outcome)
                 if progress:
-                    progress(row, n)
+                    progress(statistics.done, n)
             pending.extend(submit(following) for following in islice(starts, 1))
-            used = tally.used[begin:row]
-            yield row, out if used.all() else out[used]
+            used = statistics.used[begin : statistics.done]
+            yield statistics.done, out if used.all() else out[used]
     finally:
-        leaving.set()
+        stopping.set()
         pool.shutdown(cancel_futures=True)
 
 
 def decode_with_retries(
     source: Source,
     i: int,
-    size: int,
-    channels: int,
-    background: tuple[int, int, int],
-    leaving: threading.Event,
-    give_up: Callable[[str], None] | None = None,
+    format: PixelFormat,
+    stopping: threading.Event | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
-    """`decode` image i of a source; one that cannot be read just now is tried again, until somebody is `leaving`.
+    """Decode image i of a source, with retries while it cannot be read, until `stopping` is set.
 
-    To pass over it, as over a damaged one, would make of an hour without network a set without those images. One in a
-    shard far away may be `give_up`'s to decide about, which is called with the reason once there is no patience left.
+    `on_failure` is called with the reason once the retries are used up on an image in a remote shard.
 
     Raises:
-        ImageError: it cannot be decoded; FailedShardError, if its shard has been given up.
-        RunError: it still cannot be read.
+        ImageError: the image cannot be decoded; FailedShardError if its shard has failed.
+        RunError: it still cannot be read. It is not skipped: an hour without network would silently shrink the set.
     """
-    began = time.monotonic()
+    began, stopping = time.monotonic(), stopping or threading.Event()
     for attempt in range(1, TRIES + 1):
         try:
-            return decode(partial(source.open, i), size, channels, background)
-        except TransientImageError as trouble:
+            return decode(partial(source.open, i), format.size, format.channels, format.background)
+        except TransientImageError as error:
             pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
-            if attempt < TRIES and time.monotonic() - began < PATIENCE and not leaving.wait(pause):
+            if attempt < TRIES and time.monotonic() - began < PATIENCE and not stopping.wait(pause):
                 continue
-            if isinstance(trouble, ShardReadError) and give_up is not None and not leaving.is_set():
-                give_up(str(trouble))
+            if isinstance(error, ShardReadError) and on_failure is not None and not stopping.is_set():
+                on_failure(str(error))
             raise RunError(
-                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {trouble}, also in {attempt} tries; `unfog "
+                f"{sanitize(source.names[i])} of {sanitize(source.name)}: {error}, also in {attempt} tries; `unfog "
                 "resume`, or the same command again, goes on once it can be read"
-            ) from trouble
+            ) from error
     raise AssertionError
 
 
-def _decode_one(
-    source: Source,
-    i: int,
-    out: NDArray[np.uint8],
-    background: tuple[int, int, int],
-    only_grey: bool,
-    leaving: threading.Event,
+def _decode_into(
+    out: NDArray[np.uint8], source: Source, i: int, format: PixelFormat, stopping: threading.Event
 ) -> ImageInfo | str:
-    """Image i of the source into `out` [channels, size, size]; what was done to it, or why it cannot be used."""
+    """Decode image i of the source into `out`. Return its info, or the reason why it cannot be used."""
     try:
-        out[:], facts = decode_with_retries(source, i, out.shape[-1], out.shape[0], background, leaving)
-    except ImageError as unusable:
-        return str(unusable)
-    if only_grey and not facts.grey:
-        raise ColourFoundError
-    return facts
+        out[:], info = decode_with_retries(source, i, format, stopping)
+    except ImageError as error:
+        return str(error)
+    format.check(info)
+    return info

@@ -1,19 +1,16 @@
-"""Latents in place of pixels: encoded once, kept in the cache, and read like images.
+"""Latents of images: encoded once, kept in the cache, and read in place of pixels.
 
-An entry is a folder named by a hash of the images, the codec and the copies. It is made beside its place and renamed
-when whole; what an interruption leaves is gone on with. All of it may be deleted at any time, and is made anew.
-An image that another stood in for, as it could not be decoded or its shard was given up, is tried again by whoever
-finds the entry: so it is missed, and named, by those alone who cannot have it either.
+An entry is a folder named by a hash of the images, the autoencoder and the copies. It is written beside its place and
+renamed when complete; an interrupted one is gone on with. Entries may be deleted at any time.
 
-    latents.f16    float16 [N, K, C, H, W]: of each image one copy, or two, the second of the image mirrored
-    rows.i64       int64 [N], which image each one is: another than its place where that could not be decoded
+    latents.f16    float16 [N, K, C, H, W]: one copy of each image, or two, the second of the image mirrored
+    rows.i64       int64 [N], the row of each image in its set: not its own where it could not be decoded
     latents.json   {"format", "shape"}
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.data.cache import cache_folder, held, remove_stale_entries, room
+from unfog.cache_folder import cache_folder
+from unfog.data.cache_space import disk_usage, free_bytes, remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.packs.pack_journal import BusyError, locked
+from unfog.data.decode_pool import Progress
+from unfog.data.packs.pack_journal import BusyError, locked, sync, write_atomic
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
 from unfog.sharded_rng import draw_rows
@@ -36,8 +35,8 @@ from unfog.sharded_rng import draw_rows
 FORMAT = 1
 IN_MEMORY = 2**30
 """Bytes of latents that are kept in memory where the cache cannot be written."""
-_SYNCED = 32  # batches between two lines on how far it is
-_WAIT = 0.2
+_SYNC_EVERY = 32  # batches
+_WAIT = 0.2  # seconds between two looks at what another process is encoding
 _FACTS, _LATENTS, _ROWS, _DONE = "latents.json", "latents.f16", "rows.i64", "done.json"
 
 Encode = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
@@ -50,119 +49,118 @@ class LatentArrays(NamedTuple):
     latents: NDArray[np.float16]
     """[N, K, C, H, W]."""
     rows: NDArray[np.int64]
-    """[N], which image of its set each one is."""
+    """[N], the row of each image in its set."""
 
 
 class EncodeJob(NamedTuple):
-    """What to encode, and how."""
+    """The images to encode, and how."""
 
     sets: Sequence[ImageSet]
     shape: tuple[int, int, int]
-    """Of one latent."""
+    """Shape of one latent."""
     copies: int
     """1, or 2 to encode each image mirrored as well."""
     encode: Encode
     batch: int
-    """Images at once. Always the same, as sums of floating-point numbers depend on it."""
+    """Batch size. Always the same, as sums of floating-point numbers depend on it."""
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        """Shape of all of it."""
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of all latents, [N, K, C, H, W]."""
         return (sum(map(len, self.sets)), self.copies, *self.shape)
 
     def batches(self, done: int) -> Iterator[tuple[NDArray[np.float16], NDArray[np.int64]]]:
-        """(latents [B, K, C, H, W], rows [B]) of batch after batch, from image number `done` on, where one begins."""
+        """Encode batch after batch from image number `done` on. Yields (latents [B, K, C, H, W], rows [B])."""
         begin = 0
         for images in self.sets:
             for first in range(0, len(images), self.batch):
                 if begin + first >= done:
                     pixels, _, rows = images.take(np.arange(first, min(first + self.batch, len(images))))
-                    yield self._encoded(pixels), rows
+                    yield self._encode_copies(pixels), rows
             begin += len(images)
 
-    def _encoded(self, pixels: NDArray[np.uint8]) -> NDArray[np.float16]:
+    def _encode_copies(self, pixels: NDArray[np.uint8]) -> NDArray[np.float16]:
         copies = [pixels, np.ascontiguousarray(pixels[..., ::-1])][: self.copies]
         latents = np.stack([self.encode(copy) for copy in copies], axis=1)
         with np.errstate(over="ignore"):
             half = latents.astype(np.float16)
         if not np.isfinite(half).all():
-            said = "beyond what float16 holds" if np.isfinite(latents).all() else "not finite"
-            raise RunError(f"the codec makes latents that are {said}; take another one")
+            problem = "beyond what float16 holds" if np.isfinite(latents).all() else "not finite"
+            raise RunError(f"the codec makes latents that are {problem}; take another one")
         return half
 
+    def replacements_hold(self, rows: NDArray[np.int64], progress: Progress) -> bool:
+        """Return True if the images that were replaced in an entry still are, and by the same ones.
 
-def encoded(key: str, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays:
-    """The entry of that key, or a new one. `progress`: called with (images done, images in all); it may raise.
+        They are read for that, so that their sets list them as skipped in this run too. `rows` are those of the entry,
+        or of its beginning.
+        """
+        begin = 0
+        for images in self.sets:
+            used = rows[begin : begin + len(images)]
+            replaced = np.flatnonzero(used != np.arange(len(used)))
+            for first in range(0, len(replaced), self.batch):
+                some = replaced[first : first + self.batch]
+                if not np.array_equal(images.take(some).rows, used[some]):
+                    return False
+                progress(0, self.full_shape[0])
+            begin += len(images)
+        return True
+
+
+def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays:
+    """Return the entry of a key, made anew if need be. `progress` is called with (images done, images in all).
 
     Raises:
-        RequestError: the cache cannot be written, and the latents are too many for memory.
-        RunError: the disk refuses; the codec's latents are no numbers.
+        RequestError: the cache cannot be written, and the latents are too large for memory.
+        RunError: the disk fails; the autoencoder's latents are not finite.
     """
     folder = cache_folder() / f"latents-{key}"
-    needed, partial = 2 * int(np.prod(wanted.whole)), folder.with_name(f"{folder.name}.partial")
-    found = _found(folder, wanted, progress)
-    if found is None:
+    needed, partial = 2 * int(np.prod(job.full_shape)), folder.with_name(f"{folder.name}.partial")
+    entry = _open_valid(folder, job, progress)
+    if entry is None:
         remove_stale_entries(cache_folder())
-    while found is None:
-        free = room()
-        if free is None or free + held(partial) < needed:
+    while entry is None:
+        free = free_bytes()
+        if free is None or free + disk_usage(partial) < needed:
             if needed <= IN_MEMORY:
-                return in_memory(wanted, progress)
+                return encode_into_memory(job, progress)
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:
-            found = _make(folder, partial, wanted, progress)
-        except BusyError:
+            entry = _write_entry(folder, partial, job, progress)
+        except BusyError:  # another process is writing it
             time.sleep(_WAIT)
-            progress(0, wanted.whole[0])
-            found = _found(folder, wanted, progress)
+            progress(0, job.full_shape[0])
+            entry = _open_valid(folder, job, progress)
         except OSError as error:
             raise RunError(
                 f"{folder} could not be written ({error.strerror}); make room, and do the same again"
             ) from error
-    return found
+    return entry
 
 
-def in_memory(wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays:
-    """The latents of all images, kept nowhere."""
-    latents, rows, done = np.empty(wanted.whole, np.float16), np.empty(wanted.whole[0], np.int64), 0
-    for some, which in wanted.batches(0):
+def encode_into_memory(job: EncodeJob, progress: Progress) -> LatentArrays:
+    """Encode all images without the cache."""
+    latents, rows, done = np.empty(job.full_shape, np.float16), np.empty(job.full_shape[0], np.int64), 0
+    for some, which in job.batches(0):
         latents[done : done + len(some)], rows[done : done + len(some)] = some, which
         done += len(some)
         progress(done, len(rows))
     return LatentArrays(latents, rows)
 
 
-def _found(folder: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays | None:
-    """The entry in a folder, mapped; None if there is none of these images, and then what lies there is removed."""
-    entry = _opened(folder, wanted.whole)
-    if entry is None or _still(entry.rows, wanted, progress):
+def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
+    """Map the entry in a folder; None if there is no valid one, and then what lies there is removed."""
+    entry = _open(folder, job.full_shape)
+    if entry is None or job.replacements_hold(entry.rows, progress):
         return entry
-    shutil.rmtree(folder, ignore_errors=True)  # those who have it mapped keep it
+    shutil.rmtree(folder, ignore_errors=True)  # other processes keep what they have mapped
     return None
 
 
-def _still(rows: NDArray[np.int64], wanted: EncodeJob, progress: Callable[[int, int], None]) -> bool:
-    """Whether the images that others stood in for still cannot be had, and the same ones stand in for them.
-
-    They are read for that, by which their set learns, and can tell, what is wrong with them. `rows` are those of an
-    entry, or of its beginning.
-    """
-    begin = 0
-    for images in wanted.sets:
-        used = rows[begin : begin + len(images)]
-        missed = np.flatnonzero(used != np.arange(len(used)))
-        for first in range(0, len(missed), wanted.batch):
-            some = missed[first : first + wanted.batch]
-            if not np.array_equal(images.take(some)[2], used[some]):
-                return False
-            progress(0, wanted.whole[0])
-        begin += len(images)
-    return True
-
-
-def _opened(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
-    """The entry in a folder, mapped; None if there is none that is whole, and then what lies there is removed."""
+def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
+    """Map the entry in a folder; None if it is incomplete or damaged, and then it is removed."""
     if not folder.exists():
         return None
     try:
@@ -177,99 +175,92 @@ def _opened(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
     return None
 
 
-def _make(folder: Path, partial: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> LatentArrays | None:
-    """Write an entry, or go on with it. BusyError if another process is at it."""
+def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
+    """Write an entry, or finish an interrupted one. Raises BusyError if another process is writing it."""
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
-        if (found := _found(folder, wanted, progress)) is not None:  # another has finished it since that was looked at
+        if (entry := _open_valid(folder, job, progress)) is not None:  # another process has finished it meanwhile
             shutil.rmtree(partial, ignore_errors=True)
-            return found
-        done, row_bytes = _done(partial, wanted, progress), 2 * int(np.prod(wanted.whole[1:]))
+            return entry
+        done, count = _images_done(partial, job, progress), job.full_shape[0]
         with open(partial / _LATENTS, "ab") as latents, open(partial / _ROWS, "ab") as rows:
-            latents.truncate(done * row_bytes)
+            latents.truncate(done * 2 * int(np.prod(job.full_shape[1:])))
             rows.truncate(done * 8)
-            for number, (some, which) in enumerate(wanted.batches(done), 1):
+            for number, (some, which) in enumerate(job.batches(done), 1):
                 latents.write(np.ascontiguousarray(some).data)
                 rows.write(np.ascontiguousarray(which, dtype=np.int64).data)
                 done += len(some)
-                if number % _SYNCED == 0 or done == wanted.whole[0]:
-                    for file in (latents, rows):
-                        file.flush()
-                        os.fsync(file.fileno())
-                    _write(partial / _DONE, {"done": done})  # after what it speaks of
-                progress(done, wanted.whole[0])
-        _write(partial / _FACTS, {"format": FORMAT, "shape": list(wanted.whole)})
+                if number % _SYNC_EVERY == 0 or done == count:
+                    sync(latents)
+                    sync(rows)
+                    _write_json(partial / _DONE, {"done": done})  # after the data that it vouches for
+                progress(done, count)
+        _write_json(partial / _FACTS, {"format": FORMAT, "shape": list(job.full_shape)})
         (partial / _DONE).unlink()
-        if not folder.exists():  # of another process that was quicker, where nothing can be locked
+        if not folder.exists():  # it does where locks do not work and another process was faster
             partial.rename(folder)
-            (folder / LOCK).unlink(missing_ok=True)  # not before, or another would begin anew in what is whole
-    return _opened(folder, wanted.whole)
+            (folder / LOCK).unlink(missing_ok=True)  # not before, or another would begin anew in the finished entry
+    return _open(folder, job.full_shape)
 
 
-def _done(partial: Path, wanted: EncodeJob, progress: Callable[[int, int], None]) -> int:
-    """How many images are on disk for certain, and as they would be encoded now."""
+def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:
+    """Return the number of images in an interrupted entry that are safe on disk and still valid."""
     try:
         done = json.loads((partial / _DONE).read_text("utf-8"))["done"]
         rows = np.fromfile(partial / _ROWS, np.int64, max(0, int(done)))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0
-    return len(rows) if len(rows) == done and _still(rows, wanted, progress) else 0
+    return len(rows) if len(rows) == done and job.replacements_hold(rows, progress) else 0
 
 
-def _write(path: Path, facts: object) -> None:
-    """A small JSON file, whole or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(json.dumps(facts))
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+def _write_json(path: Path, facts: object) -> None:
+    write_atomic(path, json.dumps(facts).encode())
 
 
-def latent_image_sets(stored: LatentArrays, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
-    """The sets with their latents in place of pixels, float16 [N, K, C, H, W], and the labels of what was encoded."""
-    made, begin = [], 0
+def latent_image_sets(arrays: LatentArrays, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
+    """Return the sets with latents in place of pixels, float16 [N, K, C, H, W], and the labels of what was encoded."""
+    latent_sets, begin = [], 0
     for images in sets:
         part = slice(begin, begin + len(images))
         # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
-        latents = cast(NDArray[np.uint8], stored.latents[part])
-        labels = images.labels_of(stored.rows[part])
-        made.append(replace(images, pixels=latents, labels=labels, known_fingerprint=f"latents:{key}:{begin}"))
+        latents = cast(NDArray[np.uint8], arrays.latents[part])
+        labels = images.labels_of(arrays.rows[part])
+        latent_sets.append(replace(images, pixels=latents, labels=labels, known_fingerprint=f"latents:{key}:{begin}"))
         begin += len(images)
-    return made
+    return latent_sets
 
 
 def statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of [N, K, C, H, W], over all but the mirrored copies, in float64.
+    """Return mean and standard deviation of each channel of [N, K, C, H, W], over the unmirrored copies, in float64.
 
-    In two passes over pieces, so that nothing is lost however far the mean is from zero. The deviation of a channel
-    that says nothing is a thousandth of the largest, so that it can be divided by.
+    The deviation is at least a thousandth of the largest channel's, so that it can be divided by.
     """
+    # In two passes, so that no precision is lost however far the mean is from zero.
     count = latents.shape[0] * int(np.prod(latents.shape[3:]))
-    mean = sum(_piece(latents, i).sum((0, 2, 3)) for i in _starts(latents)) / count
+    mean = sum(_chunk(latents, i).sum((0, 2, 3)) for i in _starts(latents)) / count
     centre = np.asarray(mean)[None, :, None, None]
-    squares = sum(np.square(_piece(latents, i) - centre).sum((0, 2, 3)) for i in _starts(latents)) / count
+    squares = sum(np.square(_chunk(latents, i) - centre).sum((0, 2, 3)) for i in _starts(latents)) / count
     deviation = np.sqrt(squares)
     deviation = np.maximum(deviation, max(1e-3 * float(deviation.max()), 1e-12))
     return tuple(np.asarray(mean).tolist()), tuple(deviation.tolist())
 
 
-_PIECE = 256
+_CHUNK = 256  # images; results depend on it in the last bits
 
 
 def _starts(latents: NDArray[np.float16]) -> range:
-    return range(0, len(latents), _PIECE)
+    return range(0, len(latents), _CHUNK)
 
 
-def _piece(latents: NDArray[np.float16], begin: int) -> NDArray[np.float64]:
-    return np.asarray(latents[begin : begin + _PIECE, 0], np.float64)
+def _chunk(latents: NDArray[np.float16], begin: int) -> NDArray[np.float64]:
+    return np.asarray(latents[begin : begin + _CHUNK, 0], np.float64)
 
 
 @dataclass(frozen=True)
 class Normalise:
-    """LatentArrays latents as the network sees them: callable on float16 [B, K, C, H, W], as `Augment` is on pixels.
+    """Normalise cached latents for the network: callable on float16 [B, K, C, H, W], as `Augment` is on pixels.
 
-    Each channel gets mean 0 and deviation `sigma_data`, which is what noise levels and preconditioning count on.
+    Each channel gets mean 0 and deviation `sigma_data`, which noise levels and preconditioning assume.
     """
 
     mean: tuple[float, ...]
@@ -278,9 +269,9 @@ class Normalise:
     flip: bool = False
 
     def __call__(self, stored: Tensor) -> tuple[Tensor, None]:
-        """(x0 float32 [B, C, H, W], None: nothing that the network would have to be told of).
+        """Return (x0 float32 [B, C, H, W], None for the augmentation condition).
 
-        With `flip` the mirrored copy with probability 1/2, by the coin that decides of pixels (`Augment`).
+        With `flip`, take the mirrored copy with probability 1/2, by the same random draw as `Augment` on pixels.
         """
         latents = stored[:, 0]
         if self.flip:
@@ -289,15 +280,15 @@ class Normalise:
         return self.forward(latents), None
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Latents [B, C, H, W] in the codec's scale -> x0."""
-        mean, deviation = self._sides(latents)
+        """Map latents [B, C, H, W] in the autoencoder's scale to x0."""
+        mean, deviation = self._mean_and_deviation(latents)
         return (latents.float() - mean) * (self.sigma_data / deviation)
 
     def inverse(self, x0: Tensor) -> Tensor:
-        """x0 -> latents in the codec's scale."""
-        mean, deviation = self._sides(x0)
+        """Map x0 to latents in the autoencoder's scale."""
+        mean, deviation = self._mean_and_deviation(x0)
         return x0 * (deviation / self.sigma_data) + mean
 
-    def _sides(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _mean_and_deviation(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, deviation = (torch.tensor(v, device=like.device)[:, None, None] for v in (self.mean, self.deviation))
         return mean, deviation

@@ -1,4 +1,4 @@
-"""Decode the images of the next positions while a step computes."""
+"""Prefetching: decode the images of the next positions in threads while a training step computes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from unfog.data.lazy import LazyPixels, PendingDecode
 
 _BLOCK = 16  # positions that are decoded as one piece of work
+# Read ahead by so many positions, and so many batches, as far as these bytes go; always by one batch.
 _BYTES = 256 * 2**20
 _LEAST, _BATCHES = 256, 8
-"""How far ahead is read: so many positions, and so many batches, as far as _BYTES go; always a batch."""
 
 
 class ReadOrder(NamedTuple):
-    """Which positions the reader will ask for: in each `batch` of them from `first` on, the `share` behind `begin`.
+    """The positions that a rank will read: of each `batch` positions from `first` on, the `share` behind `begin`.
 
-    They are counted in turns: turn 0 is position first + begin. As it is, all positions are.
+    They are numbered by an index: index 0 is position first + begin. The default reads all positions.
     """
 
     first: int = 0
@@ -27,13 +27,13 @@ class ReadOrder(NamedTuple):
     begin: int = 0
     share: int = 1
 
-    def positions(self, turn: int, size: int) -> NDArray[np.int64]:
-        """The positions of these turns, int64 [size]."""
-        batch, place = np.divmod(np.arange(turn, turn + size, dtype=np.int64), self.share)
+    def positions(self, index: int, size: int) -> NDArray[np.int64]:
+        """Return the positions with indices index … index + size - 1, int64 [size]."""
+        batch, place = np.divmod(np.arange(index, index + size, dtype=np.int64), self.share)
         return self.first + batch * self.batch + self.begin + place
 
-    def turn(self, position: int, size: int) -> int | None:
-        """The turn of the first of so many consecutive positions; None unless all of them will be asked for."""
+    def index_of(self, position: int, size: int) -> int | None:
+        """Return the index of the first of `size` consecutive positions; None if not all of them will be read."""
         batch, place = divmod(position - self.first, self.batch)
         place -= self.begin
         whole = self.share == self.batch or place + size <= self.share
@@ -41,73 +41,76 @@ class ReadOrder(NamedTuple):
 
 
 class Prefetcher:
-    """Images by position, each the same as if it were decoded when asked for.
+    """Reads images by position, and decodes those of the next positions ahead. Results do not depend on it.
 
-    Positions are worked on in blocks, so that batches of any size find what they need. It reads ahead of whoever
-    reads on where the last call ended; anybody else gets what they ask for, and nothing changes for the former.
+    It decodes in blocks, so that batches of any size use what was prefetched. It follows one reader, the one that goes
+    on where the last call ended; other reads, such as a preview's, are served without disturbing it.
 
     Args:
-        pixels: what to read from.
-        index: positions [count] -> rows of `pixels`, int64 [count].
+        pixels: the images.
+        index: maps positions [count] to rows of `pixels`, int64 [count].
     """
 
     def __init__(self, pixels: LazyPixels, index: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
-        self._pixels, self._index, self._course = pixels, index, ReadOrder()
-        self._blocks: dict[int, PendingDecode] = {}  # by their first turn
-        self._next = self._last = -1  # the turn with which the reader goes on, or the last call of any other ended
+        self._pixels, self._index, self._order = pixels, index, ReadOrder()
+        self._blocks: dict[int, PendingDecode] = {}  # by their first index
+        # The index at which the followed reader goes on, and that at which another reader's last call ended.
+        self._next = self._last = -1
 
-    def follow(self, course: ReadOrder) -> None:
-        """Read ahead of whoever begins on this course, and only of what is on it."""
-        self._drop(list(self._blocks))
-        self._course, self._next, self._last = course, 0, -1
+    def set_order(self, order: ReadOrder) -> None:
+        """Prefetch only positions of this order from now on, beginning with its first."""
+        self._cancel(list(self._blocks))
+        self._order, self._next, self._last = order, 0, -1
 
     def read(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """The images at positions first … first + size - 1, uint8 [size, C, H, W], and the rows that they are [size].
+        """Return the images at positions first … first + size - 1, uint8 [size, C, H, W], and their rows [size].
 
         Raises:
-            RunError: they cannot be decoded; images of later positions raise nothing yet.
+            RunError: they cannot be decoded. Errors of prefetched images are raised once these are read.
         """
-        turn = self._course.turn(first, size)
-        if turn is None:
-            return self._at_once(first, size)
-        end = turn + size
-        if turn not in (self._next, self._last):
+        begin = self._order.index_of(first, size)
+        if begin is None:
+            return self._read_now(first, size)
+        end = begin + size
+        if begin not in (self._next, self._last):
+            # Perhaps a single read, perhaps a new reader: the next call, if it goes on here, will tell.
             self._last = end
-            return self._at_once(first, size)
+            return self._read_now(first, size)
         self._next, self._last = end, -1
-        start = turn - turn % _BLOCK
-        self._look_ahead(start, end + self._reach(size))
+        start = begin - begin % _BLOCK
+        self._prefetch(start, end + self._reach(size))
         try:
             parts = [self._blocks[block].result() for block in range(start, end, _BLOCK)]
-        except Exception:  # of one of these, or of their neighbours in a block, which are nobody's business yet
-            self._drop([block for block in self._blocks if block < end])
-            return self._at_once(first, size)
+        except Exception:  # of one of these images, or of another in their blocks, which must not raise yet
+            self._cancel([block for block in self._blocks if block < end])
+            return self._read_now(first, size)
         for block in [block for block in self._blocks if block + _BLOCK <= end]:
             del self._blocks[block]
-        pixels, rows = (np.concatenate(some)[turn - start : end - start] for some in zip(*parts))
+        pixels, rows = (np.concatenate(some)[begin - start : end - start] for some in zip(*parts))
         return pixels, rows
 
     def close(self) -> None:
-        """Decode nothing more."""
-        self._drop(list(self._blocks))
+        """Stop decoding."""
+        self._cancel(list(self._blocks))
         self._pixels.close()
 
-    def _at_once(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        return self._pixels.taken(self._index(np.arange(first, first + size, dtype=np.int64)))
+    def _read_now(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        return self._pixels.take_with_rows(self._index(np.arange(first, first + size, dtype=np.int64)))
 
     def _reach(self, size: int) -> int:
-        """How many positions behind a batch are worked on."""
+        """Return how many positions behind a batch of `size` to prefetch."""
         fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
         return max(size, min(fit, max(_LEAST, _BATCHES * size)))
 
-    def _look_ahead(self, start: int, end: int) -> None:
+    def _prefetch(self, start: int, end: int) -> None:
         """Have the blocks from `start` to that of `end` in work, and no others."""
-        wanted = range(start, end, _BLOCK)
-        self._drop([block for block in self._blocks if block not in wanted])
-        for block in wanted:
+        ahead = range(start, end, _BLOCK)
+        self._cancel([block for block in self._blocks if block not in ahead])
+        for block in ahead:
             if block not in self._blocks:
-                self._blocks[block] = self._pixels.start(self._index(self._course.positions(block, _BLOCK)))
+                rows = self._index(self._order.positions(block, _BLOCK))
+                self._blocks[block] = self._pixels.start_decoding(rows)
 
-    def _drop(self, blocks: list[int]) -> None:
+    def _cancel(self, blocks: list[int]) -> None:
         for block in blocks:
             self._blocks.pop(block).cancel()

@@ -1,10 +1,10 @@
-"""What became of every file: nothing is dropped or altered without being counted here."""
+"""The report on a source's images: every file that was found, and what decoding did to it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-REASONS = 10
-"""Reasons that a line names."""
+_REASONS_LISTED, _NAMES_LISTED = 10, 3
 ACTIONS = {
     "resized": "resized to {size}x{size}",
     "upscaled": "upscaled to {size}x{size}",
@@ -33,7 +32,7 @@ ACTIONS = {
     "rgb_to_grey": "made grey",
     "grey_to_rgb": "made RGB from grey",
 }
-"""What can be done to an image, as `DataReport.line` puts it; an image may have had several."""
+"""Each change that decoding can make to an image -> its description. Several may apply to one image."""
 
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 """Those of ACTIONS that nearly every image needs; any other is worth a look."""
@@ -42,24 +41,24 @@ _KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json an
 
 
 class SkippedFile(NamedTuple):
-    """A file that could not be used; a folder that could not be read ends in "/"."""
+    """A file that cannot be used. The name of a folder that cannot be read ends in "/"."""
 
     name: str
     reason: str
-    """A few words, the same for the same trouble: "truncated", "not an image"."""
+    """A few words, the same for the same cause, such as "truncated"."""
 
 
 @dataclass(frozen=True, eq=False)
 class DataReport:
-    """The account of one preparation."""
+    """Counts of the files found in a source, and what was done to each image used."""
 
     source: str
     found: int
-    """Files taken for images; `used` of them were, the others are in `skipped`."""
+    """Files taken for images: those used and those skipped."""
 
     used: int
     held_out: int
-    """How many of those used are held out."""
+    """Number of the images used that are held out."""
 
     size: int
     channels: int
@@ -67,31 +66,30 @@ class DataReport:
     class_counts: Mapping[str, int]
     """Images used of each class, in the order of the labels; {} without classes."""
 
-    sides: Mapping[str, int]
-    """Original pixels, orientation put right: min, median and max of the "shortest" and "longest" side."""
+    sides: Mapping[str, int] = field(default_factory=dict)
+    """Minimum, median and maximum of the "shortest" and "longest" side of the upright originals, in pixels."""
 
-    modes: Mapping[str, int]
-    """Images used of each Pillow mode, as found."""
+    modes: Mapping[str, int] = field(default_factory=dict)
+    """Images used of each Pillow mode."""
 
-    treatments: tuple[tuple[str, ...], ...]
-    """The different lists of ACTIONS that images had done to them; one may be ()."""
+    treatments: tuple[tuple[str, ...], ...] = ()
+    """The different lists of ACTIONS that were applied; one may be ()."""
 
-    treatment: NDArray[np.int32]
-    """[used], which of `treatments` each image had: first those to train on, then those held out, as in the sets.
-    Maybe mapped from a file; [0] where nothing has been read yet."""
+    treatment: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[used], index into `treatments` of each image, training images first. May be mapped from a file; [0] where no
+    image was decoded yet."""
 
-    skipped: tuple[SkippedFile, ...]
-    ignored: Mapping[str, int]
-    """Files passed over as not images: how many of each suffix, or "hidden", or "without suffix"."""
+    skipped: tuple[SkippedFile, ...] = ()
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
 
     known_counts: tuple[int, ...] = ()
-    """What `counts` is, where it was computed before."""
+    """`counts`, where it is known already."""
 
     read: bool = True
-    """False where images are decoded only when training wants them, so that all of them are taken for usable."""
+    """False where images are decoded only while training, so that all are assumed to be usable."""
 
     def __post_init__(self) -> None:
-        """`treatment` may be given as any sequence of numbers."""
         object.__setattr__(self, "treatment", np.asarray(self.treatment, np.int32))
 
     def __eq__(self, other: object) -> bool:
@@ -101,7 +99,7 @@ class DataReport:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many images had each of `treatments`. Raises ValueError where they do not belong together."""
+        """Number of images of each of `treatments`. Raises ValueError if the file says something impossible."""
         counts = self.known_counts or np.bincount(self.treatment, minlength=len(self.treatments)).tolist()
         if len(counts) != len(self.treatments):
             raise ValueError(f"{len(counts)} counts of {len(self.treatments)} treatments")
@@ -109,17 +107,17 @@ class DataReport:
 
     @property
     def actions(self) -> dict[str, int]:
-        """How many images each of ACTIONS was done to; those that were done to none are left out."""
+        """Number of images that each of ACTIONS was applied to, without those of no image."""
         counts: Counter[str] = Counter()
-        for done, images in zip(self.treatments, self.counts):
-            counts.update(dict.fromkeys(done, images) if images else {})
+        for actions, images in zip(self.treatments, self.counts):
+            counts.update(dict.fromkeys(actions, images) if images else {})
         return dict(counts)
 
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
-        """Which of `treatments` these images had.
+        """Return the index into `treatments` of these images.
 
         Raises:
-            RequestError: one that there is not, in a mapped file that is damaged.
+            RequestError: the mapped file is damaged.
         """
         which = self.treatment[index]
         if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(self.treatments):
@@ -127,16 +125,15 @@ class DataReport:
         return which
 
     def phrases(self, which: int) -> list[str]:
-        """What was done to images of that treatment, in words, in the order of ACTIONS."""
-        done = self.treatments[which]
-        return [self.phrase(key) for key in ACTIONS if key in done]
+        """Describe each action of a treatment, in the order of ACTIONS."""
+        return [self.phrase(key) for key in ACTIONS if key in self.treatments[which]]
 
     def phrase(self, action: str) -> str:
-        """One of ACTIONS in words."""
+        """Describe one of ACTIONS, such as "resized to 64x64"."""
         return ACTIONS[action].format(size=self.size, background=self.background)
 
     def line(self) -> str:
-        """The account in one line."""
+        """Return the whole report as one line for people."""
         classes = f" in {len(self.class_counts):,} classes" if self.class_counts else ""
         actions = self.actions
         done = ", ".join(f"{actions[key]:,} {self.phrase(key)}" for key in ACTIONS if key in actions)
@@ -150,20 +147,20 @@ class DataReport:
         if self.held_out:
             parts.append(f"{self.held_out:,} held out")
         if self.skipped:
-            parts.append(f"{len(self.skipped):,} skipped ({self._quarantined()})")
+            parts.append(f"{len(self.skipped):,} skipped ({self._skipped_by_reason()})")
         if ignored := sum(self.ignored.values()):
             parts.append(f"{ignored:,} other file{'s' * (ignored != 1)} ignored")
         return "; ".join(parts)
 
-    def _quarantined(self, named: int = 3) -> str:
+    def _skipped_by_reason(self) -> str:
         names: dict[str, list[str]] = {}
-        for one in self.skipped:
-            names.setdefault(one.reason, []).append(one.name)
+        for file in self.skipped:
+            names.setdefault(file.reason, []).append(file.name)
         groups = [
-            f"{len(of):,} {reason}: {', '.join(map(sanitize, of[:named]))}{', ...' * (len(of) > named)}"
+            f"{len(of):,} {reason}: {', '.join(map(sanitize, of[:_NAMES_LISTED]))}{', ...' * (len(of) > _NAMES_LISTED)}"
             for reason, of in sorted(names.items(), key=lambda item: -len(item[1]))
         ]
-        return "; ".join([*groups[:REASONS], *["..."] * (len(groups) > REASONS)])
+        return "; ".join([*groups[:_REASONS_LISTED], *["..."] * (len(groups) > _REASONS_LISTED)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, under the keys of data.json and pack.json."""
@@ -175,7 +172,7 @@ class DataReport:
     def from_dict(cls, values: Mapping[str, Any]) -> DataReport:
         """Rebuild a report from `to_dict`, also after a journey through JSON."""
         rebuilt = {name: values[_KEYS_ON_DISK.get(name, name)] for name in (field.name for field in fields(cls))}
-        rebuilt["treatments"] = tuple(tuple(done) for done in rebuilt["treatments"])
+        rebuilt["treatments"] = tuple(tuple(actions) for actions in rebuilt["treatments"])
         rebuilt["known_counts"] = tuple(rebuilt["known_counts"])
-        rebuilt["skipped"] = tuple(SkippedFile(*one) for one in rebuilt["skipped"])
+        rebuilt["skipped"] = tuple(SkippedFile(*file) for file in rebuilt["skipped"])
         return cls(**rebuilt)

@@ -1,4 +1,4 @@
-"""What is done to the images before training. Free of torch, so that `--help` is quick."""
+"""Settings of decoding, labels, augmentation and the held-out split. Without torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from unfog.errors import RequestError
 
 LABELS = ("auto", "folders", "none")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-"""What `Data.labels` may be, or end in."""
+"""Values of `Data.labels`, and suffixes of the tables that it may name instead."""
+
+UNREAD = "unread:"
+"""Prefix of the fingerprint of images that are decoded while training: a digest of their source's state."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """How images are decoded, labelled, augmented and split. A 0 or "auto" is chosen to suit them."""
+    """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
     size: int = 0
     """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64. Short: --size."""
@@ -46,16 +49,16 @@ class Data:
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
 
     cache: Literal["auto", "memory", "disk", "none"] = "auto"
-    """Where decoded images live: "disk" = a pack that later runs reuse; "none" = decoded anew each time they come."""
+    """Where decoded images are kept: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
 
     cache_limit: str = "10gb"
-    """Of shards far away whose images are decoded as they come, so much is kept on disk (500mb, 50gb; 0 = nothing)."""
+    """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
 
     failed_shards: float = 0.05
-    """Of shards whose images are decoded as they come, the share that may fail, others in their place; 0 = none."""
+    """Share of the remote shards read while training that may fail; other images replace theirs. 0 = none."""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range, with RequestError."""
+        """Raise RequestError for values out of range."""
         if self.labels not in LABELS and not self.labels.lower().endswith(TABLES):
             close = difflib.get_close_matches(self.labels, LABELS, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -78,7 +81,7 @@ class Data:
 
 
 def bytes_of(text: str) -> int:
-    """A size on disk such as 500mb, 50gb or 2tb, or 0, in bytes. RequestError for anything else."""
+    """Parse a size such as 500mb, 50gb, 2tb or 0 to bytes. Raises RequestError if it is none."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(mb|gb|tb)", str(text).strip().lower())
     if match:
         return int(float(match[1]) * {"mb": 10**6, "gb": 10**9, "tb": 10**12}[match[2]])

@@ -1,4 +1,4 @@
-"""The endless shuffled stream. Position is its only state: a resume stores one integer and seeks at once."""
+"""The endless shuffled stream of training images. Its only state is the position, so a resume stores one integer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some consecutive images of the stream."""
+    """Consecutive images of the stream."""
 
     first: int
     """Position of the first image, counted from the start of training."""
@@ -31,15 +31,14 @@ class Batch:
     """int64 [B], or None without classes."""
 
     index: Tensor
-    """int64 [B], which image of the set each one is, also where another was asked for that cannot be decoded."""
+    """int64 [B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
 
 class ImageStream:
-    """Images by position: position p is image shuffle(seed, p // N)(p mod N) of the set.
+    """Images by position: position p is image shuffle(seed, p // N)(p mod N) of the N images of a set.
 
-    Every image comes exactly once an epoch; batches run on across epochs, so a set smaller than a batch works
-    too. Where images are decoded only now, those of the next positions are being decoded in threads meanwhile, which
-    changes nothing but the time it takes; `close` ends the threads.
+    Every image comes exactly once an epoch. Batches run on across epochs, so a set may be smaller than a batch. Images
+    that are decoded as they are read are prefetched in threads; `close` ends these.
 
     Raises:
         RequestError: the set is empty.
@@ -49,19 +48,19 @@ class ImageStream:
         if not len(images):
             raise RequestError("there are no images to train on; lower held_out or give more images")
         self.images, self.seed = images, seed
-        # Not `self.index`: in a circle with this, the threads would outlive it.
+        # Not `self.index`: that would be a reference cycle, and the threads would outlive the stream.
         index = partial(_index, len(images), seed)
-        self._ahead = Prefetcher(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
+        self._prefetcher = Prefetcher(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
 
     def batch(self, first: int, size: int) -> Batch:
-        """The images at positions first..first+size-1; any position up to 2^62 costs the same.
+        """Return the images at positions first … first + size - 1. Any position up to 2^62 takes the same time.
 
         Raises:
-            RunError: images that are decoded only now cannot be: a hundred in a row, or one just now.
-            RequestError: a label is none of the classes, in a mapped file that is damaged.
+            RunError: images cannot be decoded: a hundred in a row, or one that cannot be read now.
+            RequestError: a label is not an index into the classes: the mapped file is damaged.
         """
-        if self._ahead is not None:
-            pixels, index = self._ahead.read(first, size)
+        if self._prefetcher is not None:
+            pixels, index = self._prefetcher.read(first, size)
             label = self.images.labels_of(index)
         else:
             pixels, label, index = self.images.take(self.index(first, size))
@@ -72,28 +71,27 @@ class ImageStream:
             torch.from_numpy(index),
         )
 
-    def share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
-        """Expect to be asked only for these positions of each batch: `count` of them behind its `begin`th.
+    def prefetch_share(self, begin: int, count: int, batch: int, first: int = 0) -> None:
+        """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
 
-        Batches are of `batch` positions each, the first of them begins at position `first`. What is decoded ahead is
-        of this share alone, so that of several ranks each reads only its own images; `batch` goes on to give any
-        position, and the same images. Rank 1 of 2 says `share(32, 32, 64, first=seen)`; a single process need not.
+        Batches have `batch` positions each, the first of them from position `first` on. `batch()` still returns any
+        position. Rank 1 of 2 calls `prefetch_share(32, 32, 64, first=seen)`.
 
         Raises:
-            ValueError: there is no such share of a batch.
+            ValueError: a batch has no such share.
         """
         if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
             raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
-        if self._ahead is not None:
-            self._ahead.follow(ReadOrder(first, batch, begin, count))
+        if self._prefetcher is not None:
+            self._prefetcher.set_order(ReadOrder(first, batch, begin, count))
 
     def close(self) -> None:
-        """End the threads that read ahead, if any; whoever reads on starts them anew."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """End the threads that prefetch, if any. The next read starts them anew."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def index(self, first: int, size: int) -> NDArray[np.int64]:
-        """Which images of the set are at these positions, int64 [size]."""
+        """Return the rows of the set at these positions, int64 [size]."""
         return _index(len(self.images), self.seed, np.arange(first, first + size, dtype=np.int64))
 
 

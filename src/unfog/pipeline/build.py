@@ -38,7 +38,7 @@ def input_shape(config: Config) -> tuple[int, int, int]:
 
 def build_augmentation(config: Config) -> Augmentation:
     """What training does to what the stream gives, pixels or stored latents."""
-    return latent_normalisation(config) if config.uses_latents else Augment.of(config.data)
+    return latent_normalisation(config) if config.uses_latents else Augment.from_settings(config.data)
 
 
 def latent_normalisation(config: Config) -> Normalise:

@@ -14,7 +14,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import sanitize
 from unfog.data.augmentation.augment import to_model_range
-from unfog.data.decode import ImageInfo, colour, decode
+from unfog.data.decode import ImageInfo, decode, parse_colour
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
@@ -84,7 +84,7 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
             )
     try:
         with silence_pillow():
-            return decode(opener, size, channels, colour(background))
+            return decode(opener, size, channels, parse_colour(background))
     except ImageError as error:
         named = sanitize(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error

@@ -13,7 +13,15 @@ import torch
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, encoded, in_memory, latent_image_sets, statistics
+from unfog.data.latents import (
+    FORMAT,
+    EncodeJob,
+    LatentArrays,
+    encode_into_memory,
+    latent_image_sets,
+    load_or_encode,
+    statistics,
+)
 from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import check_multiple
@@ -94,7 +102,7 @@ def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few
             progress.total, done = total, images
             progress.update(images)
 
-        stored = in_memory(wanted, update) if few else encoded(key, wanted, update)
+        stored = encode_into_memory(wanted, update) if few else load_or_encode(key, wanted, update)
     if done and not few:
         say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
     return key, stored

@@ -254,6 +254,6 @@ def write_data_files(session: Session) -> None:
     """Write down what became of every image, and what the network sees of them; a run goes on without."""
     try:
         config = session.config
-        write_data_report(session.folder, session.prepared, Augment.of(config.data), config.training.seed)
+        write_data_report(session.folder, session.prepared, Augment.from_settings(config.data), config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")

@@ -153,7 +153,9 @@ def run_training_loop(
                 world.shard_state(state, saved)
             world.broadcast_state(state)
             if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
-                stream.share(own.start, len(own), config.training.batch, state.seen)  # read ahead no other's images
+                stream.prefetch_share(
+                    own.start, len(own), config.training.batch, state.seen
+                )  # read ahead no other's images
             train(
                 config.training,
                 config.optimizer,

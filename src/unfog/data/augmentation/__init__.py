@@ -1,1 +1,1 @@
-"""Random changes to training images, computed on the device for whole batches."""
+"""Augmentation of training images, for whole batches on their device."""

@@ -1,8 +1,7 @@
-"""Random changes to images, for whole batches at once and on whatever device they are on.
+"""Augmentation: flip, colour jitter, crop, and EDM's non-leaking augmentation.
 
-None changes what an image is of. `flip`, `jitter` and `crop` change what is learned: samples are mirrored, tinted and
-enlarged as the training images were, which is right where such pictures are as good as the others (a flip of symmetric
-things, say). `augment` does not, as the network is told of it (`unfog.data.augmentation.nonleaking`).
+`flip`, `jitter` and `crop` show in the samples, which are mirrored, tinted and enlarged as the training images were.
+`augment` does not, as the network is conditioned on it (see `nonleaking`).
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import torch
 from torch import Tensor
 
 from unfog.data.augmentation.affine import sides, warp
-from unfog.data.augmentation.nonleaking import draw
+from unfog.data.augmentation.nonleaking import draw_geometry
 from unfog.data.settings import Data
 from unfog.sharded_rng import draw_rows
 
 
 def to_model_range(pixels: Tensor) -> Tensor:
-    """uint8 [0, 255] to float32 [-1, 1]: the one place where that happens."""
+    """Convert uint8 [0, 255] to float32 [-1, 1]. All code that needs this range calls this function."""
     return (pixels / 127.5).sub_(1)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Callable on uint8 [B, C, H, W], giving (images float32 in [-1, 1], what was done [B, 9] or None).
+    """Callable on uint8 [B, C, H, W] that returns (images float32 in [-1, 1], augmentation condition [B, 9] or None).
 
-    Draws from torch's global generator of the batch's device, so that whoever seeds that by position has augmentation
-    by position; off (all at 0) it draws nothing.
+    It draws from torch's global generator of the batch's device, which training seeds by position in the stream. With
+    all settings 0 it draws nothing.
     """
 
     flip: bool = False
@@ -37,30 +36,30 @@ class Augment:
     augment: float = 0.0
 
     @classmethod
-    def of(cls, settings: Data) -> Augment:
-        """As the settings say."""
+    def from_settings(cls, settings: Data) -> Augment:
         return cls(settings.flip, settings.jitter, settings.crop, settings.augment)
 
     def __call__(self, pixels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Each image flipped with probability 1/2, then its brightness, contrast and saturation (in this order) scaled
-        by a factor of its own, uniform in [1 - jitter, 1 + jitter]; then a square of it, of a side uniform in
-        [1 - crop, 1] of its own and anywhere, enlarged to the whole; then each change of EDM's with probability
-        `augment`, for which alone there is a condition.
+        """Augment each image of a batch on its own.
+
+        Flip it with probability 1/2. Scale its brightness, contrast and saturation, in this order, by factors uniform
+        in [1 - jitter, 1 + jitter]. Enlarge a square of it, with a side uniform in [1 - crop, 1], to the whole. Apply
+        each of EDM's changes with probability `augment`; the condition describes these alone.
         """
         if self.flip:
             mirrored = draw_rows(len(pixels), lambda n: torch.rand(n, device=pixels.device)) < 0.5
             pixels = torch.where(mirrored.view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         if self.jitter:
-            pixels = self._recoloured(pixels)
+            pixels = self._jitter_colours(pixels)
         x0 = to_model_range(pixels)
         if self.crop:
-            x0 = self._cropped(x0)
+            x0 = self._crop(x0)
         if not self.augment:
             return x0, None
-        geometry = draw(x0, self.augment)
+        geometry = draw_geometry(x0, self.augment)
         return geometry.apply(x0), geometry.condition()
 
-    def _recoloured(self, pixels: Tensor) -> Tensor:
+    def _jitter_colours(self, pixels: Tensor) -> Tensor:
         draws = draw_rows(len(pixels), lambda n: torch.rand(3, n, 1, 1, 1, device=pixels.device), dim=1)
         brightness, contrast, saturation = 1 + self.jitter * (2 * draws - 1)
         x = pixels.float() * brightness
@@ -69,7 +68,7 @@ class Augment:
             x = torch.lerp(_grey(x), x, saturation)
         return x.round_().clamp_(0, 255).to(torch.uint8)
 
-    def _cropped(self, x: Tensor) -> Tensor:
+    def _crop(self, x: Tensor) -> Tensor:
         draws = draw_rows(len(x), lambda n: torch.rand(n, 3, device=x.device))
         side = 1 - self.crop * draws[:, 0]
         margins = sides(x) * (1 - side)[:, None]
@@ -78,7 +77,7 @@ class Augment:
 
 
 def _grey(x: Tensor) -> Tensor:
-    """Luma of RGB (ITU-R BT.601, as Pillow's "L"), [B, C, H, W] -> [B, 1, H, W]."""
+    """Return the luma (ITU-R BT.601, like Pillow's "L"), [B, C, H, W] -> [B, 1, H, W]."""
     if x.shape[1] == 1:
         return x
     return 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]

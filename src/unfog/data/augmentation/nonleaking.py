@@ -1,12 +1,11 @@
-"""EDM's augmentation of small sets: the network is told what was done, so that its samples do not show it.
+"""Non-leaking augmentation for small sets: the network is conditioned on the augmentation, so samples do not show it.
 
-Karras et al. 2022, appendix F.2, after Karras et al. 2020 (ADA). A network that sees mirrored, turned and stretched
-images next to nine numbers that say how, learns what these have in common with the images as they are; sampled with
-nine zeros, it draws the latter only.
+EDM (Karras et al. 2022, appendix F.2), after ADA (Karras et al. 2020). The network gets nine numbers that describe how
+its input was mirrored, rotated and stretched; sampling sets them to zero.
 
-Chances and spreads are those of EDM, so that its p of 0.12 means the same here. It differs in that shifts by whole
-pixels are a change of their own beside those by fractions, that a stretch has one pair of numbers (see
-`Geometry.stretch`), and in the wavelet that images are resampled with (see `unfog.data.augmentation.affine`).
+Probabilities and spreads are EDM's, so that p = 0.12 means the same here. Differences: shifts by whole pixels are a
+change of their own beside those by fractions; a stretch has one pair of numbers (see `Geometry.stretch`); images are
+resampled with another wavelet (see `affine`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from unfog.data.augmentation.affine import sides, warp
 from unfog.sharded_rng import draw_rows
 
 CONDITIONS = 9
-"""Numbers that say what was done to an image."""
+"""Length of the augmentation condition."""
 
 _OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch
 _SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, largest shift by whole pixels
 
 
 class Geometry(NamedTuple):
-    """What is done to each image, in this order; all zeros is nothing."""
+    """The geometric changes to each image, in the order of their application; zeros change nothing."""
 
     flip: Tensor
     """0 or 1 [B, 2]: left to right, top to bottom."""
@@ -43,14 +42,14 @@ class Geometry(NamedTuple):
     """[B, 2], to the right and down, as a fraction of the side."""
 
     def condition(self) -> Tensor:
-        """What the network is told, float32 [B, 9]: 0 for what was not done, else of the order of 1."""
+        """Return the network's condition, float32 [B, 9]: 0 for changes not made, else of the order of 1."""
         turn = torch.stack([self.angle.cos() - 1, self.angle.sin()], dim=1)
         return torch.cat([self.flip, self.shift / _SHIFT, self.zoom[:, None], turn, self.stretch], dim=1)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Images float32 [B, C, H, W] in [-1, 1] after this; those that nothing is done to, to the bit as they were."""
-        # From where each pixel comes: the inverse of flip, then zoom, then turn, then stretch, then shift.
-        unstretch = _unstretched(self.stretch)
+        """Change images float32 [B, C, H, W] in [-1, 1]. Images without a change stay the same to the bit."""
+        # `warp` wants the place that each pixel comes from, hence the inverse of flip, zoom, turn, stretch and shift.
+        unstretch = _inverse_stretch(self.stretch)
         cos, sin = self.angle.cos(), self.angle.sin()
         unturn = torch.stack([cos, sin, -sin, cos], dim=1).view(-1, 2, 2)
         unflip_unzoom = (1 - 2 * self.flip) * (-_OCTAVES * self.zoom).exp2()[:, None]
@@ -60,12 +59,12 @@ class Geometry(NamedTuple):
         return torch.where(touched.view(-1, 1, 1, 1), warp(x, linear, shift), x)
 
 
-def draw(x: Tensor, p: float) -> Geometry:
-    """What to do to images `x`, each change with probability `p`, from torch's global generator of their device.
+def draw_geometry(x: Tensor, p: float) -> Geometry:
+    """Draw changes for images `x`, each with probability `p`, from torch's global generator of their device.
 
-    Left to right, half of all images are flipped, whatever p is above 0, as in EDM. A flip top to bottom is then a
-    fair coin; scale and stretch 2^(0.2 n) with normal n, turns and the direction of a stretch
-    uniform, shifts normal with 1/8 of the side, and, as a change of its own, by whole pixels up to 1/8 of the side.
+    As in EDM, half of all images are flipped left to right whatever p is, if above 0. A flip top to bottom is a fair
+    coin. Scale and stretch are 2^(0.2 n) with n normal; angles and the direction of a stretch are uniform; shifts are
+    normal with 1/8 of the side, or, as a change of their own, by whole pixels up to 1/8 of the side.
     """
     count, device = len(x), x.device
     done = (draw_rows(count, lambda n: torch.rand(7, n, device=device), dim=1) < p).float()
@@ -83,8 +82,9 @@ def draw(x: Tensor, p: float) -> Geometry:
     )
 
 
-def _unstretched(stretch: Tensor) -> Tensor:
-    """The inverse of the stretch, [B, 2] -> [B, 2, 2]: the exponential of a symmetric matrix without trace."""
+def _inverse_stretch(stretch: Tensor) -> Tensor:
+    """Return the inverse of the stretch, [B, 2] -> [B, 2, 2]."""
+    # A stretch that keeps the area is the exponential of a symmetric matrix without trace, which has this closed form.
     size = stretch.norm(dim=1)
     along, across = (stretch / size.clamp_min(1e-12)[:, None]).unbind(1)
     octaves = math.log(2) * _OCTAVES * size

@@ -1,4 +1,4 @@
-"""The files of a pack: read whatever they hold, without crashing or allocating for it."""
+"""Read the files of a pack. Damaged or hostile ones raise errors, and are never trusted with an allocation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ FORMAT = 1
 _LARGEST_MANIFEST = 2**28
 _LONGEST_HEADER = 2**16
 _LARGE_SHARE = 4
-"""Of a pack larger than this part of the memory, only what is asked for is read from the disk; of a smaller one also
-what lies around it, which is soon all of it."""
+"""A pack larger than 1/4 of the memory is read without read-ahead, which would evict what is needed."""
+
+PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
+"""Settings that the content of a pack depends on; the others act on its images."""
 
 
 class _PackedNames(Sequence[str]):
-    """Names of the images, read from the mapped file as they are asked for."""
+    """Names of the images, read from the mapped file on demand."""
 
     def __init__(self, text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
         self._text, self._offsets = text, offsets  # [bytes], [N + 1]
@@ -61,12 +63,12 @@ class _PackedNames(Sequence[str]):
 
 
 def is_pack(path: Path) -> bool:
-    """Whether somebody finished a pack here."""
+    """Return True if the folder is a finished pack."""
     return (path / MANIFEST).is_file()
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a pack is in the making here: there is a journal, and it begins as ours do, or is empty still."""
+    """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
     try:
         with open(path / JOURNAL, "rb") as file:
             line = file.readline(_LONGEST_HEADER)
@@ -77,17 +79,23 @@ def is_begun(path: Path) -> bool:
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
-    """pack.json: the manifest, and a digest of it."""
+    """Return the content of pack.json: the manifest and its digest."""
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    return json.dumps({**manifest, "digest": _digest_of(text)}, indent=1, sort_keys=True).encode()
+    return json.dumps({**manifest, "digest": _text_digest(text)}, indent=1, sort_keys=True).encode()
 
 
-def _digest_of(text: str) -> str:
+def _text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What pack.json holds, if it is as it was written; RequestError, ValueError and others if it is not."""
+    """Read pack.json and check its digest. Raises RequestError, ValueError and others if it is damaged."""
     file = path / MANIFEST
     if not file.is_file():
         raise RequestError(
@@ -102,24 +110,27 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"format {FORMAT}; pack the originals again"
         )
     content = {name: value for name, value in manifest.items() if name != "digest"}
-    if manifest.get("digest") != _digest_of(json.dumps(content, indent=1, sort_keys=True)):
+    if manifest.get("digest") != _text_digest(json.dumps(content, indent=1, sort_keys=True)):
         raise ValueError(f"{MANIFEST} is not as it was written")
     return content | {"digest": manifest["digest"]}
 
 
-def check(shape: Any, train: Any, classes: Any, labelled: Any, fingerprints: Any) -> None:
-    """ValueError unless these belong together; others for what is of no such type."""
-    whole = len(shape) == 4 and all(type(side) is int and 0 < side < 2**48 for side in shape)
-    whole = whole and type(train) is int and 0 <= train <= shape[0]
-    whole = whole and type(classes) is list and all(type(name) is str for name in classes)
-    whole = whole and type(labelled) is bool and labelled == bool(classes)
-    if not (whole and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError, or another error, unless the entries have their types and fit together."""
+    shape, train, classes = manifest["shape"], manifest["train"], manifest["classes"]
+    labelled, fingerprints = manifest["labelled"], manifest["fingerprints"]
+    valid = len(shape) == 4 and all(type(side) is int and 0 < side < 2**48 for side in shape)
+    valid = valid and type(train) is int and 0 <= train <= shape[0]
+    valid = valid and type(classes) is list and all(type(name) is str for name in classes)
+    valid = valid and type(labelled) is bool and labelled == bool(classes)
+    if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
         raise ValueError("shape, split or classes are none")
+    _check_settings({name: manifest["settings"][name] for name in PACK_SETTINGS}, shape)
 
 
-def check_settings(settings: dict[str, Any], shape: list[int]) -> None:
-    """ValueError unless the settings have their types and are those of these pixels."""
-    Data(**settings)  # refuses what is out of range
+def _check_settings(settings: dict[str, Any], shape: list[int]) -> None:
+    """Raise ValueError unless the settings have their types and fit the shape of the pixels."""
+    Data(**settings)  # raises RequestError for values out of range
     types = {name: type(getattr(Data(), name)) for name in settings}
     allowed = {name: (int, float) if kind is float else (kind,) for name, kind in types.items()}  # 0 is a number too
     typed = all(type(value) in allowed[name] for name, value in settings.items())
@@ -130,7 +141,7 @@ def check_settings(settings: dict[str, Any], shape: list[int]) -> None:
 
 
 def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, ImageSet]:
-    """DecodeResult and images, mapped; ValueError and others unless all files are what the manifest says of them."""
+    """Map report and images. Raises ValueError and others unless all files fit the manifest."""
     n, files = manifest["shape"][0], manifest["files"]
     for name, file in files.items():
         if type(file["sha256"]) is not str or (path / name).name != name or name in ("", ".", ".."):

@@ -1,8 +1,7 @@
-"""The folder of a pack in the making: its journal, who may work on it, and writes that a crash cannot cut in two."""
+"""The folder of an unfinished pack: its journal, its lock, and writes that survive a crash."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,63 +11,65 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack import PACK_SETTINGS
-from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, is_begun, is_pack
-from unfog.data.scan import Scan
+from unfog.data.packs.pack_files import JOURNAL, MANIFEST, is_begun, is_pack
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.text import sanitize
 
 FACTS_FILE = "facts.bin"
-_BEGINS = frozenset(["pixels.u8", FACTS_FILE])  # may be there, and empty, before the journal is
+_CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
 _ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
 _PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, "chunks.json", MANIFEST))
-FILES = frozenset([JOURNAL, *_ARRAYS]) | _BEGINS | _PARTIAL
-"""What may be in the folder of a pack in the making."""
+FILES = frozenset([JOURNAL, *_ARRAYS]) | _CREATED_FIRST | _PARTIAL
+"""Every file that an unfinished pack may have."""
 
 
 class BusyError(RequestError):
-    """Another process is at work on that pack."""
+    """Another process is writing the same pack."""
 
 
 @dataclass
 class Journal:
-    """How far a pack is, as its journal says."""
+    """The progress of an unfinished pack, as stored in journal.jsonl."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    """What it is made from and of; {} where nothing has begun."""
+    """Source and settings of the pack; {} where nothing has begun."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """One for each whole chunk."""
+    """One for each chunk that is safe on disk."""
 
     @classmethod
     def read(cls, folder: Path) -> Journal:
-        """What the journal in a folder says; a line that was cut off counts for nothing; {} if one is damaged."""
+        """Read the journal in a folder, less a last line that was cut off. Empty if it is missing or damaged."""
         try:
             text = (folder / JOURNAL).read_text("utf-8")
             header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         except (OSError, ValueError, RecursionError):
             return cls()
         before = [{"done": 0, "rows": 0}, *lines]
-        whole = isinstance(header, dict) and all(_follows(line, last) for line, last in zip(lines, before))
-        return cls(header, lines) if whole else cls()
+        valid = isinstance(header, dict) and all(_follows(line, last) for line, last in zip(lines, before))
+        return cls(header, lines) if valid else cls()
 
     @property
     def done(self) -> int:
-        """Images looked at."""
+        """Number of images of the source that were decoded or skipped."""
         return int(self.lines[-1]["done"]) if self.lines else 0
 
-    def differs(self, header: dict[str, Any]) -> str:
-        """What it was begun with that is another than in this header; "" for nothing."""
-        said = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
-        return next((words for key, words in said.items() if self.header.get(key) != header[key]), "")
+    @property
+    def rows(self) -> int:
+        """Number of images written."""
+        return int(self.lines[-1]["rows"]) if self.lines else 0
+
+    def difference(self, header: dict[str, Any]) -> str:
+        """Name what this journal and a header differ in; "" for nothing."""
+        names = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
+        return next((name for key, name in names.items() if self.header.get(key) != header[key]), "")
 
 
 def _follows(line: Any, last: dict[str, Any]) -> bool:
-    """Whether it is a line of a journal, of the chunk behind the last one's."""
+    """Return True if this is a valid journal line of the chunk behind the last line's."""
     match line:
         case {
             "done": int(done),
@@ -88,63 +89,46 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
     return False
 
 
-def header_of(scan: Scan, key: str) -> dict[str, Any]:
-    """What says that a pack in the making is that of this source, under these settings."""
-    matters = [getattr(scan.settings, name) for name in PACK_SETTINGS]
-    return {
-        "format": FORMAT,
-        "key": key,
-        "stamp": scan.stamp,
-        "settings": [*matters, key],
-        "pillow": PIL.__version__,
-        "found": len(scan.source.names),
-        "channels": scan.channels,
-        "size": scan.size,
-        "proved": scan.channels_certain,
-    }
-
-
-def clear(folder: Path) -> None:
-    """Remove what is of no use in a finished pack."""
+def remove_work_files(folder: Path) -> None:
+    """Remove the files that a finished pack no longer needs."""
     for name in (JOURNAL, FACTS_FILE, LOCK):
         (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
-def made(folder: Path, remedy: str) -> Iterator[None]:
-    """Make the folder; the disk's refusals become errors for a person."""
-    said = sanitize(str(folder))
+def pack_folder(folder: Path, remedy: str) -> Iterator[None]:
+    """Make the folder of a new or unfinished pack, and turn errors of the disk into messages with a remedy."""
+    name = sanitize(str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        foreign = _holds_others(folder)
+        foreign = _has_foreign_files(folder)
     except OSError as error:
-        raise RequestError(f"{said} cannot be written ({error.strerror}); {remedy}") from error
+        raise RequestError(f"{name} cannot be written ({error.strerror}); {remedy}") from error
     if is_pack(folder) or foreign:
-        raise RequestError(f"{said} exists and holds something else; give another folder, or remove it")
+        raise RequestError(f"{name} exists and holds something else; give another folder, or remove it")
     try:
         yield
     except OSError as error:
         raise RunError(
-            f"{said} could not be written ({error.strerror}); what is done is kept: make room, and do the same again"
+            f"{name} could not be written ({error.strerror}); what is done is kept: make room, and do the same again"
         ) from error
 
 
-def _holds_others(folder: Path) -> bool:
-    """Whether there are files that no pack in the making has; its own are written over, so of those we must be sure.
-
-    What is hidden never harms: our lock, and what file systems and desktops leave.
-    """
+def _has_foreign_files(folder: Path) -> bool:
+    # A pack's own files are overwritten, so without a journal of ours only empty or partial ones pass as its own.
+    # Hidden files do no harm: our lock, and what file systems and desktops leave.
     there = [path for path in folder.iterdir() if not path.name.startswith(".")]
     if is_begun(folder):
         return any(path.name not in FILES for path in there)
-    return any(path.name not in _BEGINS | _PARTIAL or (path.name in _BEGINS and path.stat().st_size) for path in there)
+    own = _CREATED_FIRST | _PARTIAL
+    return any(path.name not in own or (path.name in _CREATED_FIRST and path.stat().st_size) for path in there)
 
 
 def _remove_empty_files(folder: Path) -> None:
-    """Remove what was begun where no image came into it."""
+    """Remove the files of a pack that no image was written to."""
     with suppress(OSError):
-        if not is_pack(folder) and not any(line["rows"] for line in Journal.read(folder).lines):
-            for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it says that the others are ours
+        if not is_pack(folder) and not Journal.read(folder).rows:
+            for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it proves that the others are ours
                 (folder / name).unlink(missing_ok=True)
 
 
@@ -155,15 +139,16 @@ def _remove_if_empty(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from making this pack meanwhile; the system gives the lock back however we end.
+    """Lock a folder against other processes, and remove it afterwards if nothing was written to it.
 
-    A folder that nothing came into is gone after it.
+    Raises:
+        BusyError: another process has the lock.
     """
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, folder)  # when the lock is no longer in it
+        stack.callback(_remove_if_empty, folder)  # runs after the lock's own file is gone
         try:
             stack.enter_context(lock_of(folder))
-        except (BlockingIOError, FileNotFoundError):  # gone is what another has just moved away or removed
+        except (BlockingIOError, FileNotFoundError):  # not found: another process has just moved or removed it
             raise BusyError(f"another process is packing into {sanitize(str(folder))}; wait for it") from None
         try:
             yield
@@ -171,35 +156,21 @@ def locked(folder: Path) -> Iterator[None]:
             _remove_empty_files(folder)
 
 
-def append(file: BinaryIO, data: NDArray[Any] | bytes) -> None:
-    """Write behind what is there; on the disk when this returns."""
-    file.write(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
-    sync(file)
-
-
 def sync(file: BinaryIO) -> None:
-    """What was written is on the disk when this returns."""
+    """Flush a file, and wait until it is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def save(path: Path, array: NDArray[Any]) -> None:
-    """An array as a .npy file."""
-    with open(path, "wb") as file:
-        np.save(file, array, allow_pickle=False)
-        sync(file)
+def append(file: BinaryIO, data: NDArray[Any] | bytes) -> None:
+    """Append to a file, and wait until it is on the disk."""
+    file.write(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
+    sync(file)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file as a whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
-        file.write(data)
-        sync(file)
+        append(file, data)
     partial.replace(path)
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,7 @@
-"""Write a pack, so that being killed costs at most the images of one chunk: the same again goes on from there.
+"""Write a pack. A process that is killed loses the images of at most one chunk; the next attempt goes on from there.
 
-While it is made, the folder holds `journal.jsonl`, a line for each chunk that is safe on disk, and `facts.bin`, a
-record for each image looked at. pack.json comes last and makes it a pack. The result is the same to the byte however
-often it was interrupted.
+An unfinished pack has a journal.jsonl with a line for each chunk that is safe on disk, and a facts.bin with a record of
+each image. pack.json is written last and makes it a pack. The bytes are the same however often it was interrupted.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
-from unfog.data.packs.pack import PACK_SETTINGS, Pack
-from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, is_pack, seal
+from unfog.data.packs.pack import Pack
+from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, file_digest, is_pack, seal
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
     Journal,
     append,
-    clear,
-    file_digest,
-    header_of,
     locked,
-    made,
-    save,
+    pack_folder,
+    remove_work_files,
     sync,
-    write,
+    write_atomic,
 )
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
@@ -45,205 +42,208 @@ _BLOCK = 1 << 16  # rows of names that are written at once
 
 
 def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None = None) -> Pack:
-    """Decode a source into a pack in this folder, going on where an earlier attempt was cut off.
+    """Decode a source into a pack, going on where an earlier attempt was interrupted.
 
     Args:
-        scan: of the source.
-        folder: what it will be; nothing else may be in it.
-        key: names source and settings together; kept in the pack.
-        remedy: what to do where there is no room, for messages.
-        progress: called with (images done, images in all), from this thread; it may raise to stop.
+        scan: the source and the format, resolved.
+        folder: where to write; nothing else may be in it.
+        key: identifies source and settings; stored in the pack.
+        remedy: advice for messages where there is no space.
+        progress: called with (images done, images in all).
 
     Raises:
-        RequestError: no image can be used; the folder cannot be written, has no room or is something else.
-        BusyError: another process is making it.
-        RunError: the disk is full, or refuses; the images went away or were changed as they were read.
+        RequestError: no image can be used; the folder cannot be written, has no space or holds something else.
+        BusyError: another process is writing the pack.
+        RunError: the disk is full or fails; the images disappeared or changed while they were read.
     """
-    with made(folder, remedy), locked(folder):
-        if is_pack(folder):  # another process has finished it since that was looked at
-            return _finished(folder, key)
+    with pack_folder(folder, remedy), locked(folder):
+        if is_pack(folder):  # another process has finished it meanwhile
+            pack = Pack.open(folder)
+            if pack.manifest["key"] != key:
+                raise RequestError(f"{sanitize(str(folder))} is another pack by now; give another folder, or remove it")
+            return pack
         try:
-            packing = _Packing(scan, folder, key)
-            packing.fill(remedy, progress)
+            writer = _PackWriter(scan, folder, key)
+            writer.write_images(remedy, progress)
         except ColourFoundError:
-            packing = _Packing(scan.as_rgb(), folder, key)
-            packing.fill(remedy, progress)
-        packing.finish(progress)
+            writer = _PackWriter(scan.as_rgb(), folder, key)
+            writer.write_images(remedy, progress)
+        writer.finish(progress)
         return Pack.open(folder)
 
 
-def _finished(folder: Path, key: str) -> Pack:
-    pack = Pack.open(folder)
-    if pack.manifest["key"] != key:
-        raise RequestError(f"{sanitize(str(folder))} is another pack by now; give another folder, or remove it")
-    return pack
+def journal_header(scan: Scan, key: str) -> dict[str, Any]:
+    """Return the first line of a journal: the source and the settings, all of which an attempt to go on must share."""
+    return {
+        "format": FORMAT,
+        "key": key,
+        "stamp": scan.stamp,
+        "settings": [*(getattr(scan.settings, name) for name in PACK_SETTINGS), key],
+        "pillow": PIL.__version__,
+        "found": len(scan.source.names),
+        "channels": scan.channels,
+        "size": scan.size,
+        "proved": scan.channels_certain,
+    }
 
 
-class _Packing:
-    """A pack in the making."""
+class _PackWriter:
+    """An unfinished pack and all that is known of its images so far."""
 
     def __init__(self, scan: Scan, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-        header, found = header_of(scan, key), Journal.read(folder)
+        header, found = journal_header(scan, key), Journal.read(folder)
         if found.header and found.header == header | {"channels": 3, "proved": True}:
-            scan = scan.as_rgb()  # an image in colour had turned up before
-            header = header_of(scan, key)
+            scan = scan.as_rgb()  # an earlier attempt met an image in colour
+            header = journal_header(scan, key)
         self.scan = scan
         self.order, self.in_train = split_held_out(scan.source, scan.settings.held_out)
-        self.tally = DecodeStatistics.of(len(self.order))
-        self.lines: list[dict[str, Any]] = []
-        self.told = 0  # treatments that the journal knows
+        self.statistics = DecodeStatistics.empty(len(self.order))
+        self.journal = Journal(header)
+        self.treatments_written = 0
         self.sums = [[0] * scan.channels, [0] * scan.channels]  # of values and of their squares
-        if found.header != header or not self._take_over(found.lines):
-            self._begin(header)
+        if found.header != header or not self._resume(found.lines):
+            self._begin()
 
     @property
     def _image_bytes(self) -> int:
         return self.scan.channels * self.scan.size**2
 
-    @property
-    def done(self) -> int:
-        """Images looked at."""
-        return int(self.lines[-1]["done"]) if self.lines else 0
-
-    @property
-    def rows(self) -> int:
-        """Images used."""
-        return int(self.lines[-1]["rows"]) if self.lines else 0
-
-    def _begin(self, header: dict[str, Any]) -> None:
-        for name in ("pixels.u8", FACTS_FILE):  # before the journal, which says that they are ours
+    def _begin(self) -> None:
+        for name in ("pixels.u8", FACTS_FILE):  # before the journal, which proves that they are ours
             (self.folder / name).write_bytes(b"")
-        write(self.folder / JOURNAL, json.dumps(header).encode() + b"\n")
+        write_atomic(self.folder / JOURNAL, json.dumps(self.journal.header).encode() + b"\n")
 
-    def _take_over(self, lines: list[dict[str, Any]]) -> bool:
-        """Go on after these chunks; False if the files do not hold what the journal says."""
-        channels = self.scan.channels
-        # What was gone then may be there again; if not, it is found to be gone once more.
+    def _resume(self, lines: list[dict[str, Any]]) -> bool:
+        """Go on after these chunks. Return False if the files do not hold what the journal says."""
+        channels, statistics = self.scan.channels, self.statistics
+        # Files that were gone may be back; from the first such chunk on, all is decoded again.
         lines = list(takewhile(lambda line: not {GONE, CHANGED, ARCHIVE_GONE} & set(line["reasons"].values()), lines))
         if not lines or lines[-1]["done"] > len(self.order) or any(len(sums) != channels for sums in lines[-1]["sums"]):
             return False
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
         try:
             with open(self.folder / FACTS_FILE, "r+b") as facts, open(self.folder / "pixels.u8", "r+b") as pixels:
+                # What is behind the last whole chunk goes; files never grow, in case they are shorter.
                 facts.truncate(min(done * INFO_DTYPE.itemsize, os.fstat(facts.fileno()).st_size))
                 pixels.truncate(min(rows * self._image_bytes, os.fstat(pixels.fileno()).st_size))
-                known = np.fromfile(facts, INFO_DTYPE)
-                if len(known) != done or os.fstat(pixels.fileno()).st_size != rows * self._image_bytes:
+                records = np.fromfile(facts, INFO_DTYPE)
+                if len(records) != done or os.fstat(pixels.fileno()).st_size != rows * self._image_bytes:
                     return False
         except OSError:
             return False
-        self.tally.facts[:done] = known
+        statistics.records[:done], statistics.done = records, done
         for line in lines:
-            self.tally.reasons.update({int(row): reason for row, reason in line["reasons"].items()})
+            statistics.reasons.update({int(row): reason for row, reason in line["reasons"].items()})
             for treatment in line["treatments"]:
-                self.tally.treatments.setdefault(tuple(treatment), len(self.tally.treatments))
-        self.tally.modes.update(lines[-1]["modes"])
-        self.sums, self.lines, self.told = lines[-1]["sums"], lines, len(self.tally.treatments)
-        # A last line that was cut off goes, so that the next one begins a line.
+                statistics.treatments.setdefault(tuple(treatment), len(statistics.treatments))
+        statistics.modes.update(lines[-1]["modes"])
+        self.sums, self.journal.lines = lines[-1]["sums"], lines
+        self.treatments_written = len(statistics.treatments)
+        # A last line that was cut off is removed, so that the next one begins a line.
         whole = b"".join((self.folder / JOURNAL).read_bytes().splitlines(keepends=True)[: len(lines) + 1])
         os.truncate(self.folder / JOURNAL, len(whole))
         return True
 
-    def _check_room(self, remedy: str) -> None:
-        """RequestError if the disk cannot take what is still to come."""
-        left = len(self.order) - self.done
-        room = left * self._image_bytes + len(self.order) * _ROOM_PER_IMAGE + 2**20
+    def _check_space(self, remedy: str) -> None:
+        """Raise RequestError if the disk cannot take the images that are still to be decoded."""
+        left = len(self.order) - self.journal.done
+        needed = left * self._image_bytes + len(self.order) * _ROOM_PER_IMAGE + 2**20
         free = shutil.disk_usage(self.folder).free
-        if free < room:
+        if free < needed:
             raise RequestError(
-                f"{sanitize(str(self.folder))} has no room for {room / 1e9:.1f} GB of decoded images "
+                f"{sanitize(str(self.folder))} has no room for {needed / 1e9:.1f} GB of decoded images "
                 f"({free / 1e9:.1f} GB free); {remedy}"
             )
 
-    def fill(self, remedy: str, progress: Progress | None) -> None:
-        """Decode what is not decoded yet. Every chunk is on disk before the journal says so."""
-        self._check_room(remedy)
-        scan = self.scan
-        chunks = decode_all(
-            scan.source,
-            self.order,
-            scan.channels,
-            scan.size,
-            scan.background,
-            self.tally,
-            only_grey=not scan.channels_certain,
-            progress=progress,
-            start=self.done,
-        )
+    def write_images(self, remedy: str, progress: Progress | None) -> None:
+        """Decode and write all images that are not written yet."""
+        self._check_space(remedy)
         with (
             open(self.folder / "pixels.u8", "ab") as pixels,
             open(self.folder / FACTS_FILE, "ab") as facts,
             open(self.folder / JOURNAL, "ab") as journal,
-            closing(chunks),
+            closing(decode_all(self.scan.source, self.order, self.scan.format, self.statistics, progress)) as chunks,
         ):
             for stop, images in chunks:
-                scan.check_source_unchanged(self.tally, self.done, stop)
+                start = self.journal.done
+                self.scan.check_source_unchanged(self.statistics, start, stop)
                 append(pixels, images)
-                append(facts, self.tally.facts[self.done : stop])
-                line = self._line(stop, images)
-                append(journal, json.dumps(line).encode() + b"\n")
-                self.lines.append(line)
+                append(facts, self.statistics.records[start:stop])
+                line = self._journal_line(stop, images)
+                append(journal, json.dumps(line).encode() + b"\n")  # last, as it vouches for the others
+                self.journal.lines.append(line)
 
-    def _line(self, stop: int, images: NDArray[np.uint8]) -> dict[str, Any]:
-        treatments = [list(done) for done in self.tally.treatments]
-        new, self.told = treatments[self.told :], len(treatments)
-        unused = self.done + np.flatnonzero(~self.tally.used[self.done : stop])
+    def _journal_line(self, stop: int, images: NDArray[np.uint8]) -> dict[str, Any]:
+        start, statistics = self.journal.done, self.statistics
+        treatments = [list(actions) for actions in statistics.treatments]
+        new, self.treatments_written = treatments[self.treatments_written :], len(treatments)
+        skipped = start + np.flatnonzero(~statistics.used[start:stop])
         for channel in range(images.shape[1]):
             values = images[:, channel].astype(np.float64).ravel()  # whose sums are exact far beyond a chunk's
             self.sums[0][channel] += int(values.sum())
             self.sums[1][channel] += int(values @ values)
         return {
             "done": stop,
-            "rows": self.rows + len(images),
+            "rows": self.journal.rows + len(images),
             "sha256": hashlib.sha256(np.ascontiguousarray(images).data).hexdigest(),
-            "reasons": {str(row): self.tally.reasons[row] for row in unused.tolist()},
+            "reasons": {str(row): statistics.reasons[row] for row in skipped.tolist()},
             "treatments": new,
-            "modes": dict(self.tally.modes),
+            "modes": dict(statistics.modes),
             "sums": [list(sums) for sums in self.sums],
         }
 
     def finish(self, progress: Progress | None) -> None:
-        """Write all else, and last the manifest."""
-        account = DecodeResult.of(self.scan, self.order, self.in_train, self.tally)
-        folder = self.folder
-        if account.labels is not None:
-            save(folder / "labels.npy", account.labels.astype(np.int64))
-        save(folder / "treatment.npy", account.report.treatment)
-        save(folder / "sides.npy", np.ascontiguousarray(account.facts["sides"]))
-        save(folder / "grey.npy", np.ascontiguousarray(account.facts["grey"]))
-        save(folder / "names.npy", self._write_names(account.rows))
-        chunks = [[line["rows"], line["sha256"]] for line in self.lines]
-        write(folder / "chunks.json", json.dumps(chunks, indent=0).encode())
-        files = ["pixels.u8", "names.bin", "names.npy", "treatment.npy", "sides.npy", "grey.npy", "chunks.json"]
-        files += [] if account.labels is None else ["labels.npy"]
-        prints, sums = self._fingerprints(account, progress)
-        labels = "none" if account.labels is None else "folders"  # a table they came from need not be there later
+        """Write all other files, and last the manifest."""
+        result = DecodeResult.create(self.scan, self.order, self.in_train, self.statistics)
+        folder, settings = self.folder, self.scan.resolved_settings
+        arrays = self._write_arrays(result)
+        chunks = [[line["rows"], line["sha256"]] for line in self.journal.lines]
+        write_atomic(folder / "chunks.json", json.dumps(chunks, indent=0).encode())
+        fingerprints, pixels_digest = self._fingerprints(result, progress)
+        # Not the path of a table that the labels came from, which need not be there later.
+        labels = "none" if result.labels is None else "folders"
         manifest = {
             "format": FORMAT,
             "key": self.key,
             "stamp": self.scan.stamp,
-            "shape": [self.rows, self.scan.channels, self.scan.size, self.scan.size],
-            "train": account.train,
-            "settings": {name: getattr(account.settings, name) for name in PACK_SETTINGS} | {"labels": labels},
-            "classes": list(account.classes),
-            "labelled": account.labels is not None,
-            "ledger": {key: value for key, value in account.report.to_dict().items() if key != "treatment"},
-            "fingerprints": prints,
-            "statistics": self._statistics(),
+            "shape": [self.journal.rows, self.scan.channels, self.scan.size, self.scan.size],
+            "train": result.train,
+            "settings": {name: getattr(settings, name) for name in PACK_SETTINGS} | {"labels": labels},
+            "classes": list(result.classes),
+            "labelled": result.labels is not None,
+            "ledger": {key: value for key, value in result.report.to_dict().items() if key != "treatment"},
+            "fingerprints": fingerprints,
+            "statistics": self._pixel_statistics(),
             "files": {
                 name: {
                     "bytes": (folder / name).stat().st_size,
-                    "sha256": sums if name == "pixels.u8" else file_digest(folder / name),
+                    "sha256": pixels_digest if name == "pixels.u8" else file_digest(folder / name),
                 }
-                for name in sorted(files)
+                for name in sorted(["pixels.u8", "names.bin", "chunks.json", *arrays])
             },
         }
-        write(folder / MANIFEST, seal(manifest))
-        clear(folder)
+        write_atomic(folder / MANIFEST, seal(manifest))
+        remove_work_files(folder)
+
+    def _write_arrays(self, result: DecodeResult) -> list[str]:
+        """Write what is known of each image but its pixels. Return the names of the files."""
+        arrays: dict[str, NDArray[Any]] = {
+            "names.npy": self._write_names(result.rows),
+            "treatment.npy": result.report.treatment,
+            "sides.npy": result.sides,
+            "grey.npy": result.grey,
+        }
+        if result.labels is not None:
+            arrays["labels.npy"] = result.labels.astype(np.int64)
+        for name, array in arrays.items():
+            with open(self.folder / name, "wb") as file:
+                np.save(file, array, allow_pickle=False)
+                sync(file)
+        return list(arrays)
 
     def _write_names(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Write names.bin. Returns where each name begins in it, int64 [N + 1]."""
+        """Write names.bin. Return where each name begins in it, int64 [N + 1]."""
         offsets, names = np.zeros(len(rows) + 1, np.int64), self.scan.source.names
         with open(self.folder / "names.bin", "wb") as file:
             for start in range(0, len(rows), _BLOCK):
@@ -253,14 +253,14 @@ class _Packing:
             sync(file)
         return np.cumsum(offsets)
 
-    def _fingerprints(self, account: DecodeResult, progress: Progress | None) -> tuple[list[str], str]:
-        """(of the images to train on and of those held out, as `ImageSet.fingerprint`; sha256 of pixels.u8)."""
+    def _fingerprints(self, result: DecodeResult, progress: Progress | None) -> tuple[list[str], str]:
+        """Return (`ImageSet.fingerprint` of the training and of the held-out images, sha256 of pixels.u8)."""
         whole, n = hashlib.sha256(), len(self.order)
-        prints = []
+        fingerprints = []
         with open(self.folder / "pixels.u8", "rb") as file:
-            for begin, end in ((0, account.train), (account.train, self.rows)):
+            for begin, end in ((0, result.train), (result.train, self.journal.rows)):
                 shape = (end - begin, self.scan.channels, self.scan.size, self.scan.size)
-                digest, left = hashlib.sha256(repr((shape, account.classes)).encode()), (end - begin)
+                digest, left = hashlib.sha256(repr((shape, result.classes)).encode()), (end - begin)
                 while left:
                     block = file.read(min(left, 4096) * self._image_bytes)
                     digest.update(block)
@@ -268,14 +268,14 @@ class _Packing:
                     left -= min(left, 4096)
                     if progress:
                         progress(n, n)  # it may raise to stop
-                if account.labels is not None:
-                    digest.update(account.labels[begin:end].astype(np.int64).tobytes())
-                prints.append(digest.hexdigest())
-        return prints, whole.hexdigest()
+                if result.labels is not None:
+                    digest.update(result.labels[begin:end].astype(np.int64).tobytes())
+                fingerprints.append(digest.hexdigest())
+        return fingerprints, whole.hexdigest()
 
-    def _statistics(self) -> dict[str, list[float]]:
-        """Mean and standard deviation of each channel over all images, in 0 to 255."""
-        count = self.rows * self.scan.size**2
+    def _pixel_statistics(self) -> dict[str, list[float]]:
+        """Return mean and standard deviation of each channel over all images, in 0 to 255."""
+        count = self.journal.rows * self.scan.size**2
         means = [total / count for total in self.sums[0]]
         squares = [total / count for total in self.sums[1]]
         deviations = [max(0.0, square - mean**2) ** 0.5 for mean, square in zip(means, squares)]

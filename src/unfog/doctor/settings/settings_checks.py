@@ -65,7 +65,7 @@ def check_settings(
     pixels = evenly_spread_pixels(prepared.train)
     return [
         network,
-        check_range(pixels, Augment.of(config.data)),
+        check_range(pixels, Augment.from_settings(config.data)),
         check_timesteps(config.diffusion),
         check_terminal_signal(config),
         check_input_scale(config.diffusion, first_seen(config, prepared)),
