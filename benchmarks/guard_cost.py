@@ -32,6 +32,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events
 from unfog.reporting.settings import Log
+from unfog.runs.context import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop
 from unfog.training.settings import Checkpoint, Evaluate, Preview
@@ -130,7 +131,8 @@ def main() -> None:
         stop = StopSignals()
         clock_edges(stop)
         with stop, Heartbeat(folder, stop) as pulse:
-            Session(RunFolder(folder), config, prepared, torch.device(given.device), stop, pulse).run([])
+            context = RunContext(RunFolder(folder), torch.device(given.device), stop, pulse)
+            Session(context, config, prepared).run([])
         saves = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "checkpoint"]
     report(given, config, saves)
 

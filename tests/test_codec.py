@@ -23,7 +23,7 @@ from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Late
 from unfog.pipeline.autoencoder_folder import load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
-from unfog.runs.train import resume
+from unfog.runs.resume import resume
 from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, psnr, standard_normal_kl
 
 SMALL = Autoencoder(factor=4, latent_channels=3, channels=(8, 16), norm_groups=4)

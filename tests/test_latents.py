@@ -37,7 +37,7 @@ from unfog.pipeline.encode_latents import apply_autoencoder_settings
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
-from unfog.runs.train import resume
+from unfog.runs.resume import resume
 
 CPU = torch.device("cpu")
 SETTINGS = {

@@ -273,7 +273,7 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from test_plan_memory import config
 from unfog.data.settings import Data
-from unfog.runs.train import start
+from unfog.runs.train import train as start
 asked = config(256, 32, steps=2)
 asked = dataclasses.replace(asked, source={source!r}, data=Data(size=32, cache="memory"))
 asked = dataclasses.replace(asked, preview=dataclasses.replace(asked.preview, images=1))

@@ -24,7 +24,8 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs import session
-from unfog.runs.train import resume, train
+from unfog.runs.resume import resume
+from unfog.runs.train import train
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
@@ -141,7 +142,7 @@ def stop_after(step, monkeypatch):
         if done >= step:
             self.stop.request("the test")
 
-    monkeypatch.setattr(session.Session, "advance", advanced)
+    monkeypatch.setattr(session.Session, "on_step_end", advanced)
 
 
 def resumed_at(step, run, tmp_path, monkeypatch):

@@ -24,8 +24,8 @@ PARTS = {
     "images": ("unfog.runs.train", ["load_images"]),
     "choices": ("unfog.planning.auto_settings:AutoSettings", ["resolve"]),
     "session": ("unfog.runs.train:Session", ["__init__"]),
-    "examination": ("unfog.runs.train", ["write_data_files", "glance", "setting_findings"]),
-    "rehearsal": ("unfog.runs.train:Session", ["_rehearse"]),
+    "examination": ("unfog.runs.train", ["write_data_files", "quick_check_images", "settings_findings"]),
+    "rehearsal": ("unfog.runs.train:Session", ["_dry_run_hooks"]),
 }
 ALL = ["imports", *PARTS, "rest, with the first step", "in all"]
 

@@ -45,6 +45,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
+from unfog.runs.context import RunContext
 from unfog.runs.session import Session
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision
@@ -91,7 +92,8 @@ def unfog(config: Config, prepared: Dataset, device: torch.device, folder: Path)
     marks: list[float] = []
     wanted = 0
     stop = StopSignals()
-    session = Session(RunFolder(folder), config, prepared, device, stop, Heartbeat(folder, stop))
+    context = RunContext(RunFolder(folder), device, stop, Heartbeat(folder, stop))
+    session = Session(context, config, prepared)
     session.stop_requested = lambda: len(marks) > wanted  # type: ignore[method-assign]
     session.attach(Recorder(folder, config.log, total=None))
     advance = session.recorder.update_progress

@@ -17,7 +17,7 @@ def resume(request: ResumeRequest) -> tuple[RunFolder, bool]:
     """
     folder = RunFolder(request.run)
     check_changes(folder.read_config(), request.settings, request.force)  # before torch is imported
-    from unfog.runs.train import resume as continue_run
+    from unfog.runs.resume import resume as continue_run
 
     return continue_run(folder, request.settings, request.force)
 

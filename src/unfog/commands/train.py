@@ -21,7 +21,7 @@ def train(request: TrainRequest) -> tuple[RunFolder, bool]:
     """
     check_new_run(request)
     from unfog.process.launch import find_earlier_attempt
-    from unfog.runs.train import resume
+    from unfog.runs.resume import resume
     from unfog.runs.train import train as start
 
     # torchrun starts all processes again after a failure: then the run exists already.

@@ -16,7 +16,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult
 from unfog.evaluation.precision_recall import Z
-from unfog.pipeline.build import build_objective
+from unfog.pipeline.build import build_loss_at
 
 MOST = 1000  # held-out images of the loss
 LIKELY = 256  # held-out images of the bits, which take many more network calls
@@ -28,12 +28,7 @@ def held_out_losses(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
     """Return the loss [L, N] of each image at each noise level; `progress` gets the images of every forward pass."""
-    objective = build_objective(config)
-
-    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
-
-    return held_out.losses(loss_at, batch, progress=progress)[0]
+    return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]
 
 
 def held_out_loss(losses: Tensor) -> MetricResult:

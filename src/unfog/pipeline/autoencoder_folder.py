@@ -103,8 +103,13 @@ def _put(made: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> str:
-    """Copy the codec into the run folder, so that the run needs no other; returns where it is from now on."""
+def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
+    """Copy the autoencoder into the run folder, so that the run needs no other; return the settings that name it.
+
+    A run without latents is left as it is.
+    """
+    if not config.uses_latents:
+        return config
     described, own = describe(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
         beside = own.with_name(f".{AUTOENCODER_FOLDER}-partial")
@@ -114,7 +119,7 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> str:
             shutil.copyfile(path, beside / path.name)
         _check(describe(str(beside)), config)
         _put(beside, own)
-    return str(own.absolute())
+    return replace(config, autoencoder_folder=str(own.absolute()))
 
 
 def _check(described: Described, config: Config) -> None:

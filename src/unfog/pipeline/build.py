@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
@@ -17,7 +17,7 @@ from unfog.data.latents import Normalise
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.evaluation.held_out import HeldOut, midpoints
+from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.registry import Network, build_model
 from unfog.training.autoencoder_loss import AutoencoderLoss
@@ -74,6 +74,19 @@ def build_objective(config: Config) -> Objective:
     """The objective of the diffusion."""
     interleaved = config.training.noise == "batch"  # as what is drawn together is divided
     return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)
+
+
+def build_loss_at(network: nn.Module, config: Config) -> LossAt:
+    """Return the loss of a diffusion network as a function of images, labels, noise quantiles and noise.
+
+    The held-out loss of training, of `evaluate`, of the doctor and of the EMA sweep are all computed by it.
+    """
+    objective = build_objective(config)
+
+    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
+
+    return loss_at
 
 
 def build_network(config: Config) -> Network | AutoencoderModel:

@@ -1,7 +1,7 @@
-"""Everything that a run will do later, done now, once and in small: what would fail after a day fails in a minute.
+"""Dry run: everything that a run does later, done now in two steps, so that what fails after a day fails in a minute.
 
-It is a real run of two steps in a folder that is gone afterwards: the session that trains, the loop, the checkpoints,
-the comparison of `unfog resume --verify`, the loading of `unfog sample`, and the export.
+It is a real run in a temporary folder, with the code that trains: session, loop, checkpoints, the replay of
+`unfog resume --verify`, the loading of `unfog sample`, and the export.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from unfog.commands.verify import compare, replay, two_newest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError
@@ -29,6 +28,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.context import RunContext
 from unfog.runs.dry_run_parts import (
     PART_OF_ACTIVITY,
     NoRoomError,
@@ -43,31 +43,31 @@ from unfog.runs.dry_run_parts import (
     passed,
     shortened,
 )
+from unfog.runs.replay import differing_tensors, replay_newest
+from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
-from unfog.runs.train import find_resume_point
 from unfog.training.checkpoints import format as checkpoint
 
-STEPS, MOST_STEPS = 2, 16
-"""Steps, and as many until fp16's loss scale, which begins at 2^16 and halves where it is too large, has come to 1."""
-SAMPLES = 4
-CLOSE = 1e-4
-"""Largest difference of an exported network's answers, relative to the largest of ours, that rounding may make."""
+_STEPS = 2
+_MAX_STEPS = 16  # fp16's loss scale begins at 2^16 and halves where it is too large: after 16 steps it is 1
+_SAMPLES = 4
+_EXPORT_TOLERANCE = 1e-4  # of the largest output: what rounding may change between our network and diffusers'
 
 
 def dry_run(
-    config: Config, prepared: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
+    config: Config, dataset: Dataset, device: torch.device, stop: StopSignals, folder: Path | None = None
 ) -> list[Finding]:
-    """A finding for each part of a run, named rehearsal.*: fine with what it took, or fatal with what went wrong.
+    """Return a finding for each part of a run, rehearsal.*: fine with its cost, or fatal with the error.
 
-    Trackers are left out, as others see them. Torch's random numbers are what they were before.
+    Trackers are left out, as others see them. The random state of torch is left as it was.
 
     Args:
-        config: settled.
-        prepared: the images.
+        config: settings with none left open.
+        dataset: the images.
         device: where the run will compute.
-        stop: a request to leave raises Interrupted; nothing stays behind then either.
-        folder: in which the folder of the rehearsal is made, where there had better be room for as many checkpoints as
-            a run keeps; None: where temporary files go.
+        stop: a request raises Interrupted; the temporary folder is removed then too.
+        folder: where the temporary folder is made, which needs room for as many checkpoints as a run keeps; None for
+            the system's.
     """
     before = resident_bytes()
     if device.type == "cuda":
@@ -78,29 +78,21 @@ def dry_run(
         tempfile.TemporaryDirectory(prefix="unfog-rehearsal-", dir=folder) as place,
         torch.random.fork_rng(devices=devices),
     ):
-        findings = _DryRun(config, prepared, device, stop, RunFolder(Path(place)), progress).run()
+        findings = _DryRun(config, dataset, device, stop, RunFolder(Path(place))).run(progress)
     return [*findings, memory(before, device)]
 
 
 class _DryRun:
-    """One rehearsal, part by part; a part that needs what failed before it is left out."""
+    """One dry run, part by part. After a failure, the parts that need the failed one are left out."""
 
-    def __init__(
-        self,
-        config: Config,
-        prepared: Dataset,
-        device: torch.device,
-        stop: StopSignals,
-        folder: RunFolder,
-        progress: Progress,
-    ):
-        self.steps = STEPS
-        self.config, self.prepared, self.device = shortened(config, STEPS), prepared, device
-        self.stop, self.folder, self.progress = stop, folder, progress
+    def __init__(self, config: Config, dataset: Dataset, device: torch.device, stop: StopSignals, folder: RunFolder):
+        self.steps = _STEPS
+        self.config, self.dataset, self.device = shortened(config, _STEPS), dataset, device
+        self.stop, self.folder = stop, folder
         self.findings: list[Finding] = []
 
-    def run(self) -> list[Finding]:
-        """All parts."""
+    def run(self, progress: Progress) -> list[Finding]:
+        self.progress = progress
         if self._part("training", self._train):
             self._part("reload", self._reload)
             self._part("repeat", self._repeat)
@@ -110,7 +102,7 @@ class _DryRun:
         return self.findings
 
     def _part(self, name: str, action: Callable[[], list[Finding]]) -> bool:
-        """Do a part, quietly; whether it went well."""
+        """Do a part without output. Returns True if it succeeded."""
         self.stop.leave_if_requested()
         self.progress.update(len(self.findings), note=name)
         told = io.StringIO()
@@ -123,16 +115,17 @@ class _DryRun:
         except PartError as error:
             self.findings.append(failed(error.part, error.reason, told.getvalue()))
             return False
-        except Exception as error:  # whatever would end the run later is what is looked for
+        except Exception as error:  # any error that would end the run later is a finding
             self.findings.append(failed(name, error, told.getvalue()))
             return False
         return True
 
     def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> tuple[Session, TimedHeartbeat]:
-        """A session of the run, carried to its end; PartError names the part in which it failed."""
+        """Run a session to its end. PartError names the part in which it failed."""
         with StopSignals() as own, self.folder.locked(), (pulse := TimedHeartbeat(self.folder.path, own)):
             try:
-                session = Session(self.folder, config, self.prepared, self.device, own, pulse)
+                context = RunContext(self.folder, self.device, own, pulse)
+                session = Session(context, config, self.dataset)
                 if saved is None:
                     check_room(self.folder.path, session)
                     self.folder.checkpoints.mkdir()
@@ -150,14 +143,14 @@ class _DryRun:
         return session, pulse
 
     def _train(self) -> list[Finding]:
-        """Two steps with all that surrounds them; one finding for each of its parts."""
+        """Train two steps with all hooks; return a finding for each part."""
         started = time.perf_counter()
         session, pulse = self._session(self.config, None)
-        while not session.state.updates and session.state.precision.may_overflow and self.steps < MOST_STEPS:
-            # Nothing else than fp16's scale is sought yet: a run would seek it for a few steps of its many.
-            self.steps = min(2 * self.steps, MOST_STEPS)
+        while not session.state.updates and session.state.precision.may_overflow and self.steps < _MAX_STEPS:
+            # Every step overflowed: a run spends its first steps on finding fp16's loss scale.
+            self.steps = min(2 * self.steps, _MAX_STEPS)
             self.config = shortened(self.config, self.steps)
-            session, pulse = self._session(self.config, find_resume_point(self.folder)[0])
+            session, pulse = self._session(self.config, find_resume_point(self.folder, self.config).saved)
         whole = time.perf_counter() - started
         self.state, path = session.state, self.folder.path
         saved = checkpoint.list_checkpoints(self.folder.checkpoints)[0][-1]
@@ -174,11 +167,8 @@ class _DryRun:
             ),
             passed(
                 "checkpoint",
-                (
-                    f"a checkpoint of {format_bytes(stored)} written,"
-                    f" for which training stood still "
-                    f"{session.saver.stall_seconds:.2g} s"
-                ),
+                f"a checkpoint of {format_bytes(stored)} written,"
+                f" for which training stood still {session.saver.stall_seconds:.2g} s",
                 seconds=session.saver.stall_seconds,
                 bytes=stored,
             ),
@@ -206,7 +196,7 @@ class _DryRun:
         return Finding("rehearsal.training", "fine", said, facts=facts)
 
     def _average(self) -> Finding:
-        """How far the weights and their average have moved."""
+        """Compare how far the weights and their EMA have moved."""
         model, average = list(self.state.model.parameters()), self.state.ema.parameters
         moved, followed = distance(model, self.initial), distance(average, self.initial)
         self.initial = []
@@ -228,13 +218,12 @@ class _DryRun:
         return passed(part, f"{said} in {took:.2g} s", seconds=took)
 
     def _reload(self) -> list[Finding]:
-        """The checkpoint on disk against the state in memory, and its own checksums."""
+        """Compare the checkpoint on disk with the state in memory and with its own checksums."""
         started = time.perf_counter()
         saved, broken = checkpoint.newest(self.folder.checkpoints)
         if saved is None or broken:
             raise PartError("reload", ValueError(f"it was written and cannot be read: {broken[0] if broken else ''}"))
-        tensors = {f: {n: t.cpu() for n, t in part.items()} for f, part in self.state.tensors().items()}
-        different, count = compare(tensors, saved), sum(map(len, tensors.values()))
+        different, count = differing_tensors(self.state, saved), sum(map(len, self.state.tensors().values()))
         del self.state
         took = time.perf_counter() - started
         if different:
@@ -244,11 +233,8 @@ class _DryRun:
         ]
 
     def _repeat(self) -> list[Finding]:
-        """From the first checkpoint once more to the last: what an interruption would lead to."""
-        first, last = two_newest(self.folder, self.config)
-        state = replay(self.folder, self.config, self.prepared, first, last, self.stop)
-        tensors = {f: {n: t.cpu() for n, t in part.items()} for f, part in state.tensors().items()}
-        different = compare(tensors, last)
+        """Train from the first checkpoint to the last once more, as after an interruption."""
+        different = replay_newest(self.folder, self.config, self.dataset, self.stop)
         if not different:
             return [passed("repeat", "a step repeated after going back to a checkpoint is equal to the bit")]
         said = (
@@ -258,9 +244,9 @@ class _DryRun:
         return [Finding("rehearsal.repeat", "hint", said, remedy, {"different": len(different)})]
 
     def _resume(self) -> list[Finding]:
-        """As `unfog resume`: from the newest checkpoint, one step further."""
+        """Train one step from the newest checkpoint, as `unfog resume` does."""
         started = time.perf_counter()
-        saved, _ = find_resume_point(self.folder)
+        saved = find_resume_point(self.folder, self.config).saved
         config = shortened(self.config, self.steps + 1)
         session, _ = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
         took = time.perf_counter() - started
@@ -269,15 +255,15 @@ class _DryRun:
         return [passed("resume", f"resumed at step {self.steps} and trained one more, in {took:.2g} s", seconds=took)]
 
     def _sample(self) -> list[Finding]:
-        """As `unfog sample`: a new network, loaded from the run folder alone."""
+        """Load a new network from the run folder alone and sample, as `unfog sample` does."""
         started = time.perf_counter()
         self.loaded = Run(self.folder.path, device=str(self.device))
-        pictures = self.loaded.sample(SAMPLES, batch=SAMPLES)
+        pictures = self.loaded.sample(_SAMPLES, batch=_SAMPLES)
         took = time.perf_counter() - started
         return [passed("sample", f"{len(pictures)} pictures drawn from the saved run in {took:.2g} s", seconds=took)]
 
     def _export(self) -> list[Finding]:
-        """To diffusers' network and back to numbers; a hint where that is not installed, or has no such network."""
+        """Compare the outputs of the exported network in diffusers; a hint if it is missing or has no such network."""
         if find_spec("diffusers") is None:
             remedy = "pip install 'unfog[export]' before you export"
             return [Finding("rehearsal.export", "hint", "diffusers is not installed, so export was not tried", remedy)]
@@ -287,7 +273,7 @@ class _DryRun:
         except RequestError as error:
             return [Finding("rehearsal.export", "hint", str(error))]
         took = time.perf_counter() - started
-        if off > CLOSE:
+        if off > _EXPORT_TOLERANCE:
             raise PartError("export", ValueError(f"diffusers' network answers otherwise, by {off:.2g} of the largest"))
         said = f"diffusers' network answers as ours does, to {off:.1g} of the largest value, in {took:.2g} s"
         return [passed("export", said, seconds=took, difference=off)]

@@ -1,54 +1,88 @@
-"""What an evaluation during training is: held-out loss, whether it begins to rise, and metrics of drawn pictures."""
+"""Evaluation during training: the held-out loss, a warning of overfitting, and metrics of generated samples."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import torch
-
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.process.heartbeat import Heartbeat
-from unfog.process.run_folder import RunFolder
+from unfog.doctor.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
+from unfog.doctor.run.run_record import RunRecord
+from unfog.pipeline.build import without_augmentation
+from unfog.reporting.findings import Finding
 from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.context import RunContext
 from unfog.runs.metrics_hook import MetricsHook, metrics_due
-from unfog.runs.overfit_watch import EVENT, OverfittingMonitor
 from unfog.runs.previews import Previews
+
+_OVERFITTING = "overfitting"  # the kind of event
+_MIN_HELD_OUT = 8  # images; the gap to the training loss says little of fewer
 
 
 class EvaluationHook:
-    """Evaluates a run as it trains, and tells the record what that cost."""
+    """Evaluates a run as it trains, and records how long that took."""
 
-    def __init__(self, folder: RunFolder, config: Config, prepared: Dataset, looks: Previews, device: torch.device):
-        self.config, self.looks = config, looks
-        self.overfit = OverfittingMonitor(folder, config, prepared, looks)
+    def __init__(self, context: RunContext, config: Config, dataset: Dataset, previews: Previews):
+        self._context, self._config, self._dataset, self._previews = context, config, dataset, previews
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
-        self.metrics = MetricsHook(config, prepared.train, looks, device) if wanted else None
+        self._metrics = MetricsHook(config, dataset.train, previews, context.device) if wanted else None
+        self._warned: bool | None = None  # None: the record was not read yet
 
-    def try_metrics(self) -> None:
-        """Try out what is measured of drawn pictures. RequestError if the best cannot be chosen by it."""
-        if self.metrics is not None:
-            self.metrics.try_out()
+    def dry_run(self) -> None:
+        """Compute the metrics of a few samples. RequestError if the best checkpoint cannot be chosen by them."""
+        if self._metrics is not None:
+            self._metrics.dry_run()
 
-    def evaluate(self, step: int, recorder: Recorder, pulse: Heartbeat) -> dict[str, Any]:
-        """Numbers for the record; before the first step, drawn pictures are only tried. Empty if there is nothing."""
+    def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
+        """Return numbers for the record, empty if there is nothing to measure. Before the first step, metrics of
+        samples are only tried out."""
         started = time.perf_counter()
-        with pulse.during("evaluation"):
-            record = self.looks.held_out_loss()
-            finding = self.overfit.check(step, record)
+        with self._context.heartbeat.during("evaluation"):
+            record = self._previews.held_out_loss()
+            finding = self._check_overfitting(step, record)
         if record:
             recorder.event("evaluated", step, seconds=round(time.perf_counter() - started, 3))
         if finding is not None:
-            recorder.event(EVENT, step, **finding.facts)
+            recorder.event(_OVERFITTING, step, **finding.facts)
             recorder.warn(step, f"overfitting: {finding.evidence}; {finding.remedy}")
-        return record | self._of_pictures(step, recorder, pulse)
+        return record | self._evaluate_samples(step, recorder)
 
-    def _of_pictures(self, step: int, recorder: Recorder, pulse: Heartbeat) -> dict[str, Any]:
-        metrics, started = self.metrics, time.perf_counter()
-        if metrics is None or not (step == 0 or metrics_due(self.config, step)):
+    def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
+        metrics, started = self._metrics, time.perf_counter()
+        if metrics is None or not (step == 0 or metrics_due(self._config, step)):
             return {}
-        with pulse.during("measuring pictures"):
-            record = metrics.try_out() if step == 0 else metrics.measure()
+        with self._context.heartbeat.during("measuring samples"):
+            record = metrics.dry_run() if step == 0 else metrics.measure()
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
         return record
+
+    def _check_overfitting(self, step: int, measured: dict[str, Any]) -> Finding | None:
+        """Return the finding of `unfog doctor RUN` if it is a warning, once in a run, as of this evaluation."""
+        context, config, dataset = self._context, self._config, self._dataset
+        if config.trains_autoencoder or "held_out_loss" not in measured or len(dataset.held_out) < _MIN_HELD_OUT:
+            return None
+        if self._has_warned():
+            return None
+        metrics = [*read_metrics(context.folder.metrics), {"step": step, **measured}]
+        record = RunRecord(context.folder.path, config, metrics)
+        # Losses on training images cost time, so they are measured only where the held-out loss has risen.
+        if held_out_history(record)[2] <= ROSE:
+            return None
+        see, images = without_augmentation(config), dataset.as_network_input
+        seen, unseen = (loss_images(part, context.device, see) for part in (images.train, images.held_out))
+        if seen is None or unseen is None:
+            return None
+        found = check_overfitting(record, self._previews.losses(seen), self._previews.losses(unseen))
+        if found.severity != "warning":
+            return None
+        self._warned = True
+        return found
+
+    def _has_warned(self) -> bool:
+        """Return True if the record holds the warning, also of a process that the run was resumed from."""
+        if self._warned is None:
+            events = read_events(self._context.folder.events)
+            self._warned = any(event.get("kind") == _OVERFITTING for event in events)
+        return self._warned

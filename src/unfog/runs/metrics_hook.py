@@ -181,12 +181,12 @@ def metrics_due(config: Config, step: int) -> bool:
 class MetricsHook:
     """Measures the pictures of a run as it trains, with the average of the weights and always from the same noise."""
 
-    def __init__(self, config: Config, images: ImageSet, looks: Previews, device: torch.device):
-        self.config, self.images, self.looks = config, images, looks
+    def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
+        self.config, self.images, self.previews = config, images, previews
         self.features = open_features(config.evaluate.features, device, only_known=True)
         self._real: Tensor | None = None
 
-    def try_out(self) -> dict[str, float]:
+    def dry_run(self) -> dict[str, float]:
         """Do all of it with few pictures, as what would fail later is to fail at once; nothing is to be recorded.
 
         Raises:
@@ -209,12 +209,12 @@ class MetricsHook:
         config, metrics = self.config, self.config.evaluate.metrics
         labels = proportional_labels(self.images.labels, count)
 
-        def look(at_once: int) -> Pixels:
+        def generate(batch: int) -> Pixels:
             return generate_images(
-                self.looks.state.model, config, replace(default_generation(config, count, at_once), labels=labels)
+                self.previews.state.model, config, replace(default_generation(config, count, batch), labels=labels)
             )
 
-        pixels = np.ascontiguousarray(self.looks.with_ema_weights(count, look).transpose(0, 3, 1, 2))
+        pixels = np.ascontiguousarray(self.previews.with_ema_weights(count, generate).transpose(0, 3, 1, 2))
         fake = compute_features(pixels, self.features)
         real = (
             np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])

@@ -1,4 +1,4 @@
-"""What a run looks like from outside: pictures of the average weights, and their held-out loss."""
+"""Previews and held-out losses of a run in training, computed with its EMA weights."""
 
 from __future__ import annotations
 
@@ -6,106 +6,110 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unfog.config.schema import Config
-from unfog.diffusion.objective import Objective
+from unfog.data.dataset import Dataset
 from unfog.doctor.run.loss_checks import LossImages, measure_losses
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
-from unfog.pipeline.autoencoder_folder import latent_decoder
-from unfog.pipeline.generate import default_generation, generate_images, sample_grid
+from unfog.models.autoencoder import AutoencoderModel
+from unfog.pipeline.autoencoder_folder import autoencoder_batch, latent_decoder, save_autoencoder
+from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network
+from unfog.pipeline.generate import default_generation, generate_images, sample_grid, to_pixels
 from unfog.pipeline.image_files import DenoisingStrip
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
-from unfog.reporting.image_grids import Pixels
+from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import warn
-from unfog.training.stability.out_of_memory import is_out_of_memory
-from unfog.training.stability.out_of_memory import microbatch_size as passes_at
+from unfog.runs.context import RunContext
+from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
 
 T = TypeVar("T")
+_COLUMNS = 8  # of a grid of reconstructions
 
 
 class Previews:
-    """Looks at the state of a run, which is what it was afterwards, whatever cuts a look short."""
+    """Computes with the EMA weights of a run. The training state is afterwards what it was, whatever interrupts."""
 
     final_name = "denoising"
-    """What the picture at the end of a run is called."""
+    """Name of the image at the end of a run."""
 
-    def __init__(
-        self, config: Config, state: TrainState, objective: Objective, held_out: HeldOut | None, stop: StopSignals
-    ):
-        self.config, self.state, self.objective, self.held_out, self.stop = config, state, objective, held_out, stop
-        self.most = config.training.batch  # images at once, as far as memory is known to suffice
+    def __init__(self, config: Config, state: TrainState, held_out: HeldOut | None, stop: StopSignals):
+        self.config, self.state, self.held_out, self._stop = config, state, held_out, stop
+        self._batch = config.training.batch  # images at once; shrinks where memory does not suffice
 
     def preview(self) -> Pixels:
-        """A sample grid from the same noise each time: what `unfog sample` gives without flags."""
+        """Return a grid of samples from the same noise each time: those of `unfog sample` without flags."""
         config, count = self.config, self.config.preview.images
-        pictures = self._looking(
-            count, lambda at_once: generate_images(self.state.model, config, default_generation(config, count, at_once))
-        )
-        return sample_grid(pictures, config.classes)
+
+        def generate(batch: int) -> Pixels:
+            return generate_images(self.state.model, config, default_generation(config, count, batch))
+
+        return sample_grid(self.with_ema_weights(count, generate), config.classes)
 
     def final_image(self) -> Pixels:
-        """How the first picture of the preview came out of the noise."""
+        """Return the denoising steps of the preview's first image."""
         decode = latent_decoder(self.config, self.state.precision.device)
         strip = DenoisingStrip(self.config.diffusion.schedule, decode)
-        with self._average():
+        with self._ema_weights():
             generate_images(self.state.model, self.config, default_generation(self.config, 1, 1), observe=strip)
         return strip.image()
 
     def held_out_loss(self) -> dict[str, Any]:
-        """What is measured on the held-out images; empty if there are none."""
+        """Return what is measured on the held-out images; empty if there are none."""
         held_out = self.held_out
         if held_out is None:
             return {}
-        return self._losing(len(held_out.x0), lambda loss_at, at_once: dict(held_out.measure(loss_at, at_once)))
+        return self._with_losses(len(held_out.x0), lambda loss_at, batch: dict(held_out.measure(loss_at, batch)))
 
-    def losses(self, looked: LossImages) -> Floats:
-        """Loss [L, N] of images at the noise levels of the evaluation, by `diagnosis.run.losses`."""
+    def losses(self, images: LossImages) -> Floats:
+        """Return the loss [L, N] of images at the noise levels of the evaluation."""
         levels = midpoints(self.config.evaluate.levels)
-        return self._losing(len(looked.x0), lambda loss_at, at_once: measure_losses(loss_at, looked, levels, at_once))
+        return self._with_losses(len(images.x0), lambda loss_at, batch: measure_losses(loss_at, images, levels, batch))
 
-    def with_ema_weights(self, count: int, look: Callable[[int], T]) -> T:
-        """What `look`, which draws as many pictures at once as it is told, gives with the average in the network."""
-        return self._looking(count, look)
-
-    def _losing(self, count: int, look: Callable[[LossAt, int], T]) -> T:
-        """What a look at the losses of `count` images gives."""
-        model, schedule = self.state.model, self.config.diffusion.schedule
-
-        def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-            return self.objective.at(model, x0, label, schedule(u), noise)
-
+    def _with_losses(self, count: int, compute: Callable[[LossAt, int], T]) -> T:
+        model = self.state.model
+        loss_at = build_loss_at(model, self.config)
         model.eval()
         try:
-            return self._looking(count, lambda at_once: look(loss_at, at_once))
+            return self.with_ema_weights(count, lambda batch: compute(loss_at, batch))
         finally:
             model.train()
 
-    def _looking(self, count: int, look: Callable[[int], T]) -> T:
-        """What a look gives with the average, at as many of `count` images at once as memory suffices for."""
+    def with_ema_weights(self, count: int, compute: Callable[[int], T]) -> T:
+        """Return `compute(batch)` with the EMA weights in the network, with smaller batches where memory runs out.
+
+        Args:
+            count: images in all.
+            compute: takes the number of images to process at once.
+        """
         while True:
-            at_once = min(self.most, count, passes_at(self.config.training, self.state))
+            batch = min(self._batch, count, microbatch_size(self.config.training, self.state))
             try:
-                with self._average():
-                    return look(at_once)
+                with self._ema_weights():
+                    return compute(batch)
             except Exception as error:
-                if not is_out_of_memory(error) or at_once == 1:
+                if not is_out_of_memory(error) or batch == 1:
                     raise
-            self.most = (at_once + 1) // 2
-            warn(f"memory did not suffice for {at_once} pictures at once; drawing and measuring with {self.most}")
+            self._batch = (batch + 1) // 2
+            warn(f"memory did not suffice for {batch} samples at once; previews and metrics go on with {self._batch}")
 
     @contextmanager
-    def _average(self) -> Iterator[None]:
-        """The network holds the average. A stop may end what is inside, and must not leave half of each behind.
+    def _ema_weights(self) -> Iterator[None]:
+        """Put the EMA weights into the network, on the device, and afterwards the trained ones where they were.
 
-        It comes to the device for it where the state is kept in host memory: see `training.sharding`.
+        A sharded state is in host memory here.
         """
         state, swapped, home = self.state, False, next(self.state.model.parameters()).device
         try:
-            with self.stop.defer_interrupts():
+            # An interrupt inside a swap would leave half of each in the network.
+            with self._stop.defer_interrupts():
                 state.ema.swap(state.model)
                 swapped = True
                 state.model.to(state.precision.device)
@@ -114,6 +118,68 @@ class Previews:
                 yield
         finally:
             if swapped:
-                with self.stop.defer_interrupts():
+                with self._stop.defer_interrupts():
                     state.model.to(home)
                     state.ema.swap(state.model)
+
+
+class AutoencoderPreviews(Previews):
+    """The same of an autoencoder in training: images are encoded to the mean and decoded, nothing is sampled."""
+
+    final_name = "reconstructions"
+
+    def preview(self) -> Pixels:
+        """Return held-out images, each row over the row of its reconstructions."""
+        return self._reconstruction_grid(self.config.preview.images)
+
+    def final_image(self) -> Pixels:
+        return self._reconstruction_grid(4 * _COLUMNS)
+
+    def held_out_loss(self) -> dict[str, Any]:
+        """Return the reconstruction error of held-out images, as training computes it, and their mean PSNR in dB."""
+        if self.held_out is None:
+            return {}
+        x0, loss = self.held_out.x0, build_loss(self.config)
+        assert isinstance(loss, AutoencoderLoss)
+        y = self._reconstruct(x0)
+        costs = torch.cat([loss.reconstruction(a - b) for a, b in zip(torch.split(x0, 64), torch.split(y, 64))])
+        return {"held_out_loss": float(costs.mean()), "psnr": float(psnr(to_pixels(x0), to_pixels(y)).mean())}
+
+    def _reconstruction_grid(self, count: int) -> Pixels:
+        if self.held_out is None:
+            return np.full((8, 8, 3), 255, np.uint8)  # a small data set holds nothing out: a blank image
+        x0 = self.held_out.x0[:count]
+        pairs = zip(torch.split(x0, _COLUMNS), torch.split(self._reconstruct(x0), _COLUMNS))
+        rows = torch.cat([part for pair in pairs for part in pair])
+        return grid(to_pixels(rows).permute(0, 2, 3, 1).cpu().numpy(), columns=min(_COLUMNS, len(x0)))
+
+    def _reconstruct(self, x0: Tensor) -> Tensor:
+        network = self.state.model
+        assert isinstance(network, AutoencoderModel)
+
+        @torch.inference_mode()
+        def compute(batch: int) -> Tensor:
+            parts = torch.split(x0, min(batch, autoencoder_batch(self.config.data.size)))
+            return torch.cat([network.decode(network.encode(part)) for part in parts])
+
+        return self.with_ema_weights(len(x0), compute)
+
+
+def build_previews(context: RunContext, config: Config, dataset: Dataset, state: TrainState) -> Previews:
+    """Return the previews of what the run trains: a diffusion model or an autoencoder."""
+    kind = AutoencoderPreviews if config.trains_autoencoder else Previews
+    return kind(config, state, build_held_out_set(dataset, config, context.device), context.stop)
+
+
+def export_autoencoder(folder: RunFolder, config: Config) -> str:
+    """Write the EMA weights of the newest checkpoint as an autoencoder to train on; return a line that says so."""
+    network = build_network(config)
+    assert isinstance(network, AutoencoderModel)
+    saved = checkpoint.find_checkpoint(folder.checkpoints, None)
+    checkpoint.load_weights(saved.folder, "ema", network)
+    described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
+    measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
+    return (
+        f"  autoencoder {described.folder} of step {saved.step:,}{measured}: "
+        f"unfog train SOURCE --autoencoder {folder.path}"
+    )

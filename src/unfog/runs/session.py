@@ -1,10 +1,10 @@
-"""A session: one process at work on a run. It is the `Run` that the training loop talks to."""
+"""A session: one process training a run. It implements the hooks that the training loop calls."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,79 +16,76 @@ from unfog.config.schema import Config, redact_urls
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
-from unfog.pipeline.build import build_held_out_set, build_objective, build_state
+from unfog.pipeline.build import build_state
 from unfog.pipeline.failed_shards import FailureReporter
 from unfog.planning.auto_settings import Choice
-from unfog.process.heartbeat import Heartbeat
-from unfog.process.run_folder import RunFolder
-from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.trackers import check_installed
-from unfog.runs.autoencoder_previews import AutoencoderPreviews
+from unfog.runs.context import RunContext, StoppableHooks
 from unfog.runs.evaluation_hook import EvaluationHook
-from unfog.runs.previews import Previews
+from unfog.runs.previews import build_previews
 from unfog.runs.saver import Saver
 from unfog.runs.workers import run_training_loop
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.sharded import ShardStatusStore
-from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.loop import Stopwatch, run_due_hooks
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 
-class Session:
-    """Trains a run from where it is to its end, and records, draws, measures and saves when the loop says so."""
+class Session(StoppableHooks):
+    """Trains a run to its end, or until a stop, and records, previews, evaluates and saves when the loop calls.
+
+    Args:
+        context: the folder, device, ranks, signals and heartbeat of the run.
+        config: the run's settings, with none left open.
+        dataset: its images.
+        weights: of the network at the beginning; None for fresh ones.
+
+    Raises:
+        RequestError: the sampler does not fit the noise schedule, or a tracker is not installed.
+    """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        config: Config,
-        prepared: Dataset,
-        device: torch.device,
-        stop: StopSignals,
-        heartbeat: Heartbeat,
-        weights: dict[str, torch.Tensor] | None = None,
-        world: World = SINGLE_PROCESS,
+        self, context: RunContext, config: Config, dataset: Dataset, weights: dict[str, torch.Tensor] | None = None
     ):
-        self.folder, self.config, self.prepared, self.stop, self.pulse = folder, config, prepared, stop, heartbeat
-        self.world = world
-        config.sampler.visits(config.diffusion.schedule)  # may be refused
+        config.sampler.visits(config.diffusion.schedule)
         check_installed(config.log.sinks)
-        self.stream = ImageStream(prepared.as_network_input.train, config.training.seed)
+        super().__init__(context.stop)
+        self.context, self.config, self.dataset = context, config, dataset
+        device, world = context.device, context.world
+        self.stream = ImageStream(dataset.as_network_input.train, config.training.seed)
         self.state = build_state(config, device, weights, world.init_device(config.training.shard, device))
         self.state.precision.processes = world.size
-        self.divided = config.training.is_sharded(world.size)
-        # Nothing changes it before it is divided, so that the first checkpoint, of the beginning, needs no copy.
-        self.state.in_host_memory = self.divided
-        self.saved: Path | None = None
-        """The checkpoint that a divided state is read from."""
-        self.objective = build_objective(config)
-        previews = AutoencoderPreviews if config.trains_autoencoder else Previews
-        self.looks = previews(config, self.state, self.objective, build_held_out_set(prepared, config, device), stop)
-        self.evaluation = EvaluationHook(folder, config, prepared, self.looks, device)
+        self.sharded = config.training.is_sharded(world.size)
+        # Nothing changes it before it is sharded, so that the first checkpoint, of the beginning, needs no copy.
+        self.state.in_host_memory = self.sharded
+        self.sharded_from: Path | None = None
+        """The checkpoint that a sharded state is read from."""
+        self.previews = build_previews(context, config, dataset, self.state)
+        self.evaluation = EvaluationHook(context, config, dataset, self.previews)
+        self.failures = FailureReporter(context.folder, dataset)
         self.recorder: Recorder
         self.saver: Saver
-        self.failures = FailureReporter(folder, prepared)
 
     @property
     def step(self) -> int:
-        """Steps taken or refused so far."""
+        """Steps taken or skipped so far."""
         return self.state.seen // self.config.training.batch
-
-    @property
-    def done(self) -> bool:
-        """Whether it is at its end."""
-        return self.step >= self.steps and not self.state.due
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.config.training.images // self.config.training.batch
+
+    @property
+    def done(self) -> bool:
+        """True at the end of the run, with nothing left to do."""
+        return self.step >= self.steps and not self.state.due
 
     def run(
         self,
@@ -97,92 +94,90 @@ class Session:
         saved: checkpoint.CheckpointInfo | None = None,
         changes: Sequence[str] = (),
     ) -> bool:
-        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested; True for the end.
+        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested.
 
         Args:
-            choices: what was chosen for the person.
-            findings: what an examination of images and settings found; those that cost something are warned of.
+            choices: settings that were chosen automatically.
+            findings: results of the checks of images and settings; the bad ones become warnings.
             saved: the checkpoint; None for the beginning.
-            changes: lines on settings that differ from those of the run so far.
+            changes: lines about settings that differ from those of the run so far.
+
+        Returns:
+            True at the end of the run.
         """
+        heartbeat, folder = self.context.heartbeat, self.context.folder
         if saved is None:
-            self.folder.metrics.unlink(missing_ok=True)  # of a start that was cut short before its first checkpoint
+            folder.metrics.unlink(missing_ok=True)  # left by a start that was killed before its first checkpoint
         else:
             self._load(saved)
         self.state.adopt_settings(settings_digests(self.config))
-        with self._recorder() as recorder:
+        with self._open_recorder() as recorder:
             self.attach(recorder)
             if saved is not None:
                 self.saver.saved = (self.step, list(self.state.due))
             try:
-                self._introduce(choices, findings, changes, fresh=saved is None)
+                self._announce(choices, findings, changes, fresh=saved is None)
                 if saved is None:
-                    self._rehearse()
-                self.recorder.start_progress()
-                self.pulse.activity = "training"
+                    self._dry_run_hooks()
+                recorder.start_progress()
+                heartbeat.activity = "training"
                 self.train()
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
-                # Whoever asked twice to leave gets what is on its way saved if that is a matter of a moment.
-                at_once = isinstance(error, KeyboardInterrupt) or (self.divided and isinstance(error, LostProcess))
-                self.saver.finish_after_failure(at_once, shared=self.divided)
-                self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
-                self.pulse.end(f"failed: {error}")
+                # A second signal wants to leave now: a checkpoint on its way gets seconds, not the grace period.
+                at_once = isinstance(error, KeyboardInterrupt) or (self.sharded and isinstance(error, LostProcess))
+                self.saver.finish_after_failure(at_once, shared=self.sharded)
+                recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
+                heartbeat.end(f"failed: {error}")
                 raise
             finally:
                 self.saver.close()
                 self.stream.close()
-            self.pulse.end("finished" if done else "stopped")
+            heartbeat.end("finished" if done else "stopped")
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
             f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
         )
         try:
-            write_report(self.folder.path)
+            write_report(folder.path)
         except OSError as error:
             warn(f"the report could not be written: {error}")
         return done
 
     def attach(self, recorder: Recorder) -> None:
-        """Write things down here from now on."""
+        """Record to `recorder` from now on."""
+        context = self.context
         self.recorder = recorder
-        self.saver = Saver(self.folder, self.config, self.stop, self.pulse, recorder)
-        self.save_ema_snapshot = self.saver.save_ema_snapshot
-        self.pulse.step, self.pulse.steps = self.step, self.steps
+        self.saver = Saver(context, self.config, recorder)
+        context.heartbeat.step, context.heartbeat.steps = self.step, self.steps
 
-    def _recorder(self) -> Recorder:
-        """The record from here on; lines of logs that are due will be written again."""
+    def _open_recorder(self) -> Recorder:
+        # The line of a log that is still due will be written again, so the record is cut before it.
         logged = self.step - ("log" in self.state.due or "evaluate" in self.state.due)
-        return Recorder(
-            self.folder.path,
-            self.config.log,
-            self.steps,
-            self.step,
-            asdict(redact_urls(self.config)),
-            logged,
-            self.stop.defer_interrupts,
-        )
+        settings = asdict(redact_urls(self.config))
+        folder = self.context.folder.path
+        return Recorder(folder, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
 
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
-        """Take over a checkpoint; where the network will be divided, each process takes its rows of it then."""
-        if self.divided:
+        """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""
+        if self.sharded:
             self.state.load_progress(checkpoint.read_state(saved.folder))
-            self.saved = saved.folder
+            self.sharded_from = saved.folder
         else:
             checkpoint.load(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
 
     def train(self) -> None:
-        """Train to the end, or until a stop is requested; the caller's random numbers are then what they were."""
+        """Run the training loop to the end or until a stop. The caller's random state is left as it was."""
         device = self.state.precision.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            run_training_loop(self.config, self.state, self.stream, self, self.world, self.saved)
+            run_training_loop(self.config, self.state, self.stream, self, self.context.world, self.sharded_from)
 
-    def _introduce(
+    def _announce(
         self, choices: Sequence[Choice], findings: Sequence[Finding], changes: Sequence[str], fresh: bool
     ) -> None:
-        """Say and record what is about to happen."""
+        """Print and record what is about to be trained, and how."""
         for change in changes:
             say(f"  changed: {change}")
             self.recorder.event("changed", self.step, setting=change)
@@ -192,13 +187,13 @@ class Session:
         for finding in findings:
             if finding.severity in ("fatal", "warning"):
                 self.recorder.warn(self.step, f"{finding.evidence}; {finding.remedy}".removesuffix("; "))
-        self.recorder.event("data", self.step, summary=self.prepared.report.line())
+        self.recorder.event("data", self.step, summary=self.dataset.report.line())
         if self.config.ema_snapshots.every > 0 and not self.state.ema_history_known:
-            say("  no snapshots of averages are taken: the two have not been kept alike since the run began")
+            say("  no EMA snapshots are taken: the two averages were not both kept since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
         say(
-            f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.folder.path}: "
+            f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.context.folder.path}: "
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
@@ -211,25 +206,28 @@ class Session:
             torch=torch.__version__,
         )
 
-    def _rehearse(self) -> None:
-        """Evaluate, draw and save before the first step: what would fail after an hour fails in the first minute."""
-        state, training = self.state, self.config.training
+    def _dry_run_hooks(self) -> None:
+        """Evaluate, preview and save before the first step, so that their errors surface in the first minute."""
+        state = self.state
         state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
-        with suppress(Interrupted):  # what is still due then, is done after a resume
-            run_due_hooks(state, self, Stopwatch(), training.batch)
-            self.saver.wait()  # steps without anything to go back to would be steps that can be lost
+        with suppress(Interrupted):  # what is still due then is done after a resume
+            run_due_hooks(state, self, Stopwatch(), self.config.training.batch)
+            self.saver.wait()  # without a checkpoint on disk, the first steps could be lost
 
     def _conclude(self) -> bool:
-        """Wait for the last checkpoint, or save where a stop was asked for; True at the end of the run."""
+        """Draw the last image and wait for the last checkpoint, or save where a stop was requested.
+
+        Returns:
+            True at the end of the run.
+        """
         done = self.done
         if done:
-            with suppress(Interrupted):  # it can be had by `unfog sample --strip` as well
-                with self.pulse.during("drawing"):
-                    strip = self.looks.final_image()
-                self.recorder.log_image(self.step, self.looks.final_name, strip)
-            if self.state.guard.anomalous:
-                strange = self.state.guard.anomalous
-                self.recorder.warn(self.step, f"the last {strange} step(s) were refused or lost far more than usual")
+            with suppress(Interrupted):  # the image is optional: `unfog sample --strip` makes it as well
+                with self.context.heartbeat.during("drawing"):
+                    image = self.previews.final_image()
+                self.recorder.log_image(self.step, self.previews.final_name, image)
+            if anomalous := self.state.guard.anomalous:
+                self.recorder.warn(self.step, f"the last {anomalous} step(s) were skipped or lost far more than usual")
         self.stop.silence()
         if self.needs_final_save(self.state):
             self.save(self.state)
@@ -237,25 +235,24 @@ class Session:
         self.recorder.event("finished" if done else "stopped", self.step)
         return done
 
-    # What the loop asks for.
+    # Hooks of the training loop.
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Record numbers, and which images could not be decoded since the last ones."""
         self.recorder.log(step, images, **record)
-        self.failures.report(self.recorder, step, self.world.collect_reports())
+        self.failures.report(self.recorder, step, self.context.world.collect_reports())
 
     def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
-        """Record a refused step; with the culprit, if that was looked for."""
+        """Record a skipped step, with the images and the layer that made it not finite, where these were looked for."""
         fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
         if culprit is not None:
-            # By what was in the batch, which may be an image that stands in for another.
-            names = [self.prepared.train.names[int(self.stream.batch(place, 1).index[0])] for place in culprit.images]
+            # Read through the stream, as an image that cannot be decoded is replaced by another.
+            index = [int(self.stream.batch(place, 1).index[0]) for place in culprit.images]
+            names = [self.dataset.train.names[i] for i in index]
             fields |= {"images": names, "levels": culprit.levels, "layer": culprit.where, "phase": culprit.phase}
-            warn(f"step {self.step:,} was refused: {culprit.describe(names)}")
+            warn(f"step {self.step:,} was skipped: {culprit.describe(names)}")
         self.recorder.event("step_refused", self.step, **fields)
 
     def on_out_of_memory(self, state: TrainState) -> None:
-        """Say and record that memory did not suffice."""
         now = microbatch_size(self.config.training, state)
         checkpointing = getattr(state.model, "checkpointing", False)
         how = "one at a time with gradient checkpointing" if checkpointing else f"{now:,} images at a time"
@@ -263,60 +260,47 @@ class Session:
         self.recorder.event("out_of_memory", self.step, microbatch=now, checkpointing=checkpointing)
 
     def on_step_end(self, step: int) -> None:
-        """Move the progress line, and record what the writer has done meanwhile."""
         self.recorder.update_progress(step)
-        self.pulse.step = step
+        self.context.heartbeat.step = step
         self.saver.poll()
 
     def save_requested(self) -> bool:
-        """Whether somebody made RUN/SAVE, or moved the folder, which is then to be saved where it is."""
-        return self.pulse.save_requested or self.pulse.moved
-
-    def stop_requested(self) -> bool:
-        """Whether somebody wants the run to stop."""
-        return self.stop()
-
-    def defer_interrupts(self) -> AbstractContextManager[None]:
-        """A stretch that a stop waits for."""
-        return self.stop.defer_interrupts()
+        """Return True if RUN/SAVE exists, or if the folder was moved: its new place gets a last checkpoint."""
+        heartbeat = self.context.heartbeat
+        return heartbeat.save_requested or heartbeat.moved
 
     def preview(self, state: TrainState) -> None:
-        """Sample grid from the EMA weights."""
         started = time.perf_counter()
-        with self.pulse.during("preview"):
-            grid = self.looks.preview()
+        with self.context.heartbeat.during("preview"):
+            grid = self.previews.preview()
         self.recorder.log_image(self.step, "samples", grid)
-        self.recorder.event("preview", self.step, seconds=seconds_since(started))
+        self.recorder.event("preview", self.step, seconds=round(time.perf_counter() - started, 3))
+
+    def save_ema_snapshot(self, state: TrainState) -> None:
+        self.saver.save_ema_snapshot(state)
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Held-out loss of the EMA weights, empty if nothing is held out; and what is measured of drawn pictures."""
-        return self.evaluation.evaluate(self.step, self.recorder, self.pulse)
+        return self.evaluation.evaluate(self.step, self.recorder)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
-        """Save a checkpoint."""
         state.lost_shards = self.failures.shards
         self.saver.save(state, for_best)
 
     def prepare_save(self, state: TrainState) -> str:
-        """Before `save_shards`: wait for what comes before a checkpoint."""
         state.lost_shards = self.failures.shards
         return self.saver.prepare()
 
     def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
-        """Save the rows that this process has, and what all have."""
         self.saver.take_snapshot(state, for_best, post)
 
     def needs_final_save(self, state: TrainState) -> bool:
-        """Whether a run that ends before its end is yet to be saved; nothing interrupts that."""
+        """Return True if the run ends before its end and the newest checkpoint is older; nothing interrupts from here.
+
+        A step that could not be saved, as it was not finite, counts as saved.
+        """
         if not self.done:
             self.stop.silence()
         return not self.done and self.saver.saved != (self.step, state.due)
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        """Return to the last good weights."""
         return self.saver.roll_back(state, reason)
-
-
-def seconds_since(started: float) -> float:
-    """What something cost, for the record."""
-    return round(time.perf_counter() - started, 3)

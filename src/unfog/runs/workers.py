@@ -1,4 +1,4 @@
-"""The processes of a run besides the first one: they train with it, and leave all else to it."""
+"""Worker ranks: the processes of a run besides rank 0. They train with it; rank 0 records, previews and saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,85 +19,77 @@ from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state
 from unfog.pipeline.failed_shards import failures_on_this_rank
 from unfog.pipeline.load_data import load_images
-from unfog.process.device import choose_device
 from unfog.process.signals import StopSignals
+from unfog.runs.context import StoppableHooks, device_for
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.distributed.coordination import CoordinatedHooks
-from unfog.training.distributed.rendezvous import init_world, local_device
+from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import World, is_lost_process
-from unfog.training.hooks import Rank, TrainingHooks
+from unfog.training.hooks import Rank
 from unfog.training.loop import train
 from unfog.training.state import TrainState
 
 
-class WorkerHooks(TrainingHooks):
-    """A run that another process records. A signal that comes here counts there."""
+class _WorkerHooks(StoppableHooks):
+    """Hooks of a worker rank: it writes its part of sharded checkpoints, and reports unusable images to rank 0."""
 
-    def __init__(self, stop: StopSignals, prepared: Dataset, world: World, config: Config):
-        self.stop, self.prepared, self.world, self.config = stop, prepared, world, config
-        self.told: set[tuple[str, ...]] = set()
-        self.writer: CheckpointWriter | None = None
+    def __init__(self, stop: StopSignals, dataset: Dataset, world: World, config: Config):
+        super().__init__(stop)
+        self._dataset, self._world, self._config = dataset, world, config
+        self._reported: set[tuple[str, ...]] = set()
+        self._writer: CheckpointWriter | None = None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """Tell the first process which images of this one's share could not be decoded, and which shards not read."""
-        found = failures_on_this_rank(self.prepared.train)
-        self.world.send_report([list(one) for one in sorted(found - self.told)])
-        self.told |= found
+        """Send rank 0 the images and shards that could not be read here since the last log."""
+        found = failures_on_this_rank(self._dataset.train)
+        self._world.send_report([list(one) for one in sorted(found - self._reported)])
+        self._reported |= found
 
     def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
-        """Copy the rows that are here, and have them written."""
-        self.finish(math.inf)  # which the first process has seen the end of
+        self.finish(math.inf)  # rank 0 has seen the last checkpoint complete
         if not state.non_finite():
-            self.writer = CheckpointWriter(Path(place), self.config.checkpoint)
-            self.writer.submit(snapshot.take_snapshot(state, state.seen // self.config.training.batch), post)
+            self._writer = CheckpointWriter(Path(place), self._config.checkpoint)
+            self._writer.submit(snapshot.take_snapshot(state, state.seen // self._config.training.batch), post)
 
     def finish(self, seconds: float) -> None:
-        """Wait for so long for what is on its way to the disk."""
+        """Wait at most so long for the checkpoint that is being written."""
         deadline = time.monotonic() + seconds
-        while self.writer is not None and self.writer.busy and time.monotonic() < deadline:
+        while self._writer is not None and self._writer.busy and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    def stop_requested(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.stop()
-
-    def defer_interrupts(self) -> AbstractContextManager[None]:
-        """A stretch that a stop waits for."""
-        return self.stop.defer_interrupts()
 
 
 def run_worker() -> None:
-    """Be one of the processes besides the first, to the end of the run or of this session.
+    """Train as a worker rank, to the end of the run or until rank 0 ends.
 
     Raises:
-        RunError: the first process failed, or the images here are other ones.
+        RunError: rank 0 failed, or this rank sees other images.
     """
     with init_world() as world:
         nothing: dict[str, Any] = {}
-        told = world.broadcast_object(nothing)
-        if not told:
+        received = world.broadcast_object(nothing)
+        if not received:
             return
-        config = from_toml(told["config"], Config())
+        config = from_toml(received["config"], Config())
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
-                checkpoints = Path(told["checkpoints"])
-                check_visible(checkpoints, "where each process of a divided run writes its part of a checkpoint", world)
+                checkpoints = Path(received["checkpoints"])
+                check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
             if config.uses_latents:
-                check_visible(Path(config.autoencoder_folder), "the run's codec", world)
-            prepared, found = load_images(config, stop, lost=told["lost"])
+                check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
+            dataset, found = load_images(config, stop, lost=received["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
                     f"rank {world.rank} finds other images in {sanitize(config.source)} than rank 0 does; each machine "
                     "needs the same ones there"
                 )
-            _train_worker(config, prepared, stop, world)
+            _train_worker(config, dataset, stop, world)
 
 
 def check_visible(folder: Path, what: str, world: World) -> None:
-    """RunError if this process does not see a part of the run folder that it needs."""
+    """RunError if this rank does not see a part of the run folder that it needs."""
     if not folder.is_dir():
         raise RunError(
             f"rank {world.rank} ({socket.gethostname()}) does not see {folder}, {what}; give an --out on a disk that "
@@ -105,57 +97,62 @@ def check_visible(folder: Path, what: str, world: World) -> None:
         )
 
 
-def _train_worker(config: Config, prepared: Dataset, stop: StopSignals, world: World) -> None:
-    """Train what the first process trains, whose state comes from there."""
-    device = choose_device(local_device(config.training.device))
-    settled = replace(config, training=replace(config.training, device=str(device)))
-    state = build_state(settled, device, home=world.init_device(config.training.shard, device))
-    stream = ImageStream(prepared.as_network_input.train, config.training.seed)
-    follower = WorkerHooks(stop, prepared, world, config)
+def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: World) -> None:
+    device = device_for(config)
+    own_config = replace(config, training=replace(config.training, device=str(device)))
+    state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
+    stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+    hooks = _WorkerHooks(stop, dataset, world, config)
     try:
-        run_training_loop(config, state, stream, follower, world)
+        run_training_loop(config, state, stream, hooks, world)
     finally:
-        follower.finish(0.8 * config.training.grace)  # a checkpoint is one when all have written their parts
+        hooks.finish(0.8 * config.training.grace)  # a checkpoint counts when all ranks have written their parts
         stream.close()
 
 
 def broadcast_config(
-    world: World, checkpoints: Path, config: Config | None, given_up: Mapping[str, str] | None = None
+    world: World, checkpoints: Path, config: Config | None, failed_shards: Mapping[str, str] | None = None
 ) -> None:
-    """Tell the other processes what is trained.
+    """Send the worker ranks what is to be trained.
 
     Args:
-        checkpoints: the folder of checkpoints, which is there.
-        config: settled settings; None, if there is nothing to do.
-        given_up: as of `shards.lost_shards`, the shards that the run had gone on without.
+        world: the ranks.
+        checkpoints: the folder of checkpoints, which exists.
+        config: settings with none left open; None if there is nothing to do.
+        failed_shards: name -> reason of the shards that the run continued without; None for a new run.
     """
-    told = None if given_up is None else dict(given_up)
+    lost = None if failed_shards is None else dict(failed_shards)
     place = str(checkpoints.absolute())
-    world.broadcast_object({} if config is None else {"config": to_toml(config), "lost": told, "checkpoints": place})
+    world.broadcast_object({} if config is None else {"config": to_toml(config), "lost": lost, "checkpoints": place})
 
 
 def run_training_loop(
-    config: Config, state: TrainState, stream: ImageStream, run: Rank, world: World, saved: Path | None = None
+    config: Config, state: TrainState, stream: ImageStream, hooks: Rank, world: World, saved: Path | None = None
 ) -> None:
-    """Train from where the first process is, to the end or until one of them is asked to stop.
+    """Train from the state of rank 0, to the end or until one rank is asked to stop.
 
     Args:
-        saved: for the first process, the checkpoint that a state to be divided is read from; None if it has it.
+        config: settings with none left open.
+        state: of this rank; that of rank 0 is broadcast.
+        stream: the training images.
+        hooks: of this rank.
+        world: the ranks.
+        saved: for rank 0, the checkpoint from which a sharded state is read; None if `state` holds it.
 
     Raises:
-        RunError: as the loop, or another process is gone.
+        RunError: as the loop.
+        LostProcess: another rank ended or does not answer.
     """
-    # A signal must not cut through one process alone, so that the others wait for it: they agree to stop.
-    with run.defer_interrupts() if world.size > 1 else nullcontext():
+    # A signal must not interrupt one rank alone while the others wait for it: they agree to stop.
+    with hooks.defer_interrupts() if world.size > 1 else nullcontext():
         try:
             world.init_process_group(state.precision.device, config.training.timeout)
             if config.training.is_sharded(world.size):
                 world.shard_state(state, saved)
             world.broadcast_state(state)
             if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
-                stream.prefetch_share(
-                    own.start, len(own), config.training.batch, state.seen
-                )  # read ahead no other's images
+                # Otherwise each rank would prefetch the images of all of them.
+                stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
             train(
                 config.training,
                 config.optimizer,
@@ -164,14 +161,14 @@ def run_training_loop(
                 stream,
                 build_augmentation(config),
                 build_loss(config, state.levels),
-                run,
+                hooks,
                 world,
             )
-            CoordinatedHooks(run, world).finish(state)
+            CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:
             if world.size == 1 or not is_lost_process(error):
                 raise
             raise LostProcess(
-                f"rank {world.rank} has lost another process, which ended or does not answer; unfog resume goes on "
+                f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
                 f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
             ) from error

@@ -29,10 +29,10 @@ from unfog.doctor.run.status_checks import check_status
 from unfog.doctor.run.trend_checks import check_trends
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError, RunError
-from unfog.evaluation.held_out import LossAt, midpoints
+from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import check_memorization_by_pixels
 from unfog.inference.nearest_images import FEWEST
-from unfog.pipeline.build import build_network, build_objective, without_augmentation
+from unfog.pipeline.build import build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
@@ -190,7 +190,7 @@ def _check_losses(
             assert images is not None
             network = weights.networks[kind].to(device).eval()
             results[kind, id(images)] = measure_losses(
-                _loss_function(network, config), images, levels, batch, progress=advance
+                build_loss_at(network, config), images, levels, batch, progress=advance
             )
     assert own is not None
     average, raw = results["ema", id(own)], results["model", id(own)]
@@ -206,16 +206,6 @@ def _check_losses(
     # Of the two weights the better one: the average may be behind without that nothing was learned.
     lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
-
-
-def _loss_function(network: nn.Module, config: Config) -> LossAt:
-    """What a network loses under the objective of the run."""
-    objective = build_objective(config)
-
-    def loss_at(x0: Tensor, label: Tensor | None, u: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.at(network, x0, label, config.diffusion.schedule(u), noise)
-
-    return loss_at
 
 
 def _check_samples(

@@ -1,0 +1,123 @@
+"""Replay: train from one checkpoint to a later one again, and compare the two states bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from unfog.config.resume_rules import settings_digests
+from unfog.config.schema import Config
+from unfog.data.dataset import Dataset
+from unfog.data.stream import ImageStream
+from unfog.errors import Interrupted, RequestError
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
+from unfog.process.device import choose_device
+from unfog.process.run_folder import RunFolder
+from unfog.process.signals import StopSignals
+from unfog.reporting.progress import Progress
+from unfog.runs.context import StoppableHooks
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.loop import Intervals, train
+from unfog.training.state import TrainState
+
+
+class _ReplayHooks(StoppableHooks):
+    """Hooks that record nothing, roll back where the run did, and end training at a given image."""
+
+    def __init__(self, folder: RunFolder, state: TrainState, until: int, patience: int, stop: StopSignals):
+        super().__init__(stop)
+        self.folder, self.state, self.until, self.patience = folder, state, until, patience
+        self.progress: Progress
+
+    def stop_requested(self) -> bool:
+        return self.stop() or self.state.seen >= self.until
+
+    def roll_back(self, state: TrainState, reason: str) -> str:
+        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
+        if good is None:
+            raise RequestError(
+                f"the run went back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
+            )
+        checkpoint.roll_back(good.folder, state)
+        return str(good.folder)
+
+    def on_step_end(self, step: int) -> None:
+        self.progress.update(step)
+
+
+def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> list[str]:
+    """Train once more from the checkpoint before the newest to the newest, and compare. Changes nothing.
+
+    Returns:
+        Names of the tensors that came out differently.
+
+    Raises:
+        RequestError: as `find_replayable`, or the run went back to a checkpoint that is gone.
+        Interrupted: a stop was requested.
+    """
+    first, last = find_replayable(folder, config)
+    state = build_state(config, choose_device(config.training.device))
+    checkpoint.load(first.folder, state)
+    state.due = []
+    hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
+    with Progress("replaying, step", last.step, start=first.step) as progress:
+        hooks.progress = progress
+        train(
+            replace(config.training, rollbacks=10**9),  # a limit would end the replay where a resume reset the count
+            config.optimizer,
+            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
+            state,
+            ImageStream(dataset.as_network_input.train, config.training.seed),
+            build_augmentation(config),
+            build_loss(config, state.levels),
+            hooks,
+        )
+    if stop():
+        raise Interrupted
+    if checkpoint.read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
+        hooks.roll_back(state, "")  # the run rolled back after its last step, before it was saved
+    return differing_tensors(state, last)
+
+
+def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:
+    """Return the two newest whole checkpoints, older first.
+
+    Raises:
+        RequestError: there are fewer, or what lies between them cannot be repeated.
+    """
+    found, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    whole: list[CheckpointInfo] = []
+    for saved in reversed(found):
+        if len(whole) < 2 and checkpoint.find_damage(saved) is None:
+            whole.insert(0, saved)
+    if len(whole) < 2:
+        raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
+    first, last = whole
+    states = [checkpoint.read_state(saved.folder) for saved in whole]
+    between = f"between steps {first.step:,} and {last.step:,}"
+    remedy = "go on training until there are two newer checkpoints"
+    # A smaller micro-batch sums the gradient in another order, and the step of the change is not recorded.
+    if len({state.get("microbatch", 0) for state in states}) > 1:
+        raise RequestError(
+            f"memory ran out {between}, at a step that is not recorded, so these cannot be repeated; {remedy}"
+        )
+    if {state["keys"].get("repeat") for state in states} != {settings_digests(config)["repeat"]}:
+        raise RequestError(f"settings were changed {between}, so these cannot be repeated; {remedy}")
+    return first, last
+
+
+def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
+    """Return the names of the tensors of a state that are not those of a checkpoint, bit for bit."""
+    different = []
+    for file, tensors in state.tensors().items():
+        if not saved.holds(f"{file}.safetensors"):
+            continue
+        mine: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        theirs = checkpoint.read_tensors(saved.folder / f"{file}.safetensors")
+        for name in sorted(mine.keys() | theirs.keys()):
+            if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
+                different.append(f"{file}: {name}")
+    return different

@@ -1,0 +1,191 @@
+"""`unfog resume`: continue a run from its newest whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unfog.config.resume_rules import SAMPLING, check_changes
+from unfog.config.schema import LENGTH, Config
+from unfog.config.toml import read_toml
+from unfog.config.validate import check_request, check_source
+from unfog.data.dataset import Dataset
+from unfog.errors import RequestError, RunError
+from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
+from unfog.pipeline.autoencoder_folder import copy_autoencoder_into_run
+from unfog.pipeline.data_report import DATA_FILE
+from unfog.pipeline.failed_shards import read_failed_shards
+from unfog.pipeline.load_data import load_images
+from unfog.planning.auto_settings import AutoSettings
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.reporting.progress import say
+from unfog.reporting.records import Events, finite_number, read_metrics
+from unfog.runs.context import RunContext, open_run
+from unfog.runs.init_weights import load_initial_weights
+from unfog.runs.metrics_hook import resolve_metrics
+from unfog.runs.session import Session
+from unfog.runs.train import check_custom_optimizer, export_trained_autoencoder, settings_findings, write_data_files
+from unfog.runs.workers import broadcast_config
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import rotation
+from unfog.training.checkpoints.ema_snapshots import remove_after
+
+
+def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
+    """Continue a run from its newest whole checkpoint, or from its beginning if it saved none.
+
+    Args:
+        folder: the run.
+        config: its stored configuration with changes, applied from here on.
+        force: also apply changes that turn it into another run, such as its seed or its images.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        RequestError: a change that a run cannot make, other images than it began with, or another process at work.
+        RunError: no checkpoint is whole, or training failed.
+    """
+    stored = folder.read_config()
+    config = config or stored
+    _check_resume_request(stored, config)
+    with open_run(folder, config) as run:
+        point = find_resume_point(folder, stored)
+        run.heartbeat.step = point.step
+        check_changes(point.config, config, force)
+        dataset, config = load_images(config, run.stop, lost=point.failed_shards)
+        config = _disable_impossible_snapshots(config, point)
+        check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
+        auto = _resolve_open_settings(run, config, dataset, point)
+        if point.is_end_of(auto.config):
+            broadcast_config(run.world, folder.checkpoints, None)
+            _finish_without_training(folder, stored, config, point.step)
+            return folder, True
+        resumed = copy_autoencoder_into_run(folder, auto.config)
+        restart = bool(config.init.folder) and point.saved is None
+        session = Session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
+        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder, resumed.sampler)
+        if any(line.startswith("evaluate.") for line in changes):
+            session.evaluation.dry_run()  # an error of the next evaluation surfaces now
+        folder.write_config(resumed)
+        point.discard_later_files(folder)
+        if config.fingerprint != point.config.fingerprint or not (folder.path / DATA_FILE).exists():
+            write_data_files(session)
+        broadcast_config(run.world, folder.checkpoints, resumed, point.failed_shards)
+        done = session.run(auto.choices, settings_findings(session), point.saved, changes)
+        export_trained_autoencoder(folder, resumed)
+        return folder, done
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The state from which a run continues."""
+
+    saved: checkpoint.CheckpointInfo | None
+    """The newest whole checkpoint; None before the first."""
+    broken: list[checkpoint.BrokenCheckpoint]
+    """Newer checkpoints that are damaged, and skipped."""
+    config: Config
+    """The settings that trained the run so far, whatever was written into RUN/config.toml since."""
+
+    @property
+    def step(self) -> int:
+        return self.saved.step if self.saved else 0
+
+    @property
+    def failed_shards(self) -> Mapping[str, str] | None:
+        """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
+        return read_failed_shards(self.saved)
+
+    def is_end_of(self, config: Config) -> bool:
+        """Return True if nothing is left to train, evaluate or save."""
+        saved = self.saved
+        if saved is None or saved.images < config.training.images:
+            return False
+        return not checkpoint.read_state(saved.folder)["due"]
+
+    def discard_later_files(self, folder: RunFolder) -> None:
+        """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""
+        rotation.remove_leftovers(folder.checkpoints, self.broken)
+        remove_after(folder.averages, self.saved.step if self.saved else -1)
+        for one in self.broken:
+            say(str(one))
+
+
+def find_resume_point(folder: RunFolder, stored: Config) -> ResumePoint:
+    """Return the newest whole checkpoint with its settings; before the first checkpoint, the `stored` settings.
+
+    Raises:
+        RunError: steps were trained, and no checkpoint of them is left.
+    """
+    folder.checkpoints.mkdir(exist_ok=True)
+    rotation.restore_replaced(folder.checkpoints)
+    saved, broken = checkpoint.newest(folder.checkpoints)
+    if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
+        raise RunError(
+            f"{folder.metrics} has steps, but {folder.checkpoints} has no checkpoint to resume from; "
+            "bring the checkpoints back, or train anew with another --out"
+        )
+    config = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
+    return ResumePoint(saved, broken, config)
+
+
+def _check_resume_request(stored: Config, config: Config) -> None:
+    check_request(config)
+    check_custom_optimizer(config)
+    report_dropped_levels(stored.sampler, config.sampler)
+    if not Path(config.source).is_absolute():  # the name of a data set, or a URL
+        return
+    try:
+        check_source(config.source)
+    except RequestError:
+        raise RequestError(
+            f"the images of this run were in {config.source}, which is not there; bring them back, or say where they "
+            "are now: --source FOLDER"
+        ) from None
+
+
+def _disable_impossible_snapshots(config: Config, point: ResumePoint) -> Config:
+    """Resolve an open interval of EMA snapshots to none where the run has not kept a second EMA from its beginning."""
+    if point.saved is None or point.saved.holds(checkpoint.EMA2) or config.ema_snapshots.every != 0:
+        return config
+    return replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
+
+
+def _resolve_open_settings(run: RunContext, config: Config, dataset: Dataset, point: ResumePoint) -> AutoSettings:
+    """Resolve what a change may have left open, such as the length. The network and weight decay stay as they were."""
+    auto = AutoSettings(config, dataset.as_network_input.train, run.device, run.stop, run.world.size)
+    auto.resolve_learning_rate()
+    auto.resolve_microbatch(resuming=True)
+    auto.resolve_precision()
+    auto.resolve_length(seen=point.saved.images if point.saved else 0)
+    auto.resolve_intervals()
+    resolve_metrics(auto, dataset.train, run.device)
+    run.stop.leave_if_requested()
+    return auto
+
+
+def _finish_without_training(folder: RunFolder, stored: Config, config: Config, step: int) -> None:
+    """Apply what a run at its end can still use: the settings of sampling, and an autoencoder not yet exported."""
+    _apply_sampling_settings(folder, stored, config, step)
+    say(f"  {folder.path} is at its end, step {step:,}; --steps or --budget makes it longer")
+    if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # the process was killed after its last checkpoint
+        export_trained_autoencoder(folder, config)
+
+
+def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, step: int) -> None:
+    """Store and record changed settings of sampling; say which other changes are not applied."""
+    changed = replace(stored, **{name: getattr(config, name) for name in SAMPLING})
+    if lines := check_changes(stored, changed):
+        folder.write_config(changed)
+        with closing(Events(folder.events)) as events:
+            for line in lines:
+                say(f"  changed: {line}")
+                events.write("changed", step, {"setting": line})
+    # The caller reports a length that is reached already; the snapshots were changed here, not by the user.
+    silent = (*(f"training.{name}: " for name in LENGTH), "ema_snapshots.every: 0 -> -1")
+    for line in check_changes(changed, config, force=True):
+        if not line.startswith(silent):
+            say(f"  not applied: {line}, as nothing is left to train")
