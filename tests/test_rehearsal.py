@@ -22,7 +22,7 @@ from unfog.process.signals import StopSignals
 from unfog.runs import dry_run as rehearsal
 from unfog.runs import dry_run_parts as small
 from unfog.runs import previews as looks
-from unfog.runs import session
+from unfog.runs import replay, session
 from unfog.runs.dry_run import dry_run
 from unfog.runs.dry_run_parts import shortened
 
@@ -145,13 +145,14 @@ def test_weights_that_do_not_move_are_fatal(fashion, tmp_path):
 
 
 def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
-    real = rehearsal.compare
+    real = replay.differing_tensors
 
-    def spoiled(tensors, saved):
-        next(iter(tensors["ema"].values())).add_(1)
-        return real(tensors, saved)
+    def spoiled(state, saved):
+        next(iter(state.tensors()["ema"].values())).add_(1)
+        return real(state, saved)
 
-    monkeypatch.setattr(rehearsal, "compare", spoiled)
+    monkeypatch.setattr(rehearsal, "differing_tensors", spoiled)
+    monkeypatch.setattr(replay, "differing_tensors", spoiled)
     findings = rehearsed(settled(fashion), fashion, tmp_path)
     assert findings["reload"].severity == "fatal"
     assert "ema: " in findings["reload"].evidence
