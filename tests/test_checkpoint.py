@@ -368,7 +368,7 @@ def test_a_roll_back_comes_back_to_a_regular_step_at_which_all_was_well():
 
     def anchor(at, ordinary, strange):
         state.guard.ordinary, state.guard.anomalous = ordinary, strange
-        return Saver._is_anchor(SimpleNamespace(config=config), state, at)
+        return Saver._is_rollback_target(SimpleNamespace(config=config), state, at)
 
     assert anchor(0, 0, 0), "the beginning, always"
     assert anchor(10, 3, 0)

@@ -57,16 +57,16 @@ def held():
 def watch(folder):
     """Train, and print what is held at each of some steps, when all that followed the step before is done."""
     torch.set_num_threads(1)
-    advance, seen = session.Session.advance, {}
+    advance, seen = session.Session.on_step_end, {}
 
     def advanced(self, step):
         advance(self, step)
         if step % EARLY == EARLY // 2 - 1:  # far from a checkpoint that is still being written
             self.saver.wait()
-            self.saver.averages.wait()
+            self.saver._snapshots.wait()
             seen[step] = held()
 
-    session.Session.advance = advanced
+    session.Session.on_step_end = advanced
     train(configured(), Path(folder))
     print(json.dumps(seen))
 

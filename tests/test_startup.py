@@ -135,7 +135,7 @@ def run(tmp_path_factory):
 
 
 def stop_after(step, monkeypatch):
-    advance = session.Session.advance
+    advance = session.Session.on_step_end
 
     def advanced(self, done):
         advance(self, done)
