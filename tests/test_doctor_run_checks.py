@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.config import resume_rules as changes
+from unfog.config import resume_rules
 from unfog.config.presets import preset
+from unfog.config.schema import Config
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
 from unfog.diffusion.objective import Objective
@@ -37,6 +38,7 @@ from unfog.doctor.run.loss_checks import (
 from unfog.doctor.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.doctor.run.status_checks import check_state, final_state
 from unfog.doctor.run.trend_checks import check_learning_rate, check_loss, check_stability, check_trends, loss_trend
+from unfog.models.settings import UNet
 from unfog.training.ema_schedules import FixedEma, PowerEma
 
 LR = 1e-3
@@ -218,9 +220,11 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
 
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():
     """The settings that a run may change and that its roll-backs depend on."""
-    kept = (*changes.INDIFFERENT, *changes.EXACTLY, "evaluate.")
-    forgetting = {name for name in (*changes.FREE, *changes.WITH_FORCE) if not changes.among(kept, name)}
-    assert set(FRESH_START_SETTINGS) == (forgetting - {"fingerprint"}) | {"images"}
+    names = tuple(set(FRESH_START_SETTINGS) - {"images"})
+    for name, _, rules in resume_rules._walk(replace(Config(), network=UNet())):
+        forgets = rules.resume in ("free", "force") and (rules.affects or "loss") in ("loss", "objective")
+        listed = any(name == one or name.startswith(f"{one.rstrip('.')}.") for one in names)
+        assert listed == (forgets and name != "fingerprint"), name
 
 
 # Where it is.

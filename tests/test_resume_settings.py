@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import unfog
 from conftest import NETWORK, without_clock
 from unfog.config.presets import default
-from unfog.config.resume_rules import FREE, WITH_FORCE, among, check_changes, flatten, settings_digests
+from unfog.config.resume_rules import _walk, check_changes, settings_digests
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
 from unfog.data.augmentation.augment import Augment
@@ -262,13 +262,22 @@ REFUSED = (
 )
 
 
+def among(names: tuple[str, ...], name: str) -> bool:
+    """Whether a setting is one of these, or in a section of them, which ends with a dot."""
+    return any(name == one or name.startswith(one if one.endswith(".") else f"{one}.") for one in names)
+
+
+FORCED = ("training.seed", "diffusion.weighting", "diffusion.adaptive", "ema", "data.background", "data.held_out")
+
+
 def test_every_setting_is_in_one_list_of_what_a_resume_may_change():
     for network in (None, *(kind() for kind in ARCHITECTURES)):
-        for name, _ in flatten(replace(Config(), network=network)):
-            lists = [one for one in (FREE, WITH_FORCE, REFUSED) if among(one, name)]
-            lists = lists[:1] if name == "network.dropout" else lists
-            # "kind" of a section that is of no kind is no setting.
-            assert len(lists) == 1 or name in ("data.kind", "diffusion.kind", "training.kind"), name
+        for name, _, rules in _walk(replace(Config(), network=network)):
+            if name in ("data.kind", "diffusion.kind", "training.kind"):  # of a section that is of no kind: no setting
+                continue
+            refused = among(REFUSED, name) and name != "network.dropout"
+            forced = among((*FORCED, "fingerprint"), name)
+            assert (rules.resume or "fixed") == ("fixed" if refused else "force" if forced else "free"), name
 
 
 def with_keys(state, config, loss=1.0):

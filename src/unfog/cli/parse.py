@@ -21,6 +21,7 @@ from unfog.config.aliases import current_name
 from unfog.config.schema import SHORT
 from unfog.config.values import FormatError, describe_type, parse_value, sanitize, strip_optional
 from unfog.errors import RequestError
+from unfog.settings import rules_of
 
 T = TypeVar("T")
 
@@ -64,9 +65,22 @@ def _part_by_kind(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
 
 def print_help(kind: type[T], prog: str, default: T) -> typing.NoReturn:
     """Print the help text of a command with these defaults, and exit with status 0."""
+    _show_short_flags(kind)
     with _registry:
         tyro.cli(kind, prog=prog, args=["--help"], default=default, config=(tyro.conf.AvoidSubcommands,))
     raise AssertionError("tyro exits after --help")
+
+
+def _show_short_flags(kind: type) -> None:
+    """Annotate the settings that have a short flag, so that tyro shows it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for f in fields(kind):
+        hint = hints[f.name]
+        annotation = hint.__origin__ if hasattr(hint, "__metadata__") else hint
+        if short := rules_of(f).short:
+            kind.__annotations__[f.name] = typing.Annotated[annotation, tyro.conf.arg(aliases=[f"--{short}"])]
+        elif is_dataclass(annotation) and specs.registry_of(annotation) is None:
+            _show_short_flags(typing.cast(type, annotation))
 
 
 @dataclass(frozen=True)

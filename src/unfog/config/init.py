@@ -8,14 +8,15 @@ from typing import Literal
 from tyro.conf import Suppress
 
 from unfog.errors import RequestError
+from unfog.settings import setting
 
 
 @dataclass(frozen=True)
 class Init:
     """Weights to start from. Network, size and objective are theirs unless given."""
 
-    folder: str = ""
-    """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one. Short: --init."""
+    folder: str = setting("", short="init")
+    """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one."""
     weights: Literal["ema", "raw"] = "ema"
     """Of a run: the average of the weights, or the last ones as they are."""
     checkpoint: str = "newest"

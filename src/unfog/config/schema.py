@@ -19,6 +19,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
+from unfog.settings import check_bounds, rules_of, setting
 from unfog.text import without_secrets
 from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
@@ -26,29 +27,6 @@ from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimize
 Network = Architecture | None  # None: chosen for the device and the image size
 
 
-# Short names of the settings that are given most; the rest go by their place in the tree, such as --optimizer.warmup.
-SHORT = {
-    "size": "data.size",
-    "flip": "data.flip",
-    "augment": "data.augment",
-    "path": "diffusion.path",
-    "schedule": "diffusion.schedule",
-    "target": "diffusion.target",
-    "weighting": "diffusion.weighting",
-    "steps": "training.steps",
-    "images": "training.images",
-    "budget": "training.budget",
-    "batch": "training.batch",
-    "microbatch": "training.microbatch",
-    "precision": "training.precision",
-    "compile": "training.compile",
-    "device": "training.device",
-    "seed": "training.seed",
-    "lr": "optimizer.lr",
-    "optimizer": "optimizer.method",
-    "init": "init.folder",
-    "autoencoder": "autoencoder_folder",
-}
 LENGTH = ("steps", "images", "budget")
 
 
@@ -56,43 +34,42 @@ LENGTH = ("steps", "images", "budget")
 class Config:
     """Everything that a run is made of. `config.toml` in the run folder holds it with all choices made."""
 
-    source: Suppress[str] = ""
+    source: Suppress[str] = setting("", affects="nothing", resume="free")
     """Where the images are: a folder, or the name of a built-in set."""
     data: Data = Data()
     network: Network = None
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
-    autoencoder_folder: str = ""
+    autoencoder_folder: str = setting("", short="autoencoder", affects="nothing")
     """Train on latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
-    label_dropout: float = 0.1
+    label_dropout: float = setting(0.1, at_least=0, at_most=1, usual="0.1", resume="free")
     """Share of training images that are shown without their class, so that sampling can use --guidance."""
-    diffusion: Diffusion = Diffusion()
+    diffusion: Diffusion = setting(Diffusion(), affects="objective")
     training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    ema: EmaSchedule = PowerEma()
+    optimizer: Optimizer = setting(Optimizer(), resume="free")
+    ema: EmaSchedule = setting(PowerEma(), resume="force")
     """Average of the weights, which sampling uses: power:width=0.1 or fixed:decay_max=0.9999."""
-    ema_snapshots: EmaSnapshots = EmaSnapshots()
-    sampler: Sampler = Sampler()
-    guidance: float = 1.0
+    ema_snapshots: EmaSnapshots = setting(EmaSnapshots(), affects="steps", resume="free", added_later=True)
+    sampler: Sampler = setting(Sampler(), affects="samples", resume="free")
+    guidance: float = setting(1.0, affects="samples", resume="free")
     """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    guidance_interval: tuple[float, float] = setting((0.0, 1.0), affects="samples", resume="free")
     """Guide only where the share of noise, sigma / (alpha + sigma), is within this: 0 is the image, 1 noise alone."""
-    log: Log = Log()
-    preview: Preview = Preview()
-    evaluate: Evaluate = Evaluate()
-    checkpoint: Checkpoint = Checkpoint()
-    init: Init = Init()
+    log: Log = setting(Log(), affects="nothing", resume="free")
+    preview: Preview = setting(Preview(), affects="nothing", resume="free")
+    evaluate: Evaluate = setting(Evaluate(), affects="nothing", resume="free")
+    checkpoint: Checkpoint = setting(Checkpoint(), affects="nothing", resume="free")
+    init: Init = setting(Init(), affects="nothing")
     classes: Suppress[tuple[str, ...]] = ()
     """Class names, as found in the data."""
-    latents: Suppress[Latents] = Latents()
+    latents: Suppress[Latents] = setting(Latents(), affects="objective", added_later=True)
     """What the codec makes of the images, as measured."""
-    autoencoder: Suppress[Autoencoder] = Autoencoder()
+    autoencoder: Suppress[Autoencoder] = setting(Autoencoder(), affects="objective", added_later=True)
     """The codec that this run trains, if it does; see `unfog train-autoencoder`."""
-    fingerprint: Suppress[str] = ""
+    fingerprint: Suppress[str] = setting("", affects="objective", resume="force")
     """Digest of the images and their order, so that a resume notices other data."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_dropout <= 1:
-            raise RequestError(f"label_dropout = {self.label_dropout} must be a share from 0 to 1; 0.1 is usual")
+        check_bounds(self)
         check_guidance_interval(self.guidance_interval)
         self._check_averages()
 
@@ -120,6 +97,21 @@ class Config:
         """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
         the network never sees a picture without its class. Any other asks the network twice."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
+
+
+def _short_flags(kind: type, above: str = "") -> dict[str, str]:
+    """Return short flag -> dotted name of each setting that has one."""
+    flags: dict[str, str] = {}
+    for f in fields(kind):
+        if short := rules_of(f).short:
+            flags[short] = above + f.name
+        if not above and is_dataclass(f.default) and not hasattr(f.default, "kind"):
+            flags |= _short_flags(type(f.default), f"{f.name}.")
+    return flags
+
+
+SHORT = _short_flags(Config)
+"""Short names of settings. Others are named by their place in the tree, such as --optimizer.warmup."""
 
 
 def redact_urls(config: Config) -> Config:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unfog.errors import RequestError
+from unfog.settings import check_bounds, setting
 
 LABELS = ("auto", "folders", "none")
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -21,40 +22,40 @@ UNREAD = "unread:"
 class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
-    size: int = 0
-    """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64. Short: --size."""
+    size: int = setting(0, short="size")
+    """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64."""
 
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
 
-    background: str = "white"
+    background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
 
-    labels: str = "auto"
+    labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
 
-    flip: bool = False
-    """Mirror half of the images left to right; off, as text and digits do not survive it. Short: --flip."""
+    flip: bool = setting(False, short="flip", resume="free")
+    """Mirror half of the images left to right; off, as text and digits do not survive it."""
 
-    jitter: float = 0.0
+    jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""
 
-    crop: float = 0.0
+    crop: float = setting(0.0, at_least=0, at_most=0.5, usual="0.1", resume="free")
     """Enlarge a random square of at least 1 - crop of the side to the whole; 0.1 is usual. Samples show it."""
 
-    augment: float = 0.0
-    """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images. Short: --augment."""
+    augment: float = setting(0.0, short="augment", at_least=0, at_most=1, usual="0.12 to 0.15")
+    """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
 
-    held_out: float = 0.05
+    held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
 
-    cache: Literal["auto", "memory", "disk", "none"] = "auto"
+    cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")
     """Where decoded images are kept: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
 
-    cache_limit: str = "10gb"
+    cache_limit: str = setting("10gb", affects="nothing", resume="free")
     """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
 
-    failed_shards: float = 0.05
+    failed_shards: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="nothing", resume="free")
     """Share of the remote shards read while training that may fail; other images replace theirs. 0 = none."""
 
     def __post_init__(self) -> None:
@@ -67,17 +68,8 @@ class Data:
             raise RequestError(f"size = {self.size} is out of range; give 4 to 4096 pixels, or 0 to choose it")
         if self.channels not in (0, 1, 3):
             raise RequestError(f"channels = {self.channels} is not 1 (grey), 3 (RGB) or 0 (choose)")
-        if not 0 <= self.jitter <= 1:
-            raise RequestError(f"jitter = {self.jitter} is not from 0 to 1; 0.05 to 0.2 is usual")
-        if not 0 <= self.crop <= 0.5:
-            raise RequestError(f"crop = {self.crop} is not a fraction from 0 to 0.5; 0.1 is usual")
-        if not 0 <= self.augment <= 1:
-            raise RequestError(f"augment = {self.augment} is not a chance from 0 to 1; 0.12 to 0.15 is usual")
+        check_bounds(self)
         bytes_of(self.cache_limit)
-        if not 0 <= self.failed_shards <= 0.5:
-            raise RequestError(f"failed_shards = {self.failed_shards} is not a share from 0 to 0.5; 0.05 is usual")
-        if not 0 <= self.held_out <= 0.5:
-            raise RequestError(f"held_out = {self.held_out} is not a fraction from 0 to 0.5; 0.05 is usual")
 
 
 def bytes_of(text: str) -> int:

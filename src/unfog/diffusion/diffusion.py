@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from unfog.diffusion.noise import VE, VP, Cosine, Path, Schedule
 from unfog.diffusion.target import Eps, Target, V, invert
 from unfog.diffusion.weighting import Elbo, Plain, Uncertainty, Weighting
 from unfog.errors import RequestError
+from unfog.settings import setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,23 +35,23 @@ class Diffusion:
         RequestError: The combination cannot be trained or sampled, with the reason and a remedy.
     """
 
-    path: Path = field(default_factory=VP)
-    """How image and noise are mixed. Short: --path."""
-    schedule: Schedule = field(default_factory=Cosine)
-    """Which noise levels are trained and sampled. Short: --schedule."""
-    target: Target = field(default_factory=V)
-    """What the network predicts; v is well behaved at every level. Short: --target."""
-    weighting: Weighting = field(default_factory=Plain)
-    """How much each noise level counts. Short: --weighting."""
+    path: Path = setting(VP(), short="path")
+    """How image and noise are mixed."""
+    schedule: Schedule = setting(Cosine(), short="schedule")
+    """Which noise levels are trained and sampled."""
+    target: Target = setting(V(), short="target")
+    """What the network predicts; v is well behaved at every level."""
+    weighting: Weighting = setting(Plain(), short="weighting", resume="force")
+    """How much each noise level counts."""
     sigma_data: float = 0.5
     """Standard deviation of the images in [-1, 1] scale; 0.5 fits natural ones (EDM)."""
     conditioning: Literal["timestep", "logsnr"] = "timestep"
     """What the network is told: the timestep, 0 to T (1000 if continuous), or EDM's ln(sigma) / 4."""
     scale_input: bool = False
     """Show the network x_t at unit variance (EDM's c_in) rather than as it is; what VE needs."""
-    learned_variance: bool = False
+    learned_variance: bool = setting(False, added_later=True)
     """The network also learns how random each step of the ddpm sampler is (Nichol and Dhariwal 2021)."""
-    adaptive: float = 0.0
+    adaptive: float = setting(0.0, resume="force", added_later=True)
     """Share of the noise levels drawn more often where the loss is large, and counted less for it; 0.5, say."""
 
     def __post_init__(self) -> None:

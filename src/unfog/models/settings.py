@@ -15,6 +15,7 @@ from unfog.models.unet_levels import (
     describe_levels,
     level_bounds,
 )
+from unfog.settings import setting
 
 
 class SizeBound(NamedTuple):
@@ -79,7 +80,7 @@ class UNet(NetworkSettings):
     """Self-attention at the lowest resolution, between the two middle blocks."""
     head_channels: int = 32
     """Channels of one attention head; 0 is a single head over all channels, as in DDPM."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, resume="free")
     """Probability of dropping an activation inside a residual block; 0.1 for small sets of images."""
     norm_groups: int = 32
     """Groups of every group normalisation; must divide all `channels`."""
@@ -159,7 +160,7 @@ class MPUNet(NetworkSettings):
     """Whether self-attention follows every residual block of a level; it costs (height x width)^2."""
     head_channels: int = 16
     """Channels of one attention head; 0 is a single head over all channels."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, resume="free")
     """Probability of dropping an activation inside a residual block; 0.1 for small sets of images."""
     time_scale: float = 1.0
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
@@ -208,7 +209,7 @@ class DiT(NetworkSettings):
     """Side of the square of pixels that makes a token; twice the side is about 4 times as fast, and coarser."""
     modulation: Literal["shared", "block"] = "shared"
     """How the condition reaches blocks: by a layer that they share (adaLN-single), or one in each (adaLN-zero)."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, resume="free")
     """Probability of dropping an activation where a branch ends; 0.1 for small sets of images."""
     time_scale: float = 1.0
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
+from unfog.settings import check_bounds, setting
 from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.optimizer_settings import AdamW, OptimizerKind
 
@@ -19,58 +20,47 @@ MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 class Training:
     """How long, how much at once, on what."""
 
-    steps: int = 0
-    """Optimiser steps of the whole run. Short: --steps. Give one of steps, images and budget."""
-    images: int = 0
-    """Training images of the whole run, repeats counted. Short: --images."""
-    budget: str = ""
-    """Wall time from here on, as 90s, 10m or 2h: measures the speed, then fixes `images`. Short: --budget."""
-    batch: int = 64
-    """Images for one optimiser step. Short: --batch."""
-    microbatch: int = 0
-    """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch. Short: --microbatch."""
-    noise: Literal["microbatch", "batch"] = "microbatch"
+    steps: int = setting(0, short="steps", at_least=0, affects="steps", resume="free")
+    """Optimiser steps of the whole run. Give one of steps, images and budget."""
+    images: int = setting(0, short="images", at_least=0, affects="steps", resume="free")
+    """Training images of the whole run, repeats counted."""
+    budget: str = setting("", short="budget", affects="steps", resume="free")
+    """Wall time from here on, as 90s, 10m or 2h: measures the speed, then fixes `images`."""
+    batch: int = setting(64, short="batch", at_least=1, at_most=1000000, usual="64")
+    """Images for one optimiser step."""
+    microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
+    """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
+    noise: Literal["microbatch", "batch"] = setting("microbatch", affects="steps", resume="free", added_later=True)
     """batch: the same noise however many images go at once, and on however many processes. microbatch: of before."""
-    clip: float = 1.0
+    clip: float = setting(1.0, at_least=0, resume="free")
     """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
-    precision: PrecisionName = "auto"
-    """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device. Short: --precision."""
-    memory_format: MemoryFormat = "auto"
+    precision: PrecisionName = setting("auto", short="precision", resume="free")
+    """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device."""
+    memory_format: MemoryFormat = setting("auto", affects="steps", resume="free", added_later=True)
     """How convolutions have images in memory. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu. Short: --device."""
-    seed: int = 0
-    """Seed of the initial weights, the order of images, noise and dropout. Short: --seed."""
-    patience: int = 20
+    device: str = setting("auto", short="device", affects="nothing", resume="free")
+    """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu."""
+    seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force")
+    """Seed of the initial weights, the order of images, noise and dropout."""
+    patience: int = setting(20, at_least=1, affects="steps", resume="free")
     """Steps in a row that may be refused for a non-finite gradient, or lose far more than usual, before a roll-back."""
-    rollbacks: int = 8
+    rollbacks: int = setting(8, at_least=0, affects="steps", resume="free")
     """Times that a run may go back to its last good weights, with half the learning rate, before it stops."""
-    grace: float = 30.0
+    grace: float = setting(30.0, at_least=0, affects="nothing", resume="free")
     """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
-    timeout: float = 600.0
+    timeout: float = setting(600.0, at_least=1, at_most=1000000, usual="600", affects="nothing", resume="free")
     """Seconds that processes which train together wait for one that hangs before they end."""
-    compress: Literal["none", "bf16"] = "none"
+    compress: Literal["none", "bf16"] = setting("none", affects="steps", resume="free", added_later=True)
     """What gradients travel as between processes. bf16: half the bytes, and each to three digits."""
-    shard: bool = False
+    shard: bool = setting(False, affects="nothing", resume="free")
     """Divide weights, gradients, averages and moments among the processes that torchrun starts, for large networks."""
-    checkpointing: bool = False
+    checkpointing: bool = setting(False, affects="nothing", resume="free")
     """Recompute activations in the backward pass: a third more time, for a third to a half less memory at the peak."""
-    compile: bool = False
-    """Compile the network with torch.compile: slow to start, faster after that on GPUs. Short: --compile."""
+    compile: bool = setting(False, short="compile", affects="nothing", resume="free")
+    """Compile the network with torch.compile: slow to start, faster after that on GPUs."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "images", "microbatch", "clip"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"{name} = {getattr(self, name)} must not be negative")
-        at_least_one("patience", self.patience)
-        if not 1 <= self.timeout <= 10**6:
-            raise RequestError(f"timeout = {self.timeout} must be from 1 to 1000000 seconds; 600 is usual")
-        if not (self.rollbacks >= 0 and self.grace >= 0):
-            raise RequestError(f"rollbacks = {self.rollbacks} and grace = {self.grace} must not be negative")
-        if not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed = {self.seed} must be from 0 to 2^63 - 1")
-        if not 1 <= self.batch <= 1_000_000:
-            raise RequestError(f"batch = {self.batch} must be from 1 to 1000000 images; 64 is usual")
+        check_bounds(self)
         if max(self.steps, self.images // 1000) > 10**12:
             raise RequestError(f"steps = {self.steps}, images = {self.images}: nobody waits for that; give less")
         if self.shard and self.compress != "none":
@@ -89,34 +79,25 @@ class Training:
 class Optimizer:
     """What moves the weights, and its learning rate over the run."""
 
-    lr: float = 0.0
-    """Peak learning rate. 0: by size: 0.006 with Muon, 0.003 with AdamW for a U-Net of 1M, batch 64. Short: --lr."""
-    warmup: int = 0
+    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3, or 0 to choose it,")
+    """Peak learning rate. 0: by size: 0.006 with Muon, 0.003 with AdamW for a U-Net of 1M, batch 64."""
+    warmup: int = setting(0, at_least=0)
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""
     schedule: Literal["constant", "cosine", "inverse-sqrt", "cooldown"] = "constant"
     """After warm-up: cosine to zero; constant, with no end yet; cooldown, which ends a constant one; or 1/sqrt."""
-    cooldown: float = 0.2
+    cooldown: float = setting(0.2, above=0, at_most=1, usual="0.2", added_later=True)
     """Share of the whole run, at its end, in which `cooldown` falls to zero."""
-    method: OptimizerKind = AdamW()
-    """adamw, muon, or custom:path=torch.optim.RMSprop, which runs the code that is named. Short: --optimizer."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    method: OptimizerKind = setting(AdamW(), short="optimizer", added_later=True)
+    """adamw, muon, or custom:path=torch.optim.RMSprop, which runs the code that is named."""
+    betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, usual="0.9 0.999")
     """Decay of AdamW's running mean and running square of the gradient."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, above=0, usual="1e-8")
     """AdamW's guard against division by zero."""
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, at_least=0)
     """Decoupled weight decay, of AdamW and Muon."""
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise RequestError(f"lr = {self.lr} must be above 0, or 0 to choose it; 1e-4 to 3e-3 is usual")
-        if not (self.warmup >= 0 and self.weight_decay >= 0):
-            raise RequestError(f"warmup = {self.warmup} and weight_decay = {self.weight_decay} must not be negative")
-        if not self.eps > 0:  # the gradient of a class that is not in a batch is exactly zero
-            raise RequestError(f"eps = {self.eps} must be above 0, as some gradients are zero; 1e-8 is usual")
-        if not 0 < self.cooldown <= 1:
-            raise RequestError(f"cooldown = {self.cooldown} must be a share above 0, up to 1; 0.2 is usual")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise RequestError(f"betas = {self.betas} must be from 0 up to, not including, 1; 0.9 0.999 is usual")
+        check_bounds(self)
 
 
 MAX_EMA_SNAPSHOTS = 48
@@ -150,11 +131,11 @@ class Preview:
 
     every: int = 0
     """Steps between previews. 0: about ten in the run; -1: only the first and the last."""
-    images: int = 16
+    images: int = setting(16, at_least=1, at_most=10000)
     """Pictures in a preview. With classes, they cycle through them."""
 
     def __post_init__(self) -> None:
-        at_least_one("preview.images", self.images, most=10_000)
+        check_bounds(self)
         check_interval("preview.every", self.every)
 
 
@@ -175,28 +156,27 @@ class Evaluate:
 
     every: int = 0
     """Steps between evaluations. 0: about ten in the run; -1: none."""
-    images: int = 64
+    images: int = setting(64, at_least=1, at_most=1000000, affects="held_out_loss")
     """Held-out images that are used."""
-    levels: int = 8
+    levels: int = setting(8, at_least=1, at_most=1000, affects="held_out_loss")
     """Noise levels, at equal quantiles of the training distribution."""
     metrics: tuple[str, ...] = ()
     """Of drawn pictures as well: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
-    features: str = "texture"
+    features: str = setting("texture", affects="samples")
     """What the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
-    samples: int = 0
+    samples: int = setting(0, affects="samples")
     """Pictures that are drawn for the metrics. 0: as many as `share` permits, up to 5000."""
-    reference: int = 0
+    reference: int = setting(0, affects="samples")
     """Training images that they are compared with. 0: as many as `share` permits, up to 10000."""
     metrics_every: int = 0
     """Steps between two times that pictures are drawn, at evaluations. 0: what `share` permits; -1: never."""
-    share: float = 0.05
+    share: float = setting(0.05, above=0, at_most=0.5, usual="0.05")
     """Share of the training time that the metrics may take, where `samples` or `metrics_every` is 0."""
     best: str = "held_out_loss"
     """What says which checkpoint is the best, and kept: held_out_loss, or one of `metrics`."""
 
     def __post_init__(self) -> None:
-        at_least_one("evaluate.images", self.images, most=1_000_000)
-        at_least_one("evaluate.levels", self.levels, most=1000)
+        check_bounds(self)
         check_interval("evaluate.every", self.every)
         check_interval("evaluate.metrics_every", self.metrics_every)
         object.__setattr__(self, "metrics", split_names(self.metrics))
@@ -210,8 +190,6 @@ class Evaluate:
         if self.best not in ("held_out_loss", *self.metrics):
             asked = f" of --evaluate.metrics {','.join((*self.metrics, self.best))}" if self.best in self.DRAWN else ""
             raise RequestError(f"evaluate.best = {self.best} is not measured; give held_out_loss, or one{asked}")
-        if not 0 < self.share <= 0.5:
-            raise RequestError(f"evaluate.share = {self.share} must be above 0 and at most 0.5; 0.05 is usual")
         for name in ("samples", "reference"):
             if (value := getattr(self, name)) and not 10 <= value <= 1_000_000:
                 raise RequestError(f"evaluate.{name} = {value} must be 0 to choose it, or from 10 to 1000000")
@@ -223,16 +201,14 @@ class Checkpoint:
 
     every: int = 0
     """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
-    keep: int = 3
+    keep: int = setting(3, at_least=1)
     """Newest checkpoints to keep, besides the best one by `evaluate.best`."""
-    milestones: int = 0
+    milestones: int = setting(0, at_least=0)
     """Also keep those at multiples of this many steps, for good; 0: none."""
 
     def __post_init__(self) -> None:
-        at_least_one("checkpoint.keep", self.keep)
+        check_bounds(self)
         check_interval("checkpoint.every", self.every)
-        if self.milestones < 0:
-            raise RequestError(f"checkpoint.milestones = {self.milestones} must not be negative; 0 keeps none")
 
 
 def check_interval(name: str, steps: int) -> None:

@@ -1,0 +1,92 @@
+"""Fields of settings dataclasses: default, short flag, bounds, and the rules of a resume, all at the field.
+
+To add a setting, add one field:
+
+    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3", resume="free")
+
+`config.schema` collects the short flags, `config.resume_rules` the rules of a resume. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from unfog.errors import RequestError
+
+T = TypeVar("T")
+
+Resume = Literal["free", "force", "fixed"]
+"""Rule of a change on resume: allowed, allowed with --force as it makes another run, or refused."""
+
+Affects = Literal["loss", "steps", "objective", "held_out_loss", "samples", "nothing"]
+"""What a setting changes, and so the digests that it enters (`config.resume_rules.settings_digests`).
+
+loss: the training loss. steps: the steps, but not the usual loss. objective: the meaning of all losses.
+held_out_loss: the meaning of the held-out loss alone. samples: metrics of samples. nothing: none of them.
+"""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Metadata of a setting. A section's rules hold for its fields, unless these have their own."""
+
+    short: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    usual: str = ""
+    resume: Resume | None = None
+    affects: Affects | None = None
+    added_later: bool = False
+    """Not in digests while it has its default, as checkpoints exist that were made before there was this setting."""
+
+    def inside(self, section: Rules) -> Rules:
+        """Return these rules, with what is open taken from the section around."""
+        return Rules(
+            resume=self.resume or section.resume,
+            affects=self.affects or section.affects,
+            added_later=self.added_later or section.added_later,
+        )
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RequestError if a number, or one of a tuple of numbers, is out of bounds."""
+        for one in value if isinstance(value, tuple) else (value,):
+            low = (self.at_least is None or one >= self.at_least) and (self.above is None or one > self.above)
+            high = (self.at_most is None or one <= self.at_most) and (self.below is None or one < self.below)
+            if not (low and high):
+                usual = f"; {self.usual} is usual" if self.usual else ""
+                raise RequestError(f"{name} = {value} must be {self._range()}{usual}")
+
+    def _range(self) -> str:
+        low = f"at least {_plain(self.at_least)}" if self.above is None else f"above {_plain(self.above)}"
+        high = f"at most {_plain(self.at_most)}" if self.below is None else f"below {_plain(self.below)}"
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {_plain(self.at_least)} to {_plain(self.at_most)}"
+        bounds = [low] * (self.at_least is not None or self.above is not None)
+        return " and ".join(bounds + [high] * (self.at_most is not None or self.below is not None))
+
+
+def setting(default: T, **rules: Any) -> T:
+    """Return a dataclass field with a default and `Rules`."""
+    return field(default=default, metadata={"rules": Rules(**rules)})
+
+
+def rules_of(f: Any) -> Rules:
+    """Return the rules of a dataclass field."""
+    rules: Rules = f.metadata.get("rules", _NO_RULES)
+    return rules
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise RequestError if a field of a settings dataclass is out of its bounds."""
+    for f in fields(settings):
+        rules_of(f).check(f.name, getattr(settings, f.name))
+
+
+_NO_RULES = Rules()
+
+
+def _plain(number: float | None) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
