@@ -17,7 +17,8 @@ from PIL import Image
 from unfog.data.prepare import prepare
 from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
-from unfog.data.sources.base import ImageError
+from unfog.data.sources import registry
+from unfog.data.sources.base import ImageError, SourceLocation
 from unfog.data.sources.builtin_fashion import FASHION_CLASSES, FashionSource
 from unfog.data.sources.folder import FolderSource
 from unfog.data.sources.labels import read_labels, strip_shard
@@ -290,3 +291,45 @@ def test_fashion_without_held_out_trains_on_all_and_takes_another_size() -> None
     assert prepared.train.pixels.shape == (10000, 3, 32, 32)
     assert len(prepared.held_out) == 0
     assert prepared.report.actions == {"upscaled": 10000, "grey_to_rgb": 10000}
+
+
+OWN_SOURCE = """
+import numpy as np
+from PIL import Image
+from unfog.data.sources.base import Source
+
+class Stripes(Source):
+    def __init__(self, location):
+        super().__init__(location)
+        self.names = [f"{i}" for i in range(int(location.paths[0]))]
+
+    def open(self, i):
+        return Image.fromarray(np.full((8, 8), i, np.uint8))
+
+    def stamp(self):
+        return f"stripes {len(self.names)}", 0
+"""
+
+
+def test_a_class_of_ones_own_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_sources.py").write_text(OWN_SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = open_source("python:own_sources:Stripes:12")
+    train = prepare(source, Data()).train
+    assert train.pixels.shape == (12, 1, 8, 8)
+    assert open_source(source.resolved).names == source.names
+    for text in ("python:own_sources:Squares", "python:no_such_module:Stripes", "python:pathlib:Path", "python:"):
+        with pytest.raises(RequestError, match=r"python:MODULE:CLASS|no subclass"):
+            open_source(text)
+
+
+def test_a_registered_source_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dots(FashionSource):
+        @classmethod
+        def match(cls, location: SourceLocation) -> SourceLocation | None:
+            return location if location.form == "name" and location.name.startswith("dots:") else None
+
+    monkeypatch.setattr(registry, "_registered", [])
+    registry.register(Dots)
+    assert isinstance(open_source("dots:12"), Dots)
+    assert type(open_source("fashion")) is FashionSource

@@ -377,7 +377,7 @@ def test_a_shard_that_another_process_has_given_up_is_given_up_here_too(web: Ser
     assert (event["step"], event["shard"], event["images"]) == (3, "s-003.tar", EACH)
     assert missing.shards == {"s-003.tar": "is not there"}
     assert numbers(here, 0, N) == found
-    with pytest.raises(RunError, match=r"more than data\.lost_shards allows"):
+    with pytest.raises(RunError, match=r"more than data\.failed_shards allows"):
         shards_of(here).mark_failed({f"s-00{i}.tar": "is not there" for i in range(4)})
 
 

@@ -15,7 +15,7 @@ from unfog.config.toml import update
 from unfog.config.values import sanitize
 from unfog.data.decode import parse_colour
 from unfog.data.sources.label_tables import find_table
-from unfog.data.sources.registry import locate, open_source
+from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
@@ -48,7 +48,7 @@ def check_request(config: Config) -> None:
     factor = check_autoencoder(config)
     if config.network is not None and config.data.size:
         check_network_size(config.network, config.data.size // factor, factor)
-    if not config.fingerprint:
+    if not config.fingerprint and not config.source.startswith(PYTHON):  # which runs code, and is announced first
         check_source(config.source)
         source, _ = locate(config.source)
         if not source.tables_inside:

@@ -12,7 +12,7 @@ from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data
 from unfog.data.sources.labels import SPLITS
-from unfog.data.sources.registry import open_source
+from unfog.data.sources.registry import PYTHON, open_source
 from unfog.pipeline.encode_latents import add_latents, apply_autoencoder_settings
 from unfog.pipeline.failed_shards import retry_policy
 from unfog.process.run_folder import printable
@@ -59,6 +59,8 @@ def load_images(
         return update
 
     config = apply_autoencoder_settings(config)
+    if config.source.startswith(PYTHON):  # a run's settings may be somebody else's
+        say(f"  source: imports and runs {config.source.removeprefix(PYTHON)}, as these settings ask for")
     with Progress("indexing shards (MB)", None) as progress:
         source = open_source(config.source, counting(progress), retry_policy(config, lost))
     with Progress("decoding", None) as progress:

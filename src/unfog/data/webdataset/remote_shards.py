@@ -196,7 +196,7 @@ def too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
     """Return the message for a source of `count` shards of which more failed, name -> reason, than may."""
     named = "; ".join(f"{sanitize(name)} {reason}" for name, reason in list(failed.items())[:_MAX_NAMED])
     return (
-        f"{len(failed)} of {count} shards of {sanitize(source)} cannot be used, more than data.lost_shards allows: "
+        f"{len(failed)} of {count} shards of {sanitize(source)} cannot be used, more than data.failed_shards allows: "
         f"{named}{'; ...' * (len(failed) > _MAX_NAMED)}. Bring them back and `unfog resume`, or allow more: "
-        "--data.lost-shards 0.1"
+        "--data.failed-shards 0.1"
     )
