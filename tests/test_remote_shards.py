@@ -192,7 +192,7 @@ def test_a_member_is_kept_whole_for_its_shard_its_place_and_its_size_or_not_at_a
         assert cache.read("0" * 32, 1024, 3) is None
     file.write_bytes(whole)
     assert cache.read("0" * 32, 1024, 3) == b"one"
-    cache.forget("0" * 32, 1024)
+    cache.discard("0" * 32, 1024)
     assert cache.read("0" * 32, 1024, 3) is None
     cache.write("0" * 32, 1024, b"")
     assert cache.read("0" * 32, 1024, 0) is None
@@ -282,7 +282,7 @@ def test_a_disk_that_refuses_is_gone_without(web: Server) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     cache = shards_of(stream).cache
     assert cache is not None
-    assert cache.trouble.endswith("members cannot be written (File too large)")
+    assert cache.error.endswith("members cannot be written (File too large)")
     assert numbers(opened(web, care), 0, N) == numbers(opened(web), 0, N), "what was cut off is not believed"
 
 
@@ -301,7 +301,7 @@ for _ in range(4000):
     found += kept is not None
     if kept is None:
         cache.write(key, place, data)
-assert found > 100 and not cache.trouble, (found, cache.trouble)
+assert found > 100 and not cache.error, (found, cache.error)
 """
 
 
