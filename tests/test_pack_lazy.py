@@ -24,7 +24,7 @@ from unfog.data import prefetch as ahead
 from unfog.data import prepare as preparing
 from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.lazy import LazyPixels, RowIndex
+from unfog.data.lazy import LazyPixels, _RowIndex
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, TransientImageError
@@ -98,7 +98,7 @@ def test_the_record_is_written_without_reading_everything(photos: Path) -> None:
 def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
     n = max(held, default=0) + 1 + more
     indices = np.array(sorted(held), np.int64)
-    train, inside = RowIndex(indices, n, inside=False), RowIndex(indices, n, inside=True)
+    train, inside = _RowIndex(indices, n, inside=False), _RowIndex(indices, n, inside=True)
     assert train.index(np.arange(len(train))).tolist() == [i for i in range(n) if i not in held]
     assert inside.index(np.arange(len(inside))).tolist() == sorted(held)
 

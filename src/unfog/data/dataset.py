@@ -36,7 +36,7 @@ class PixelArray(Protocol):
 
 
 class ImageBatch(NamedTuple):
-    """Some images of a set."""
+    """Images of a set, with their labels and rows."""
 
     pixels: NDArray[np.uint8]
     """[B, C, H, W]."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from unfog.data.permutation import epoch_keys, permute
 from unfog.data.report import SkippedFile
 from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Scan, split_held_out
 from unfog.data.settings import UNREAD
-from unfog.data.sources.base import FailedShardError, ImageError, ShardFailures, Source
+from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, ShardFailures, Source
 from unfog.errors import RunError
 from unfog.text import sanitize
 
@@ -33,7 +33,7 @@ _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the 
 _TASK = 8  # images that a thread decodes before it looks for other work
 
 
-class RowIndex:
+class _RowIndex:
     """The index in the source of each row of a set, in O(1) memory for each image held out.
 
     Args:
@@ -55,25 +55,6 @@ class RowIndex:
         return self.held[rows] if self.inside else rows + np.searchsorted(self._gaps, rows, side="right")
 
 
-class _LazyNames(Sequence[str]):
-    """Names of the images of a set, looked up in the source on demand."""
-
-    def __init__(self, names: Sequence[str], rows: RowIndex, within: range) -> None:
-        self._names, self._rows, self._within = names, rows, within
-
-    def __len__(self) -> int:
-        return len(self._within)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> _LazyNames: ...
-    def __getitem__(self, index: int | slice) -> str | _LazyNames:
-        if isinstance(index, slice):
-            return _LazyNames(self._names, self._rows, self._within[index])
-        return self._names[int(self._rows.index(np.array([self._within[index]]))[0])]
-
-
 class LazyPixels:
     """A `PixelArray` that decodes images as they are read, in threads.
 
@@ -84,7 +65,7 @@ class LazyPixels:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, source: Source, rows: RowIndex, format: PixelFormat) -> None:
+    def __init__(self, source: Source, rows: _RowIndex, format: PixelFormat) -> None:
         self.source, self.rows, self._format = source, rows, format
         self.shape = (len(rows), format.channels, format.size, format.size)
         self.remote_shards: ShardFailures | None = source.remote_shards
@@ -201,7 +182,7 @@ class LazyPixels:
 
 
 class PendingDecode:
-    """Images that threads are decoding."""
+    """A batch of images that threads are decoding; see `LazyPixels.start_decoding`."""
 
     def __init__(self, out: NDArray[np.uint8], used: NDArray[np.int64], tasks: list[Future[None]]) -> None:
         self._out, self._used, self._tasks = out, used, tasks
@@ -233,13 +214,13 @@ def lazy_dataset(scan: Scan) -> Dataset:
     state = repr((scan.stamp, settings.size, settings.channels, settings.background, scan.classes))
 
     def subset(inside: bool) -> ImageSet:
-        rows = RowIndex(held, n, inside)
+        rows = _RowIndex(held, n, inside)
         labels = scan.labels
         if labels is not None:
             labels = labels[held] if inside else np.delete(labels, held)
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
         digest.update(b"" if labels is None else np.ascontiguousarray(labels).data)
-        names = _LazyNames(source.names, rows, range(len(rows)))
+        names = LazyNames(lambda row: source.names[int(rows.index(np.array([row]))[0])], range(len(rows)))
         pixels = LazyPixels(source, rows, scan.format)
         return ImageSet(pixels, labels, names, scan.classes, UNREAD + digest.hexdigest())
 

@@ -90,7 +90,7 @@ class Prefetcher:
         return pixels, rows
 
     def close(self) -> None:
-        """Stop decoding."""
+        """Cancel what is prefetched and end the threads."""
         self._cancel(list(self._blocks))
         self._pixels.close()
 

@@ -256,12 +256,12 @@ class DecodeResult:
 
     @property
     def sides(self) -> NDArray[np.int32]:
-        """[K, 2], see `ImageSet.sides`."""
+        """[K, 2], width and height of each upright original."""
         return np.ascontiguousarray(self.records["sides"])
 
     @property
     def grey(self) -> NDArray[np.bool_]:
-        """[K], see `ImageSet.grey`."""
+        """[K], True if all channels of the original are equal."""
         return np.ascontiguousarray(self.records["grey"])
 
 

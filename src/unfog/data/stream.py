@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Consecutive images of the stream."""
+    """Images at consecutive positions of the stream."""
 
     first: int
     """Position of the first image, counted from the start of training."""

@@ -7,9 +7,10 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from unfog.data.dataset import ImageSet
 from unfog.data.report import DataReport
 from unfog.data.settings import Data
+from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
@@ -31,35 +33,6 @@ _LARGE_SHARE = 4
 
 PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
 """Settings that the content of a pack depends on; the others act on its images."""
-
-
-class _PackedNames(Sequence[str]):
-    """Names of the images, read from the mapped file on demand."""
-
-    def __init__(self, text: NDArray[np.uint8], offsets: NDArray[np.int64]) -> None:
-        self._text, self._offsets = text, offsets  # [bytes], [N + 1]
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> _PackedNames: ...
-    def __getitem__(self, index: int | slice) -> str | _PackedNames:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step != 1:
-                raise ValueError("names of a pack are sliced without a step")
-            return _PackedNames(self._text, self._offsets[start : max(start, stop) + 1])
-        place = range(len(self))[index]
-        begin, end = self._offsets[place : place + 2].tolist()
-        return self._text[max(0, begin) : max(0, end)].tobytes().decode("utf-8", "surrogateescape")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def is_pack(path: Path) -> bool:
@@ -158,7 +131,7 @@ def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, Ima
     images = ImageSet(
         _mapped_pixels(path / "pixels.u8", tuple(manifest["shape"])),
         _mapped(path / "labels.npy", (n,), np.int64) if manifest["labelled"] else None,
-        _PackedNames(np.asarray(text), offsets),
+        LazyNames(partial(_name_at, np.asarray(text), offsets), range(n)),
         tuple(manifest["classes"]),
         sides=_mapped(path / "sides.npy", (n, 2), np.int32),
         grey=_mapped(path / "grey.npy", (n,), np.bool_),
@@ -167,6 +140,12 @@ def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, Ima
     if report.used != n or report.held_out != n - manifest["train"] or sum(report.counts) != n:
         raise ValueError("its account is not of these images")
     return report, images
+
+
+def _name_at(text: NDArray[np.uint8], offsets: NDArray[np.int64], i: int) -> str:
+    begin, end = offsets[i : i + 2].tolist()
+    # Negative offsets, in a damaged file, would count from the end.
+    return text[max(0, begin) : max(0, end)].tobytes().decode("utf-8", "surrogateescape")
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

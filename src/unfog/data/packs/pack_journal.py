@@ -59,7 +59,7 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """Number of images written."""
+        """Number of images in pixels.u8."""
         return int(self.lines[-1]["rows"]) if self.lines else 0
 
     def difference(self, header: dict[str, Any]) -> str:

@@ -9,19 +9,18 @@ import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from lzma import LZMAError
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.cache_folder import cache_folder
-from unfog.data.sources.base import OpenOptions, Source, SourceLocation
+from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.fingerprint import sample_digest
 from unfog.errors import RequestError
 from unfog.text import sanitize
@@ -37,25 +36,6 @@ _DAMAGE_ERRORS = (
 _MAX_MEMORY_SHARE = 0.5  # of the free memory, for what an .npz file unpacks to
 _ABANDONED_SECONDS = 7 * 24 * 3600
 _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
-
-
-class NumberedNames(Sequence[str]):
-    """The names "00000000", "00000001", …, computed on demand, each behind a prefix."""
-
-    def __init__(self, numbers: range, prefix: str = "") -> None:
-        self._numbers, self._prefix = numbers, prefix
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> NumberedNames: ...
-    def __getitem__(self, index: int | slice) -> str | NumberedNames:
-        if isinstance(index, slice):
-            return NumberedNames(self._numbers[index], self._prefix)
-        return f"{self._prefix}{self._numbers[index]:08}"
 
 
 class ArraySource(Source):
@@ -84,7 +64,7 @@ class ArraySource(Source):
             raise RequestError(f"{sanitize(name)} is no .npz file, or a damaged one") from None
         self._mapped = isinstance(images, np.memmap)
         self._images = _as_nhwc(name, images)
-        self.names = NumberedNames(range(len(images)))
+        self.names = LazyNames("{:08}".format, range(len(images)))
         if labels is not None:
             self.classes, self.labels = _index_labels(name, labels, len(images))
 

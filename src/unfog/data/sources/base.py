@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,3 +233,32 @@ class Source(ABC):
     def shard_image(self, i: int) -> int:
         """Return the index by which `remote_shards` knows image i; another one where images are left out."""
         return i
+
+
+class LazyNames(Sequence[str]):
+    """Names that are computed on demand.
+
+    Args:
+        name_of: returns the name of image i.
+        images: the images i that this sequence names.
+    """
+
+    def __init__(self, name_of: Callable[[int], str], images: range) -> None:
+        self._name_of, self._images = name_of, images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> LazyNames: ...
+    def __getitem__(self, index: int | slice) -> str | LazyNames:
+        if isinstance(index, slice):
+            return LazyNames(self._name_of, self._images[index])
+        return self._name_of(self._images[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    __hash__ = None  # type: ignore[assignment]

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.cache_folder import cache_folder
-from unfog.data.sources.arrays import NumberedNames
-from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
+from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.fingerprint import files_digest, sample_digest
 from unfog.data.sources.image_files import list_only, open_bytes, open_image
 from unfog.errors import RequestError
@@ -71,7 +70,7 @@ class HuggingFaceSource(Source):
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
             raise RequestError(f"{sanitize(self.name)} is empty; give another split")
-        self.names = NumberedNames(range(len(dataset)))
+        self.names = LazyNames("{:08}".format, range(len(dataset)))
         self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
         # The only folders from which images that are files are read.
         self._roots = [_dataset_folder(local)] if there else _download_folders(datasets)
