@@ -97,13 +97,13 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
     if command == "doctor" and RunFolder(Path(source)).config_file.is_file():
         if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
-        config: Any = update(Config(), changes, "")
+        settings: Any = update(Config(), changes, "")
     else:
         config = apply_changes(_base(command, args.table), changes, source)
-    if command == "train-autoencoder":
-        config = AutoencoderRunSettings.of(config)
+        settings = AutoencoderRunSettings.of(config) if command == "train-autoencoder" else config
+        check_request(config)
     rest = {name: value for name, value in args.table.items() if name != "settings"}
-    request = kind(source=source, settings=config, **rest)
+    request = kind(source=source, settings=settings, **rest)
     if command == "train":
         check_new_run(request)
     elif command in _FOLDER_FOR and request.out is not None:

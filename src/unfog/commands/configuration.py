@@ -9,7 +9,6 @@ from typing import Any
 
 from unfog.config.schema import Config, clear_length, inherit_length
 from unfog.config.toml import read_toml, update
-from unfog.config.validate import check_request
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 
 
@@ -29,7 +28,7 @@ def apply_changes(base: Config, changes: Mapping[str, Any], source: str) -> Conf
     """Return the settings of a new run: `base` with the changes of a nested table.
 
     Raises:
-        RequestError: a setting is unknown or has a value that it cannot have, or the source is not there.
+        RequestError: a setting is unknown, or has a value that it cannot have.
     """
     config = replace(
         inherit_length(base, update(clear_length(base), changes, "")),
@@ -40,6 +39,4 @@ def apply_changes(base: Config, changes: Mapping[str, Any], source: str) -> Conf
         latents=Latents(),
         autoencoder=Autoencoder(),
     )
-    config = replace(config, init=replace(config.init, sha256=""))
-    check_request(config)
-    return config
+    return replace(config, init=replace(config.init, sha256=""))
