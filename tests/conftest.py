@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,20 @@ settings.register_profile("search", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 NETWORK = "unet:channels=8/16,attention=0/1,mid_attention=0,norm_groups=4,head_channels=8,dropout=0.1"
+
+
+BEGAN, BUDGET = time.monotonic(), float(os.environ.get("UNFOG_TEST_BUDGET", "inf"))
+
+
+def pytest_collection_modifyitems(items):
+    """Where time is limited, what other runs leave out comes first."""
+    if "UNFOG_TEST_BUDGET" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
+
+
+def pytest_runtest_setup(item):
+    if time.monotonic() > BEGAN + BUDGET:
+        pytest.skip("out of time")
 
 
 @pytest.fixture(scope="session", autouse=True)

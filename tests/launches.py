@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import unfog
 from conftest import NETWORK
 from forked import Forked
 from unfog.training.checkpoints.format import read_tensors
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = (
     *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),
     *("--preview.every", -1, "--preview.images", 1, "--sampler.steps", 2, "--log.every", 1, "--evaluate.every", -1),
@@ -21,6 +21,7 @@ SETTINGS = (
 )
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STARTED = []
 
 
@@ -52,9 +53,36 @@ def output(process, status=0):
     return said
 
 
+AGENT = """
+import ctypes, os, runpy, sys, uuid
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def rank(words):
+    ctypes.CDLL(None).prctl(15, f"rank {os.environ['RANK']}".encode(), 0, 0, 0)  # the name of a process, in /proc
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as left:
+        if left.code:
+            raise
+
+size, restarts = map(int, sys.argv[1:3])
+where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
+launch = LaunchConfig(1, 1, size, max_restarts=restarts, start_method="fork", **where)
+elastic_launch(launch, rank)(sys.argv[3:])
+"""
+"""What torchrun does, but that ranks are forked instead of starting interpreters that import torch."""
+
+
 def launched(size, command, folder, *words, restarts=0):
     source = ("fashion", "--out") if command == "train" else ()
-    return started(*TORCHRUN, size, "--max-restarts", restarts, "-m", "unfog", command, *source, folder, *words)
+    return forked(
+        [size, restarts, Path(unfog.__file__).with_name("__main__.py"), command, *source, folder, *words], AGENT
+    )
+
+
+def launched_script(size, file, *words):
+    return forked([size, 0, Path(__file__).with_name(file), *words], AGENT)
 
 
 def alone(command, folder, *words):
@@ -64,7 +92,7 @@ def alone(command, folder, *words):
 
 def cases(tmp_path, size, names):
     found = tmp_path / "found.json"
-    output(started(*TORCHRUN, size, Path(__file__).with_name("ranks.py"), found, ",".join(names)))
+    output(launched_script(size, "ranks.py", found, ",".join(names)))
     return json.loads(found.read_text())
 
 
@@ -91,8 +119,8 @@ def workers(process):
     found = {}
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         with suppress(OSError):  # it has just ended
-            lines = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-            found |= {int(line.removeprefix("RANK=")): int(child) for line in lines if line.startswith("RANK=")}
+            name = Path(f"/proc/{child}/comm").read_text().split()
+            found |= {int(name[1]): int(child)} if name[0] == "rank" else {}
     return found
 
 

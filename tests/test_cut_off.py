@@ -23,7 +23,7 @@ from launches import (
 sys.path.append(str(Path(unfog.__file__).parents[2] / "benchmarks" / "speed"))
 from nodes import Nodes, missing
 
-TIMEOUT = 12
+TIMEOUT = 8
 MISSING = missing()
 pytestmark = [
     pytest.mark.usefixtures("ended"),

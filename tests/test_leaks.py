@@ -17,23 +17,22 @@ from unfog.config.toml import update
 from unfog.runs import session
 from unfog.runs.train import train
 
-EARLY, STEPS = 1000, 10_000
 GROWTH = 4e6  # bytes that the memory of the process may differ by, of allocators and of what Python keeps to itself
 SMALL = "dit:width=8,depth=1,head_channels=4,patch=8"
 
 
-def configured():
+def configured(steps):
     settings = {
         "network": SMALL,
-        "training": {"batch": 2, "images": 2 * STEPS, "precision": "fp32"},
+        "training": {"batch": 2, "images": 2 * steps, "precision": "fp32"},
         "optimizer": {"method": "adamw", "lr": 1e-4, "warmup": 1},
         "data": {"size": 8},
         "sampler": {"steps": 2},
         "log": {"every": 20},
-        "preview": {"images": 2, "every": 1000},
-        "evaluate": {"images": 4, "levels": 2, "every": 1000},
-        "checkpoint": {"every": 500},
-        "averages": {"every": 500},
+        "preview": {"images": 2, "every": steps // 10},
+        "evaluate": {"images": 4, "levels": 2, "every": steps // 10},
+        "checkpoint": {"every": steps // 20},
+        "averages": {"every": steps // 20},
     }
     return update(replace(preset("default"), source="fashion"), settings, "")
 
@@ -54,28 +53,33 @@ def held():
     }
 
 
-def watch(folder):
+def watch(folder, steps):
     """Train, and print what is held at each of some steps, when all that followed the step before is done."""
     torch.set_num_threads(1)
-    advance, seen = session.Session.on_step_end, {}
+    advance, early, seen = session.Session.on_step_end, steps // 10, {}
 
     def advanced(self, step):
         advance(self, step)
-        if step % EARLY == EARLY // 2 - 1:  # far from a checkpoint that is still being written
+        if step % early == early // 2 - 1:  # far from a checkpoint that is still being written
             self.saver.wait()
             self.saver._snapshots.wait()
             seen[step] = held()
 
     session.Session.on_step_end = advanced
-    train(configured(), Path(folder))
+    train(configured(steps), Path(folder))
     print(json.dumps(seen))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-def test_ten_thousand_steps_hold_no_more_than_the_first_ones(tmp_path):
+@pytest.mark.parametrize("steps", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_many_steps_hold_no_more_than_the_first_ones(tmp_path, steps):
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "run")], capture_output=True, text=True, check=True, timeout=1200
+        [sys.executable, __file__, str(tmp_path / "run"), str(steps)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1200,
     )
     rows = list(json.loads(done.stdout.splitlines()[-1]).values())
     early, late = rows[1], rows[-1]
@@ -85,4 +89,4 @@ def test_ten_thousand_steps_hold_no_more_than_the_first_ones(tmp_path):
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    watch(sys.argv[1], int(sys.argv[2]))

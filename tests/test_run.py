@@ -35,6 +35,13 @@ SETTINGS = {
     "sampler": {"steps": 4},
 }
 
+AT_THE_END = {
+    "preview": {"images": 12, "every": -1},
+    "evaluate": {"images": 16, "levels": 4, "every": -1},
+    "checkpoint": {"every": -1},
+}
+"""In place of settings by which so short a run draws and evaluates after every step."""
+
 
 def unfog_command(*words: object, status: int = 0) -> subprocess.CompletedProcess:
     done = forked.run(words)
@@ -260,7 +267,7 @@ def test_debug_shows_the_traceback(tmp_path):
 
 
 def test_budget_fixes_the_images(tmp_path):
-    run = unfog.train("fashion", out=tmp_path / "run", budget="3s", **SETTINGS)
+    run = unfog.train("fashion", out=tmp_path / "run", budget="3s", **SETTINGS | AT_THE_END)
     training = run.config.training
     assert training.budget == ""
     assert training.images > 0
@@ -270,7 +277,7 @@ def test_budget_fixes_the_images(tmp_path):
 
 def test_choices_are_settled_in_the_config(tmp_path):
     settings = {k: v for k, v in SETTINGS.items() if k not in ("precision", "device", "network")}
-    run = unfog.train("fashion", out=tmp_path / "run", steps=4, **settings)
+    run = unfog.train("fashion", out=tmp_path / "run", steps=4, **settings | AT_THE_END)
     config = run.config
     assert config.training.precision in ("fp32", "bf16")
     assert config.training.device in ("cpu", "cuda", "mps")
@@ -282,7 +289,7 @@ def test_choices_are_settled_in_the_config(tmp_path):
 
 
 def test_ddpm_preset_trains_the_textbook_recipe(tmp_path):
-    run = unfog.train("fashion", out=tmp_path / "run", preset="ddpm", steps=2, **SETTINGS)
+    run = unfog.train("fashion", out=tmp_path / "run", preset="ddpm", steps=2, **SETTINGS | AT_THE_END)
     config = run.config
     assert (config.diffusion.schedule.kind, config.diffusion.schedule.steps) == ("cosine", 1000)
     assert (config.diffusion.target.kind, config.diffusion.weighting.kind) == ("eps", "plain")
@@ -298,7 +305,7 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
         Image.new("RGB", (40, 30), (60 * i, 90, 30)).save(photos / "cats" / f"{i}.jpg")
         Image.new("RGBA", (20, 50), (60 * i, 90, 30, 128)).save(photos / "dogs" / "deep" / f"{i}.png")
     (photos / "cats" / "broken.png").write_bytes(b"no picture")
-    run = unfog.train(photos, out=tmp_path / "run", size=16, steps=3, **SETTINGS)
+    run = unfog.train(photos, out=tmp_path / "run", size=16, steps=3, **SETTINGS | AT_THE_END)
     assert run.classes == ("cats", "dogs")
     assert run.sample(2).shape == (2, 16, 16, 3)
     data = next(e for e in read_events(run.path / "events.jsonl") if e["kind"] == "data")
@@ -317,7 +324,7 @@ GOLDEN = {"adamw": [1.63450, 1.58983, 1.48525, 1.46525], "muon": [1.63519, 1.602
 @pytest.mark.parametrize("method", GOLDEN)
 def test_golden_losses(tmp_path, method):
     """The first losses, so that no change of the arithmetic goes unnoticed; rounding differs by machine."""
-    settings = SETTINGS | {"log": {"every": 3}, "optimizer": {"method": method, "lr": 1e-3}}
+    settings = SETTINGS | AT_THE_END | {"log": {"every": 3}, "optimizer": {"method": method, "lr": 1e-3}}
     run = unfog.train("fashion", out=tmp_path / "run", steps=12, **settings)
     losses = [row["loss"] for row in read_metrics(run.path / "metrics.jsonl") if "loss" in row]
     assert losses == pytest.approx(GOLDEN[method], rel=2e-3)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +16,14 @@ from torch.distributed import HashStore
 
 from launches import (
     SETTINGS,
-    TORCHRUN,
     alone,
     cases,
     ended,  # noqa: F401  a fixture
     largest_difference,
     launched,
+    launched_script,
     output,
     rows,
-    started,
     wait_for_steps,
     weights,
     workers,
@@ -216,8 +214,7 @@ def test_each_block_of_a_network_that_is_divided_is_compiled_for_its_shape_and_o
 
 
 def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path):
-    words = [*TORCHRUN, 2, Path(__file__).with_name("ranks.py"), tmp_path / "found.json", "divided killed"]
-    output(started(*words), status=1)
+    output(launched_script(2, "ranks.py", tmp_path / "found.json", "divided killed"), status=1)
     checkpoints = tmp_path / "checkpoints"
     assert list((checkpoints / ".partial-00000008").glob("*-00002-of-00002.safetensors"))
     saved, broken = checkpoint.newest(checkpoints)

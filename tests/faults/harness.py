@@ -25,8 +25,8 @@ from forked import Forked
 from unfog.reporting.records import read_events, read_metrics
 
 FULL = os.environ.get("UNFOG_FAULTS") == "full"
-long_form = pytest.mark.slow("long form")
-"""Marks what only `make test-faults` runs."""
+long_form = pytest.mark.exhaustive("long form")
+"""Marks what only `make test-faults` and `make test-all` run."""
 
 BASE = {
     "--network": NETWORK,
