@@ -246,7 +246,7 @@ def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     os.kill(workers(process)[1], signal.SIGSTOP)
     said = output(process)
     assert said.count("resuming") == 2
-    assert "rank 0 has lost another process" in said
+    assert "rank 0 has lost another rank" in said
     assert "rank 1 (" in said
     assert "no sign of life" in said
     assert largest_difference(weights(calm), weights(hit)) == 0

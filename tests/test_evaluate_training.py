@@ -195,7 +195,7 @@ def test_settled_values_are_stored_and_printed(tmp_path, capsys):
     assert settled.samples >= MIN_SAMPLES
     assert settled.reference >= MIN_SAMPLES
     assert settled.metrics_every % settled.every == 0
-    assert f"{settled.samples} pictures against {settled.reference} real ones" in capsys.readouterr().err
+    assert f"{settled.samples} samples against {settled.reference} training images" in capsys.readouterr().err
     rows = [row["step"] for row in read_metrics(run.path / "metrics.jsonl") if "kid" in row]
     assert rows
     assert rows[-1] == 60

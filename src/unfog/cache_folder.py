@@ -1,4 +1,4 @@
-"""Where is kept what can be made again: decoded images, features of images, networks that measure."""
+"""The cache folder, for files that can be made again: decoded images, features, and feature networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it need not exist yet."""
+    """Return $UNFOG_CACHE, else $XDG_CACHE_HOME/unfog or ~/.cache/unfog; it may not exist yet."""
     if chosen := os.environ.get("UNFOG_CACHE"):
         return Path(chosen).expanduser()
     try:

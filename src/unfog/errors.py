@@ -1,25 +1,25 @@
-"""The two errors that a person may see. Both say what was given, which rule it breaks, and what to do."""
+"""Exceptions of Unfog. Their messages give the value, the rule that it breaks, and the remedy."""
 
 
 class UnfogError(Exception):
-    """Base of every error raised on purpose; `exit_status` is what the command line ends with."""
+    """Base class; `exit_status` is the exit status of the command line."""
 
     exit_status = 1
 
 
 class RequestError(UnfogError):
-    """What was asked for is wrong or impossible: a setting, a path, a combination. Found before any work is done."""
+    """A request that cannot be met: a wrong setting, path or combination. Raised before any work is done."""
 
     exit_status = 2
 
 
 class RunError(UnfogError):
-    """A run that started could not go on."""
+    """A run that had started failed."""
 
 
 class LostProcess(RunError):
-    """Another process of the run is gone, or does not answer."""
+    """Another rank of the run ended or does not answer."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop was requested, and what was at hand was left; raised in the main thread. The command line ends with 3."""
+    """A stop was requested, and the current work was left undone. Raised in the main thread; exit status 3."""

@@ -1,4 +1,4 @@
-"""Whose turn it is in a folder, among the processes of one machine or of several that share a disk."""
+"""Locks on folders, among the processes of one machine or of several that share a disk."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"
-"""File in a folder that somebody is at. One that is left by a process that was killed says nothing."""
+"""File in a locked folder. One that a killed process left behind locks nothing."""
 
 _TRIES = 100
 
 
 @contextmanager
 def lock_of(folder: Path) -> Iterator[bool]:
-    """Have a folder for this process alone; the system gives the lock back however the process ends.
+    """Lock a folder for this process; the system releases the lock however the process ends.
 
-    The lock is on a file, which is there only meanwhile: of one on a folder of NFS, Linux tells no other machine.
-
-    Yields False where nothing can be locked, as on a file system without locks.
+    Yields:
+        False where locks are not supported, such as on some network file systems.
 
     Raises:
-        BlockingIOError: another process has it.
-        FileNotFoundError: the folder is gone.
+        BlockingIOError: another process has locked it.
+        FileNotFoundError: the folder does not exist.
     """
+    # The lock is on a file in it: a lock on a folder of NFS is not seen by other machines.
     if sys.platform == "win32":
         yield True
         return
@@ -35,14 +35,14 @@ def lock_of(folder: Path) -> Iterator[bool]:
         yield ours
     finally:
         if descriptor is not None:
-            if _is_at(descriptor, path):  # by now it may be another's: the folder was moved, or made anew
+            if _is_at(descriptor, path):  # the folder may have been moved or created anew, with another's lock in it
                 with suppress(OSError):
                     path.unlink()
             os.close(descriptor)
 
 
 def _locked(path: Path) -> tuple[int | None, bool]:
-    """(the open file, None if it cannot be opened for writing; whether it is locked)."""
+    """Return (descriptor, None if it cannot be opened; True if it is locked)."""
     import fcntl
 
     descriptor = None
@@ -58,13 +58,13 @@ def _locked(path: Path) -> tuple[int | None, bool]:
             return descriptor, False
         if _is_at(descriptor, path):
             return descriptor, True
-        os.close(descriptor)  # who had it has removed it since it was opened
+        os.close(descriptor)  # its owner has removed the file since it was opened
         descriptor = None
     return None, False
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether that open file is the one at this path."""
+    """Return True if the open file is the one at this path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False

@@ -79,7 +79,7 @@ def test_full_while_training_waits_and_goes_on(whole, small_disk, faults):
         written, wanted = snapshot(run / "averages"), snapshot(whole / "averages")
         assert written.items() <= wanted.items(), "a snapshot of averages is whole or absent"
         for name in wanted.keys() - written.keys():
-            assert f"the averages of step {int(Path(name).stem)} could not be written" in said
+            assert f"the EMA snapshot of step {int(Path(name).stem)} could not be written" in said
         attempt.lost.append(0)
 
 

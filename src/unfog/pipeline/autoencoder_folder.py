@@ -1,4 +1,4 @@
-"""The codec of a run: opened, kept beside its weights, and used to turn images into latents and back."""
+"""The autoencoder of a run: loading and saving it, and encoding and decoding images with it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]
-"""What the network draws [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
+"""Network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
 _PIXELS_AT_ONCE = 2**18
-"""Pixels that are encoded or decoded at once: 64 images of 64x64, 4 of 256x256."""
+"""Pixels per batch: 64 images of 64x64, 4 of 256x256."""
 
 
 class ImageAutoencoder(Protocol):
     """A network between images and latents."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [-1, 1] -> latents [B, c, H/f, W/f], the mean where they are Gaussian."""
+        """Encode images [B, C, H, W] in [-1, 1] to latents [B, c, H/f, W/f]; to the mean of a Gaussian."""
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Latents -> images, about [-1, 1]."""
+        """Decode latents to images about [-1, 1]."""
 
 
 def load_autoencoder(described: Described, device: torch.device) -> ImageAutoencoder:
-    """A codec on a device, in evaluation mode and fp32, checked with an image of zeros.
+    """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     Raises:
         RequestError: its weights do not fit its description, or need a package that is missing.
@@ -78,7 +78,7 @@ def _ours(described: Described) -> AutoencoderModel:
 
 
 def save_autoencoder(folder: Path, network: AutoencoderModel) -> Described:
-    """Write a codec of ours into a folder, which is replaced; whole or not at all."""
+    """Write one of our autoencoders into a folder, which is replaced atomically."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
     partial_folder = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
@@ -92,7 +92,7 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> Described:
 
 
 def _put(made: Path, folder: Path) -> None:
-    """Put a codec that was made beside in its place; what was there goes when the new one is there and on the disk."""
+    """Move a finished folder to its place; the old one is deleted when the new one is on the disk."""
     for path in (*made.iterdir(), made):
         sync(path)
     old = folder.with_name(f".{folder.name}-old")
@@ -123,11 +123,11 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
 
 
 def _check(described: Described, config: Config) -> None:
-    """RequestError unless it is the codec that the run began with."""
+    """RequestError unless it is the autoencoder that the run began with."""
     if described.sha256() != config.latents.sha256:
         raise RequestError(
-            f"the codec in {described.folder} is not the one that this run began with (sha256 differs); bring that "
-            "back, or say where it is: unfog resume RUN --autoencoder FOLDER"
+            f"the autoencoder in {described.folder} is not the one that this run began with (sha256 differs); bring "
+            "that back, or say where it is: unfog resume RUN --autoencoder FOLDER"
         )
 
 
@@ -137,16 +137,16 @@ def _opened(place: str, sha256: str, device: torch.device) -> ImageAutoencoder:
 
 
 def open_run_autoencoder(config: Config, device: torch.device) -> ImageAutoencoder:
-    """The codec of a run, which is opened once. RequestError if it is not the one that the run began with."""
+    """Return the autoencoder of a run, loaded once. RequestError if it is not the one that the run began with."""
     _check(describe(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
 def latent_decoder(config: Config, device: torch.device) -> Decode:
-    """What turns what the network draws into images; where the network sees pixels, nothing.
+    """Return the map from network output to images: the decoder, or the identity for pixels.
 
     Raises:
-        RequestError: the codec is not the one that the run began with.
+        RequestError: the autoencoder is not the one that the run began with.
     """
     if not config.uses_latents:
         return lambda x0: x0
@@ -162,23 +162,20 @@ def _decoded(codec: ImageAutoencoder, normalise: Normalise, factor: int, x0: Ten
 
 
 def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
-    """An edit of an image as one of its latents; as it is where the network sees pixels.
-
-    A latent is unknown where any of its pixels is, so that none is kept that speaks of what is to be painted over; what
-    is known of those pixels comes back with `Edit.keep`.
-    """
+    """Return an edit of an image as an edit of its latents; unchanged for a network of pixels."""
     if edit is None or not config.uses_latents:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
     image, unknown = latent_normalisation(config).forward(latents)[0], edit.unknown
     if unknown is not None:
+        # A latent depends on all of its pixels, so it is unknown where any of them is; `Edit.keep` restores the others.
         unknown = torch.nn.functional.max_pool2d(unknown.float(), config.latents.factor) > 0
     return replace(edit, image=image, unknown=unknown)
 
 
 def encode_pixels(codec: ImageAutoencoder, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Latents of images uint8 [B, C, H, W], in the codec's own scale."""
+    """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         latents: NDArray[np.float32] = codec.encode(x).float().cpu().numpy()
@@ -186,5 +183,5 @@ def encode_pixels(codec: ImageAutoencoder, device: torch.device, pixels: NDArray
 
 
 def autoencoder_batch(size: int) -> int:
-    """Images of this side that are encoded or decoded at once: a function of the size alone."""
+    """Return the batch size for images of this side; it depends on nothing else, so that the rounding is repeatable."""
     return max(1, _PIXELS_AT_ONCE // size**2)

@@ -1,4 +1,4 @@
-"""From a settled configuration to live objects."""
+"""Build network, training state, loss and held-out images from a configuration with no setting left open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unfog.training.state import TrainState
 
 
 def input_shape(config: Config) -> tuple[int, int, int]:
-    """(C, H, W) of what the network sees: pixels, or latents. The one place that knows."""
+    """Return (C, H, W) of the network's input: pixels, or latents."""
     if not config.uses_latents:
         return config.data.channels, config.data.size, config.data.size
     side = config.data.size // config.latents.factor
@@ -37,18 +37,18 @@ def input_shape(config: Config) -> tuple[int, int, int]:
 
 
 def build_augmentation(config: Config) -> Augmentation:
-    """What training does to what the stream gives, pixels or stored latents."""
+    """Return the transform of training: augmentation of pixels, or normalisation of stored latents."""
     return latent_normalisation(config) if config.uses_latents else Augment.from_settings(config.data)
 
 
 def latent_normalisation(config: Config) -> Normalise:
-    """Between the codec's latents and what the network sees."""
+    """Return the map between the autoencoder's latents and the network's input."""
     latents = config.latents
     return Normalise(latents.mean, latents.deviation, config.diffusion.sigma_data, config.data.flip)
 
 
 def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
-    """From what the stream gives to what the network sees of it, with nothing done to it at random."""
+    """Return the map from the stream's data to the network's input, without random augmentation."""
     if not config.uses_latents:
         return to_model_range
     normalise = latent_normalisation(config)
@@ -56,23 +56,21 @@ def without_augmentation(config: Config) -> Callable[[Tensor], Tensor]:
 
 
 def zero_batch(config: Config, images: int) -> Tensor:
-    """As many as the stream gives at once, all zero: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
+    """Return zeros in the format of the stream: uint8 [B, C, H, W], or stored latents [B, K, C, H, W]."""
     if config.uses_latents:
         return torch.zeros((images, 1 + config.data.flip, *input_shape(config)), dtype=torch.float16)
     return torch.zeros((images, *input_shape(config)), dtype=torch.uint8)
 
 
 def build_loss(config: Config, levels: Levels | None = None) -> LossFunction:
-    """What training minimises: the objective of the diffusion, which may follow the losses measured so far by noise
-    level, or that of a codec."""
+    """Return the training loss: the diffusion objective, which may adapt to `levels`, or that of an autoencoder."""
     if config.trains_autoencoder:
         return AutoencoderLoss(config.autoencoder.kl, config.autoencoder.pyramid)
     return build_objective(config).following(levels)
 
 
 def build_objective(config: Config) -> Objective:
-    """The objective of the diffusion."""
-    interleaved = config.training.noise == "batch"  # as what is drawn together is divided
+    interleaved = config.training.noise == "batch"  # a batch drawn at once is split between micro-batches and ranks
     return Objective(config.diffusion, len(config.classes), config.label_dropout, interleaved)
 
 
@@ -90,7 +88,7 @@ def build_loss_at(network: nn.Module, config: Config) -> LossAt:
 
 
 def build_network(config: Config) -> Network | AutoencoderModel:
-    """The network with fresh weights, on the CPU; a function of the configuration and its seed alone.
+    """Return the network with fresh weights, on the CPU: a function of the configuration and its seed alone.
 
     Raises:
         RequestError: the network does not fit the image size, or is not chosen yet.
@@ -100,10 +98,10 @@ def build_network(config: Config) -> Network | AutoencoderModel:
             torch.manual_seed(config.training.seed)
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
-        raise RequestError("network = auto has to be settled before a network can be built")
+        raise RequestError("network = auto has to be resolved before a network can be built")
     channels, side, _ = input_shape(config)
     check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
-    with torch.random.fork_rng(devices=[]):  # the caller's generator is none of our business
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
         told = CONDITIONS if config.data.augment else 0
         out = 2 * channels if config.diffusion.learned_variance else None
@@ -115,16 +113,19 @@ def build_network(config: Config) -> Network | AutoencoderModel:
 def build_state(
     config: Config, device: torch.device, weights: dict[str, Tensor] | None = None, home: torch.device | None = None
 ) -> TrainState:
-    """Network, optimiser, EMA and scaler at the start of a run, for the device; with these weights if given.
+    """Return network, optimizer, EMA and gradient scaler at the start of a run.
 
     Args:
-        home: where weights and averages are until they are divided among processes; None if they will not be.
+        config: settings with none left open.
+        device: where the run computes.
+        weights: of the network; None for fresh ones.
+        home: where weights and EMA are kept until they are sharded; None if they will not be.
     """
     if device.type == "cuda":
-        # A resumed run must repeat what the first one did; by default cuDNN picks kernels by timing them.
+        # A resumed run must repeat the first one bit by bit; by default cuDNN picks kernels by timing them.
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
-        # For what cuDNN does not do, such as the backward pass of attention; read when cuBLAS starts.
+        # For kernels outside cuDNN, such as the backward pass of attention; read when cuBLAS starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     network = build_network(config)
@@ -133,7 +134,7 @@ def build_state(
     network = network.to(home or device)
     network.checkpointing = config.training.checkpointing
     if config.training.compile and home is None:
-        network.compile()  # in place, so that the names of the weights stay what they are
+        network.compile()  # in place: torch.compile(network) would prefix the names of the weights
     elif config.training.compile:
         compile_blocks(network)
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
@@ -143,21 +144,24 @@ def build_state(
 
 
 def build_intervals(config: Config, state: TrainState) -> Intervals:
-    """What follows a step when; snapshots of averages only where their profiles are known."""
+    """Return the intervals of the hooks, in steps; EMA snapshots only if the EMA profiles are known."""
     every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
     return Intervals(*every, averages=config.ema_snapshots.every if state.ema_widths else 0)
 
 
 def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
-    """Held-out images, evenly spread over the set, as the network sees them; None if there are none.
+    """Return held-out images, evenly spaced over the set, as network input; None if there are none.
 
     Args:
-        wanted: how many at most; 0: as many as training measures.
+        prepared: the data set.
+        config: its settings, with the noise levels of the evaluation.
+        device: where the images are put.
+        wanted: number of images at most; 0 for `evaluate.images`.
     """
     images, wanted = prepared.as_network_input.held_out, wanted or config.evaluate.images
     if not len(images):
         return None
-    # Not quite as `spread` does, which rounds: others would be measured than a run has measured so far.
+    # Unlike `evenly_spaced`, which rounds: other images would change the held-out loss of existing runs.
     index = torch.linspace(0, len(images) - 1, min(wanted, len(images))).long()
     pixels, labels, _ = images.take(index.numpy())
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)

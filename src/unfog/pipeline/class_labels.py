@@ -1,4 +1,4 @@
-"""Labels for pictures that are compared with a data set: each class as often as it is there."""
+"""Class labels for samples that are compared with a data set, in its class proportions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def proportional_labels(labels: NDArray[np.integer] | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Labels for `count` pictures, in the proportions of a data set's own.
+    """Return labels for `count` samples, in the class proportions of a data set.
 
-    Picture i is the class at the fraction (i + 1/2) / golden ratio of the data set, put in order of class. Its label so
-    depends on i alone, not on `count`, and the share of each class is met as closely as can be: after n pictures it is
-    off by about log(n) / n, against 1 / sqrt(n) for labels drawn at random, whose scatter a Frechet distance would see.
+    Sample i gets the class at the fraction (i + 1/2) / golden ratio (mod 1) of the data set sorted by class, so its
+    label depends on i alone. After n samples the share of a class is off by about log(n) / n, against 1 / sqrt(n) for
+    random labels, whose scatter would add to a Frechet distance.
 
     Args:
-        labels: of the images that the pictures are compared with, whole numbers from 0; None without classes, which
-            gives ().
-        count: of the pictures.
+        labels: of the data set, integers from 0; None without classes, which returns ().
+        count: number of samples.
 
     Raises:
-        RequestError: there are no labels.
+        RequestError: `labels` is empty.
     """
     if labels is None:
         return ()

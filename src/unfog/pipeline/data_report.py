@@ -1,4 +1,4 @@
-"""What became of the images, for a person to check: data.json names every file, contact-sheet.png shows some."""
+"""Data report of a run: data.json lists every file, contact-sheet.png shows some images as the network sees them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LISTED = 100_000
 """Up to so many files data.json lists all; of more, only those quarantined, or converted in a way worth a look."""
 
 _SHEET_IMAGES = 64
-"""Images on the contact sheet; fewer where they are large, so that writing it stays quick."""
+"""Images on the contact sheet; fewer if they are large, so that writing it stays fast."""
 
 _SHEET_PIXELS = 2**20
 _FEWEST_SHOWN = 8
@@ -36,16 +36,16 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def write_data_report(folder: RunFolder, prepared: Dataset, augment: Augment, seed: int) -> None:
-    """Write data.json and contact-sheet.png into a run's folder, each whole or not at all.
+    """Write data.json and contact-sheet.png into a run folder, each atomically.
 
     Args:
-        folder: of the run.
+        folder: the run.
         prepared: its images.
-        augment: what training does to them.
-        seed: of the stream, and of the augmentation on the sheet. torch's own random numbers stay as they are.
+        augment: the augmentation in training.
+        seed: of the stream and of the augmentation. The random state of torch is left as it is.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the files cannot be written.
     """
     write_atomic(folder.path / DATA_FILE, data_json(prepared))
     write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(prepared, augment, seed)))
@@ -107,10 +107,10 @@ def _quarantined(one: Iterable[str]) -> str:
 
 
 def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
-    """Images to train on as the network sees them, out of the stream and augmented: uint8 [H, W, 3].
+    """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
-    A row for each unusual conversion, then some of each class (of very many classes, some), or of all; enlarged
-    by a whole number if small. It depends on the images and the seed alone.
+    A row for each unusual conversion, then some of each class; small images are enlarged by an integer factor. The
+    sheet depends on the images and the seed alone.
     """
     images = prepared.train
     _, _, height, width = images.pixels.shape
@@ -132,7 +132,7 @@ def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
 
 
 def _unusual(ledger: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:
-    """Positions of images that were converted in a way worth a look, about as many of each, and how."""
+    """Return position -> conversion of images that were converted in an unusual way, about as many of each."""
     if not ledger.read:
         return {}
     treatment = ledger.treatment_of(index)
@@ -153,7 +153,7 @@ def _unusual(ledger: DataReport, index: NDArray[np.int64], count: int) -> dict[i
 
 
 def _spread(prepared: Dataset, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
-    """Those of the `free` positions, in their order, that show evenly spaced classes, and the class of each."""
+    """Return position -> class of some `free` positions, in order, for evenly spaced classes."""
     images = prepared.train
     if images.labels is None:
         return dict.fromkeys(free[:count], "")

@@ -1,4 +1,4 @@
-"""Pictures that new ones are made of: read as training images are, and masks beside them."""
+"""Images to edit and their masks, read as training images are."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _DEFAULT_STRENGTH = 0.6
 def build_edit(
     config: Config, image: ImageInput | None, mask: ImageInput | None, strength: float | None, repeats: int | None
 ) -> Edit | None:
-    """What is to be made of an image, and a mask, at the size of a run; None without an image.
+    """Return the edit of an image, with an optional mask, at the size of a run; None without an image.
 
     Raises:
-        RequestError: they cannot be read, do not fit each other, or something is given that needs the other.
+        RequestError: one cannot be read, their sizes differ, or an argument is given without the one it needs.
     """
     if image is None:
         needy = {"mask": mask, "strength": strength, "repeats": repeats}
@@ -64,7 +64,7 @@ def build_edit(
 
 
 def _read_image(given: ImageInput, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
-    """uint8 [channels, size, size] as the data layer makes it: upright, on the background, resized, its centre square.
+    """Return uint8 [channels, size, size] as the data layer decodes it: upright, on the background, centre-cropped.
 
     Raises:
         RequestError: it is no image.
@@ -92,7 +92,7 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
 
 
 def edit_grid(edit: Edit, pictures: Pixels) -> Pixels:
-    """The image, the mask if there is one, and what was made of them, in one picture uint8 [H, W, 3]."""
+    """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
     first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
     if edit.unknown is not None:
         first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))

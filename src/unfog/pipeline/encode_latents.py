@@ -1,4 +1,4 @@
-"""From images to what the network sees of them, where that is latents."""
+"""Encode the images of a run to latents, and measure their statistics."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from unfog.process.device import choose_device
 from unfog.reporting.progress import Progress, say, warn
 
 _FEW = 64
-"""Images that are encoded where only their shape and an idea of their size are wanted."""
+"""Images that are encoded where only the shape and scale of latents are needed."""
 _DEAD_CHANNEL = 0.02
-"""Deviation of a channel over the largest, below which it hardly distinguishes one image from another."""
+"""Deviation of a channel over the largest one, below which it hardly carries information."""
 
 
 def apply_autoencoder_settings(config: Config) -> Config:
-    """The configuration with what its codec settles before any image is read: channels, factor, digest.
+    """Return the configuration with the channels, factor and digest of its autoencoder; needs no images.
 
     Raises:
-        RequestError: it is another codec than the run began with, or one for other images.
+        RequestError: it is another autoencoder than the run began with.
     """
     if not config.uses_latents:
         return config
@@ -47,8 +47,8 @@ def apply_autoencoder_settings(config: Config) -> Config:
     digest, stored = described.sha256(), config.latents
     if stored.sha256 and stored.sha256 != digest:
         raise RequestError(
-            f"the codec in {config.autoencoder_folder} is not the one that this run was trained with (sha256 differs), "
-            "so its latents mean something else; bring that one back, or start a new run"
+            f"the autoencoder in {config.autoencoder_folder} is not the one that this run was trained with (sha256 "
+            "differs), so its latents mean something else; bring that one back, or start a new run"
         )
     latents = replace(stored, sha256=digest, factor=described.factor, channels=described.channels)
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
@@ -57,15 +57,15 @@ def apply_autoencoder_settings(config: Config) -> Config:
 def add_latents(
     prepared: Dataset, config: Config, stop: Callable[[], None], few: bool = False
 ) -> tuple[Dataset, Config]:
-    """The images with their latents beside them, and the configuration with their statistics.
+    """Return the dataset with latents, and the configuration with their statistics.
 
-    A run that goes on keeps the statistics that it began with, to the bit.
+    A resumed run keeps the statistics that it began with, to the bit.
 
     Args:
         prepared: the images.
-        config: `fitted`, with the size of the images settled.
-        stop: called now and then; it may raise.
-        few: encode some of the images, for those who want no more than that.
+        config: with the settings of the autoencoder applied and the image size known.
+        stop: called regularly; it may raise.
+        few: encode only some of the images.
     """
     if not config.uses_latents:
         return prepared, config
@@ -81,10 +81,10 @@ def add_latents(
 
 
 def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool) -> tuple[str, LatentArrays]:
-    """(key of the latents, the latents): of the cache, or encoded now with progress."""
+    """Return (cache key, latents), from the cache or encoded now."""
     try:
         device = choose_device(config.training.device)
-    except RequestError:  # of the machine where the run began
+    except RequestError:  # the run began on a machine with another device
         device = torch.device("cpu")
     latents, size = config.latents, config.data.size
     side, copies = size // latents.factor, 1 + config.data.flip
@@ -109,7 +109,7 @@ def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few
 
 
 def _tell(config: Config, few: bool) -> None:
-    """Say what the latents are like, in a line."""
+    """Print the shape and deviation of the latents; warn of a channel without information."""
     latents, data = config.latents, config.data
     side = data.size // latents.factor
     share = data.channels * latents.factor**2 / latents.channels
@@ -124,7 +124,7 @@ def _tell(config: Config, few: bool) -> None:
 
 
 def _few_images(images: ImageSet) -> ImageSet:
-    """At most a few images of a set, evenly spread."""
+    """Return at most _FEW images of a set, evenly spaced."""
     wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), _FEW)).astype(np.int64))
     pixels, labels, rows = images.take(wanted)
     return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)

@@ -1,4 +1,4 @@
-"""What a run has to do with shards far away: what it may go on without, and saying so, once for each."""
+"""Failed remote shards and undecodable images: what a run may continue without, and its warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 
 _SHARD = "shard"
-"""What marks a shard among the images that processes tell each other of."""
+"""Marks a shard among the failures that ranks send each other."""
 
 
 def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
@@ -29,19 +29,19 @@ def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy
 
 
 def read_failed_shards(saved: checkpoint.CheckpointInfo | None) -> Mapping[str, str] | None:
-    """The shards that a run had gone on without when it saved, name -> reason; None where it has saved nothing."""
+    """Return name -> reason of the shards that a run continued without until the checkpoint; None without one."""
     return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
 
 
 def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
-    """(name, reason) of images that this process could not decode, and (name, reason, SHARD) of shards given up."""
+    """Return (name, reason) of images that this rank could not decode, and (name, reason, _SHARD) of failed shards."""
     shards = remote_shards_of(images)
     found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
     return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
 
 
 class FailureReporter:
-    """Says, once for each, which images cannot be decoded and which shards are given up while a run goes on."""
+    """Warns once of each image that cannot be decoded and each shard that fails during training."""
 
     def __init__(self, folder: RunFolder, prepared: Dataset) -> None:
         self._folder, self._prepared = folder, prepared
@@ -50,17 +50,17 @@ class FailureReporter:
 
     @property
     def shards(self) -> dict[str, str]:
-        """Name -> reason of the shards that are given up."""
+        """Name -> reason of the failed shards."""
         return {} if self._shards is None else self._shards.failed
 
     def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
         """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
 
         Raises:
-            RunError: all processes together have given up more shards than may be.
+            RunError: more shards failed on all ranks together than `data.lost_shards` allows.
         """
         sets = (self._prepared.train, self._prepared.held_out)
-        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of those that are decoded as they come
+        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of images that are decoded while training
         for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
             for one in self._new(found):
                 said = f"{sanitize(one.name)} cannot be used: {one.reason}; the next image stands in for it"
@@ -79,11 +79,11 @@ class FailureReporter:
             recorder.warn(step, f"{sanitize(one.name)} {one.reason}; {others}")
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
         if lost:
-            with suppress(OSError):  # a run goes on without
+            with suppress(OSError):  # data.json is not needed for training
                 write_atomic(self._folder.path / DATA_FILE, data_json(self._prepared))
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
-        """Those that were not told of yet, which now they are."""
+        """Return those not reported yet, and mark them as reported."""
         new = [one for one in some if one not in self._told]
         self._told.update(new)
         return new

@@ -1,4 +1,4 @@
-"""Pictures from a network: labels, noise by picture, sampler, uint8."""
+"""Generate samples from a network: labels, noise by sample, guidance, sampler, uint8 images."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from unfog.training.settings import SamplingPrecision
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What to draw. Picture i depends on the seed, i and its label alone, whatever `count` and `batch` are."""
+    """Settings of generation. Sample i depends on the seed, i and its label alone, not on `count` or `batch`."""
 
     count: int
     sampler: Sampler
     labels: tuple[int, ...] = ()
-    """Pictures cycle through these; () without classes."""
+    """Samples cycle through these; () without classes."""
     seed: int = 0
     guidance: float = 1.0
     batch: int = 64
-    """Pictures at once, which memory limits."""
+    """Samples at once."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
     first: int = 0
-    """Number of the first picture."""
+    """Number of the first sample."""
     precision: SamplingPrecision = "fp32"
     """Of the network; the sampler itself always computes in fp32."""
 
@@ -53,7 +53,7 @@ class GenerationSettings:
 
 
 def default_generation(config: Config, count: int, batch: int) -> GenerationSettings:
-    """What the run draws unless told otherwise: its sampler, seed 0, all classes in turn, guided as it is set."""
+    """Return the settings of a run's previews: its sampler and guidance, seed 0, all classes in turn."""
     labels = tuple(range(len(config.classes)))
     guidance, interval = config.usual_guidance, config.guidance_interval
     return GenerationSettings(count, config.sampler, labels, guidance=guidance, interval=interval, batch=batch)
@@ -70,24 +70,30 @@ def generate_images(
     calls: Callable[[int], None] = lambda calls: None,
     edit: Edit | None = None,
 ) -> Pixels:
-    """Pictures, uint8 [N, H, W, C]; the network is in evaluation mode meanwhile.
+    """Return samples, uint8 [N, H, W, C]. The network is in evaluation mode meanwhile.
 
-    `progress` is told how many pictures are done; `observe` sees every step of the first batch, unless they are made
-    of a picture that there is, by `edit`. `guide` is a weaker denoiser, which guidance leads away from, rather than
-    from pictures of no class. `calls` is told how often each batch asked the network.
+    Args:
+        network: the denoising network.
+        config: of its run.
+        drawing: what to generate.
+        progress: called with the number of finished samples.
+        observe: called at every step of the first batch, unless `edit` is given.
+        guide: a weaker denoiser for autoguidance; None guides away from the unconditional output.
+        calls: called with the number of network evaluations of each batch.
+        edit: an image to start from, or to paint into.
     """
     device = next(network.parameters()).device
     shape, decode = input_shape(config), latent_decoder(config, device)
     sampler, seen = _without_pixel_clipping(drawing.sampler, config), encode_edit(edit, config, device)
     was_training, pictures, memory_format = network.training, [], getattr(network, "channels_last", False)
     network.eval()
-    # However it is trained, so that a preview is what `sample` draws.
+    # Independent of the format in training, so that a preview equals the output of `sample`.
     network.channels_last = default_memory_format(device, drawing.precision)[0] == "channels_last"  # type: ignore[assignment]
     try:
         end = drawing.first + drawing.count
         for first in range(drawing.first, end, drawing.batch):
             indices = range(first, min(first + drawing.batch, end))
-            # What is known of a picture is known of the image's half of an answer only.
+            # Known pixels constrain the predicted image, not the learned variance.
             plain = edit is None or edit.unknown is None
             variance = config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and plain
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(drawing.precision))
@@ -112,18 +118,17 @@ def generate_images(
 
 
 def _without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
-    """The sampler, which clips guesses to the range of pixels only where it is pixels that are drawn."""
+    """Return the sampler without clipping to the pixel range if the network generates latents."""
     return replace(sampler, clip=False) if config.uses_latents else sampler
 
 
 class _CallCounter:
-    """A denoiser that counts how often it is asked."""
+    """A denoiser that counts its evaluations."""
 
     def __init__(self, denoise: Denoise) -> None:
         self.denoise, self.calls = denoise, 0
 
     def __call__(self, x_t: Tensor, logsnr: Tensor) -> Tensor:
-        """As the denoiser."""
         self.calls += 1
         return self.denoise(x_t, logsnr)
 
@@ -136,13 +141,12 @@ def conditional_denoiser(
     device: torch.device,
     guide: Labelled | None = None,
 ) -> Denoise:
-    """The denoiser with the labels of these pictures, and with guidance where it is asked for.
+    """Return the denoiser with the labels of these samples, and with the guidance of `drawing`.
 
-    Guidance leads away from what the weaker `guide` says, told the same label; without one, from what the network
-    itself says when it is told no class.
+    Guidance extrapolates away from the weaker `guide` with the same label; without one, from the unconditional output.
 
     Raises:
-        RequestError: guidance without classes, or of a network that never saw an image without its class.
+        RequestError: guidance without classes, or of a network trained without label dropout.
     """
     label = None
     if drawing.labels:
@@ -154,7 +158,7 @@ def conditional_denoiser(
 def guided_denoiser(
     denoiser: Denoiser, config: Config, drawing: GenerationSettings, guide: Labelled | None
 ) -> Labelled:
-    """The denoiser, with the guidance that a drawing asks for. RequestError as `conditional`."""
+    """Return the denoiser with the guidance of `drawing`. RequestError as `conditional_denoiser`."""
     if drawing.guidance == 1:
         return denoiser
     led: Labelled
@@ -170,20 +174,20 @@ def guided_denoiser(
 
 
 def to_pixels(x: Tensor) -> Tensor:
-    """Float [-1, 1] to uint8 [0, 255], clamped: the way back of what the training loop does to pixels."""
+    """Convert float [-1, 1] to uint8 [0, 255], clamped: the inverse of `to_model_range`."""
     return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def sample_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
-    """One image of them all; whole cycles through the classes make a column for each."""
+    """Return one image of all samples; whole cycles through up to 20 classes get a column for each class."""
     columns = len(classes) if 1 < len(classes) <= 20 and len(pictures) % len(classes) == 0 else None
     return grid(pictures, columns)
 
 
 def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
-    """Labels by class name or number; all classes if there are no words. RequestError for one that is none.
+    """Return labels by class name or number; all classes if `words` is empty. RequestError for an unknown one.
 
-    An integer is the number of a class, and a text its name; where no name is a number, a text may be one, too.
+    An integer is the number of a class, a text its name; where no name is a number, a text may be a number.
     """
     if words and not classes:
         raise RequestError(f"label = {words[0]!r}, but this run has no classes; leave --label away")

@@ -1,4 +1,4 @@
-"""Pictures as files: numbered PNGs, a grid of them, and the strip that shows how one came out of the noise."""
+"""Write samples as numbered PNGs, a grid of them, and a strip of the denoising steps of the first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from unfog.pipeline.generate import sample_grid, to_pixels
 from unfog.reporting.image_grids import Pixels, labelled_strip, save_png
 from unfog.reporting.progress import say
 
-MAX_IN_GRID = (
-    1000  # pictures, at most: one of ten thousand takes more memory than drawing them, and few programs open it
-)
+MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 _STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
 class _Column(NamedTuple):
-    """What a step showed."""
+    """One sampling step of the strip."""
 
     step: int
     caption: str
@@ -34,18 +32,18 @@ class _Column(NamedTuple):
 
 
 class DenoisingStrip:
-    """Watches sampling, and keeps x_t and the predicted x0 of the first picture at the steps nearest to LEVELS.
+    """Observer of sampling that keeps x_t and predicted x0 of the first sample at the steps nearest to _STRIP_LEVELS.
 
-    x_t is the state before the step, so that it belongs to the level that its column names.
+    x_t is the state before the step, so that it belongs to the level in its caption.
     """
 
     def __init__(self, schedule: Schedule, decode: Decode = lambda x: x):
         self.schedule, self.decode = schedule, decode
         self.nearest: dict[float, tuple[float, _Column]] = {}
-        """For each of LEVELS, how far from it the nearest step so far was, and what was seen there."""
+        """Level -> (distance of the nearest step so far, that step)."""
 
     def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
-        """Look at one sampling step. Which are the nearest shows as it goes: a sampler may choose its own levels."""
+        """Keep a sampling step if it is the nearest to a level so far, as a sampler may choose its own levels."""
         quantile = float(self.schedule.quantile(torch.tensor([logsnr], dtype=torch.float64)))
         far = {level: abs(quantile - level) for level in _STRIP_LEVELS}
         nearer = [level for level in _STRIP_LEVELS if level not in self.nearest or far[level] < self.nearest[level][0]]
@@ -59,11 +57,11 @@ class DenoisingStrip:
         self.nearest.update({level: (far[level], column) for level in nearer})
 
     def columns(self) -> list[_Column]:
-        """The steps that were kept, each once, in their order."""
+        """Return the kept steps, each once, in order."""
         return [column for _, column in sorted({c.step: c for _, c in self.nearest.values()}.items())]
 
     def image(self) -> Pixels:
-        """The strip, uint8 [H, W, 3]."""
+        """Return the strip, uint8 [H, W, 3]."""
         columns = self.columns()
         rows = {"x_t": np.stack([c.x_t for c in columns]), "predicted x0": np.stack([c.x0 for c in columns])}
         return labelled_strip(rows, [c.caption for c in columns])
@@ -77,9 +75,9 @@ def _first(x: Tensor) -> Pixels:
 def write_images(
     folder: Path, pictures: Pixels, classes: Sequence[str], watched: DenoisingStrip | None, edit: Edit | None = None
 ) -> None:
-    """000000.png, 000001.png, …, grid.png, and strip.png if sampling was watched.
+    """Write 000000.png, 000001.png, …, grid.png, and strip.png if sampling was observed.
 
-    The grid of what was made of an image begins with that, and with the mask. It has the first thousand pictures.
+    The grid shows the first thousand samples; those of an edit come after the edited image and its mask.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, picture in enumerate(pictures):

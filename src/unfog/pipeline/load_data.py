@@ -1,4 +1,4 @@
-"""The images of a run: scanned, decoded, and what became of them said in a line."""
+"""Load the images of a run: scan, decode, and report the result in a line."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TOP = re.compile(
     r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
 )  # behind the folder at the top, or the word a shard is named by
 _NAMES_SAMPLED = 10_000
-"""How many names, evenly spread, are looked at for folders called train, test or such."""
+"""File names, evenly spaced, that are searched for folders called train, test or similar."""
 
 
 def _warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
-    """Say which settings did nothing to these images."""
+    """Warn of settings that have no effect on these images."""
     if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
         why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.report.found
         if n >= MIN_TO_HOLD_OUT:
@@ -41,13 +41,16 @@ def _warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
 def load_images(
     config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
 ) -> tuple[Dataset, Config]:
-    """Scan and decode the source, with progress, and say in one line what became of every file.
+    """Scan and decode the source with progress, and report every file in one line.
 
-    With `few`, for those who want no more than a few of the images, a large set that nobody decoded yet is left as it
-    is, and each image is decoded when it is asked for. `lost` are the shards, name -> reason, that the run had gone on
-    without.
+    Args:
+        config: names the source, and how its images are decoded.
+        stop: a request raises Interrupted.
+        few: only a few images are needed, so a large set that is not in the cache is decoded on demand.
+        lost: name -> reason of the shards that the run continued without; None for a new run.
 
-    Returns the images, and the configuration with what they settle: size, channels, classes, fingerprint.
+    Returns:
+        The images, and the configuration with what they determine: size, channels, classes, fingerprint.
     """
 
     def counting(progress: Progress) -> Callable[[int, int], None]:

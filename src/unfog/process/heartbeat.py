@@ -1,7 +1,7 @@
-"""The pulse of a run: a heartbeat file for those who watch from outside, and two files by which they ask for something.
+"""Heartbeat of a run: a status file for monitoring, and two files that request a checkpoint or the end.
 
-`RUN/heartbeat.json` says when, where and at what the run is; `touch RUN/SAVE` asks for a checkpoint, `touch RUN/STOP`
-for the end. A thread does both, so that they go on while the main thread waits for a device or for a disk.
+`RUN/heartbeat.json` holds the time, host, step and activity. `touch RUN/SAVE` requests a checkpoint, `touch RUN/STOP`
+the end. A thread handles both, so that they work while the main thread waits for a device or a disk.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 
 HEARTBEAT_FILE, SAVE_FILE, STOP_FILE = "heartbeat.json", "SAVE", "STOP"
-_POLL_INTERVAL = 1.0  # seconds between two looks for the files
-MAX_MISSED = 3  # heartbeats that a living run may miss
-FILE_BYTES = 512  # bytes of the file, whatever it says, so that it can be written over where it lies
+_POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
+MAX_MISSED = 3  # heartbeats that a live run may miss
+FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
 
 
 class Heartbeat:
-    """Keeps `folder`'s heartbeat going inside the `with`, every `interval` seconds; nothing that it meets stops a run.
+    """A thread that writes the heartbeat file every `interval` seconds inside the `with`. Its errors never stop a run.
 
-    `step`, `steps` and `doing` ("training", "saving", …) are for the session to set; a change of `doing` is told within
-    a second. `silent`: nothing is written, as the folder is no run yet. `save_requested`: somebody asks for a
-    checkpoint, until `saved` is called. A request to stop goes to `stop`.
+    Attributes:
+        step, steps, activity: contents of the file, set by the session; a changed activity is written within a second.
+        silent: nothing is written, as the folder is not a run yet.
+        save_requested: RUN/SAVE exists and no checkpoint was started for it.
+        moved: the folder is no longer at its path.
     """
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
@@ -41,15 +43,15 @@ class Heartbeat:
         self.silent, self.moved = silent, False
         self._identity = folder_identity(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
-        self._told = ""  # what was being done at the last heartbeat
+        self._written_activity = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
-        self._lock = threading.Lock()  # of SAVE: seeing it and removing it do not overlap
-        self._unmoved: dict[str, int] = {}  # requests that were met but could not be removed: name, time of writing
+        self._lock = threading.Lock()  # so that SAVE is not removed while it is checked
+        self._unmoved: dict[str, int] = {}  # requests served but not removable: name -> time of writing
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """What the heartbeat says meanwhile."""
+        """Set the activity for the duration of the `with`."""
         before, self.activity = self.activity, what
         try:
             yield
@@ -57,32 +59,32 @@ class Heartbeat:
             self.activity = before
 
     def save_started(self) -> None:
-        """The one that was asked for is on its way: the request counts no more, and stays until it is `saved`."""
+        """Clear the request: a checkpoint for it is being written. RUN/SAVE stays until `save_finished`."""
         with self._lock:
             if self.save_requested and (written := self._asked(SAVE_FILE)) is not None:
                 self._unmoved[SAVE_FILE] = written
             self.save_requested = False
 
     def save_finished(self) -> None:
-        """A checkpoint is there: take the request away that it meets."""
+        """Remove RUN/SAVE if the checkpoint now on disk was started for it."""
         with self._lock, suppress(OSError):
             if self._unmoved.get(SAVE_FILE) == os.lstat(self._folder / SAVE_FILE).st_mtime_ns:
                 os.unlink(self._folder / SAVE_FILE)
 
     def end(self, how: str) -> None:
-        """Tell how it ended: "finished", "stopped", "failed: …"; no heartbeat follows this one."""
+        """Write the last heartbeat, with "finished", "stopped" or "failed: …" as its activity."""
         if self._over.is_set():
             return
         self._over.set()
         self._thread.join(2.0)
-        if not self._thread.is_alive():  # else it hangs in a write, as this would
+        if not self._thread.is_alive():  # else it hangs in a write, and so would this thread
             self.activity = how
             self._beat()
 
     def __enter__(self) -> Heartbeat:
         for name in (SAVE_FILE, STOP_FILE):
             if self._take(name):
-                say(f"{self._folder / name} was there before this start, and is not obeyed")
+                say(f"{self._folder / name} was there before this start, and is ignored")
         self._beat()
         self._thread.start()
         return self
@@ -103,12 +105,12 @@ class Heartbeat:
             self.moved = folder_identity(self._folder) != self._identity
             if self._take(STOP_FILE):
                 self._stop.request("STOP file")
-            if self.activity != self._told or time.monotonic() - beaten >= self._interval:
+            if self.activity != self._written_activity or time.monotonic() - beaten >= self._interval:
                 beaten = time.monotonic()
                 self._beat()
 
     def _asked(self, name: str) -> int | None:
-        """When a request was written, by the file system's clock; None if there is none that is not met."""
+        """Return when a request was written, by the file system's clock; None if there is no unserved one."""
         try:
             written = os.lstat(self._folder / name).st_mtime_ns
         except OSError:
@@ -116,14 +118,14 @@ class Heartbeat:
         return None if written == self._unmoved.get(name) else written
 
     def _take(self, name: str) -> bool:
-        """Whether there was a request; if so it is gone now, or at least remembered as met."""
+        """Return True if there was a request, and remove it, or remember it as served."""
         written = self._asked(name)
         if written is None:
             return False
         try:
             os.unlink(self._folder / name)
         except FileNotFoundError:
-            pass  # whoever asked has taken it back just now
+            pass  # withdrawn just now
         except OSError:
             self._unmoved[name] = written
         return True
@@ -131,14 +133,14 @@ class Heartbeat:
     def _beat(self) -> None:
         if self.silent:
             return
-        self._told = self.activity
+        self._written_activity = self.activity
         heartbeat = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "step": self.step,
             "steps": self.steps,
-            "doing": self._told[:240],
+            "doing": self._written_activity[:240],
             "next": None if self._over.is_set() else self._interval,
         }
         data = json.dumps(heartbeat).encode().ljust(FILE_BYTES - 1) + b"\n"
@@ -148,21 +150,21 @@ class Heartbeat:
             partial.write_bytes(data)
             partial.replace(path)
         except OSError:
-            # A full disk takes no new file, but this one has its place there; and then more than ever it must be told
-            # that the run waits. A reader who comes in the middle of that finds none, and looks again.
+            # A full disk takes no new file, but the old one has its space, and monitoring must see that the run waits.
+            # A reader that comes in the middle of the write finds invalid JSON, and reads again.
             with suppress(OSError), path.open("r+b") as file:
                 file.write(data)
                 file.truncate()
 
 
 def read_heartbeat(folder: Path) -> dict[str, Any] | None:
-    """A run's heartbeat; None where there is none that can be read.
+    """Return the heartbeat of a run; None if there is no readable one.
 
     Returns:
-        What the file holds: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, `next` (seconds until the
-        next one was due, None for the last of a session). And `age` in seconds, and `alive`: a next one is due and not
-        long overdue, and its process is there as far as can be told. A session that ended says how in `doing`; one
-        that was killed just stops.
+        The keys of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next` (seconds until
+        the next one was due, None for the last of a session). Also `age` in seconds, and `alive`: the next one is not
+        long overdue, and its process exists as far as can be told. A session that ended says how in `doing`; one that
+        was killed just stops.
     """
     try:
         beat = json.loads((folder / HEARTBEAT_FILE).read_bytes())
@@ -175,18 +177,18 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no process of this machine has that number."""
+    """Return True if no process of this machine has that id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # it is another user's, or a number that none has
+    except (OSError, OverflowError):  # it is another user's, or no valid id
         return False
     return False
 
 
 def folder_identity(folder: Path) -> tuple[int, int] | None:
-    """What stays the same when a folder is renamed, and differs if another takes its place; None if there is none."""
+    """Return an identity that survives renaming the folder, and differs for another at its path; None if missing."""
     try:
         found = folder.stat()
     except OSError:

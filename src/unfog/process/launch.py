@@ -1,4 +1,4 @@
-"""What torchrun starts again: the run that its first attempt made is gone on with, and no other."""
+"""Restarts by torchrun: a later attempt resumes the run that an earlier one of the same launch has created."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from unfog.locks import LOCK
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, next_folder, remove_empty_folders
 
 _LAUNCH_FILE = "launch"
-"""File in a run that says who started it."""
+"""File in a run that names the launch that created it."""
 
 
 def launch_id() -> str | None:
-    """What the attempts of one torchrun have in common, and no other has; None without torchrun."""
+    """Return an id shared by all attempts of one torchrun, and by no other; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None:
         return None
-    return name if name not in ("", "none") else _agent()  # left open, the name is the same for all
+    return name if name not in ("", "none") else _agent()  # torchrun's default id is the same for all launches
 
 
 def _agent() -> str:
-    """The torchrun on this machine: the parent of its workers, also when it starts them again."""
+    """Return the torchrun agent of this machine: the parent process of its workers, also after a restart."""
     return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def write_launch_file(folder: RunFolder) -> None:
-    """Let a later attempt know that this run is its own."""
+    """Note the launch in the run, so that a later attempt finds it."""
     if (name := launch_id()) is not None:
         (folder.path / _LAUNCH_FILE).write_text(f"{name}\n{_agent()}\n")
 
 
 def find_earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
-    """The run that an attempt before this one has made; None if there is none.
+    """Return the run that an earlier attempt of this launch has created; None if there is none.
 
-    What one left that was killed before its run had begun is taken away, as it would be in the way of another. A run of
-    an earlier launch by the same name is nobody's from here on. After a failure torchrun counts restarts, but not when
-    a node joins; then it is by the agent that an attempt is known not to be the first.
+    Leftovers of an attempt that was killed before its run began are removed. A run of an earlier launch with the same
+    id is disowned.
 
     Args:
         source: the images.
-        out: the folder that was asked for; None looks among those named after the source.
+        out: the requested folder; None looks among those named after the source.
     """
+    # torchrun counts restarts after failures, but not when a node joins; then the same agent marks a later attempt.
     name, failed = launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Names of what a run folder holds; the one place that knows them."""
+"""The run folder: the names of its files, its lock, and its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 
 AUTOENCODER_FOLDER = "codec"
-"""Folder in a run of its own copy of the codec, or in a codec's run of what came of it."""
+"""Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
 
 
 @dataclass(frozen=True)
@@ -31,42 +31,39 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """Everything needed to rebuild the run."""
         return self.path / "config.toml"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints, one folder each."""
         return self.path / "checkpoints"
 
     @property
     def averages(self) -> Path:
-        """Folder of the snapshots of averages."""
+        """Folder of EMA snapshots."""
         return self.path / "averages"
 
     @property
     def metrics(self) -> Path:
-        """A line per log."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """A line per event."""
         return self.path / "events.jsonl"
 
     @property
     def newest_preview(self) -> Path:
-        """The last sample grid; the folder of sample grids if there is none yet."""
+        """The last sample grid, or the folder of grids if there is none yet."""
         return max((self.path / "samples").glob("*.png"), default=self.path / "samples")
 
     @contextmanager
     def create_locked(self, source: str) -> Iterator[None]:
-        """Make the folder at once and lock it, so that nobody else takes it and a bad place is noticed.
+        """Create the folder and lock it for the `with`; remove it again if it is left empty.
 
-        What was made is gone again if it is left empty. `source` is where the images are, which it must not be.
+        Args:
+            source: the images; the folder must not be theirs.
 
         Raises:
-            RequestError: it cannot be made, something is in it, or another process is at it.
+            RequestError: it cannot be created, is not empty, or is locked by another process.
         """
         check_out(self.path, source)
         made: list[Path] = []
@@ -79,27 +76,28 @@ class RunFolder:
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
-        got = False
+        locked = False
         try:
             with self.locked():
-                got = True
+                locked = True
                 yield
         finally:
-            if got:  # whoever did not get it leaves the folder to the one who has
+            if locked:  # otherwise the folder belongs to the process that has locked it
                 remove_empty_folders(made)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training in this folder meanwhile. RequestError if one is at it.
+        """Lock the folder for the `with`; the system releases the lock however the process ends.
 
-        The system gives the lock back when the process ends, however it ends.
+        Raises:
+            RequestError: another process is training in it.
         """
         with ExitStack() as stack:
             try:
-                ours = stack.enter_context(lock_of(self.path))
+                supported = stack.enter_context(lock_of(self.path))
             except BlockingIOError:
                 raise self._taken() from None
-            if not ours:  # a network file system without locks: the heartbeat has to do
+            if not supported:  # a network file system without locks: judge by the heartbeat
                 beat = read_heartbeat(self.path)
                 if beat is not None and beat["alive"]:
                     raise self._taken()
@@ -111,11 +109,11 @@ class RunFolder:
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")
 
     def write_config(self, config: Config) -> None:
-        """Store the configuration; whole or not at all. A URL's secrets, which a resume needs, are in it alone."""
+        """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""
         write_atomic(self.config_file, to_toml(config).encode(), private=config != redact_urls(config))
 
     def read_config(self) -> Config:
-        """The stored configuration. RequestError if this is no run, or one whose configuration was damaged."""
+        """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""
         self.check_is_run()
         config = read_toml(self.config_file, Config())
         if not config.source:
@@ -126,20 +124,20 @@ class RunFolder:
         if config.uses_latents and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
             config = replace(
                 config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute())
-            )  # wherever the run is now
+            )  # the run may have been moved
         return config
 
     def check_writable(self) -> None:
-        """RequestError if nothing can be written into the run, as far as looking can tell."""
+        """RequestError if the permissions of the run folder forbid writing."""
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RequestError(f"{self.path} may not be written to, and what is found belongs there; make it writable")
 
     @contextmanager
     def saving_results(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
-        """Write what took long to find into the run; if that fails, say it rather than lose it.
+        """Inside the `with`, results are written into the run; if that fails, print the lines of `found` instead.
 
         Raises:
-            RunError: it could not be written.
+            RunError: they could not be written.
         """
         try:
             yield
@@ -149,13 +147,12 @@ class RunFolder:
             raise RunError(f"{self.path} cannot be written to: {reason_of(error)}; what was found is above") from None
 
     def check_is_run(self) -> None:
-        """RequestError if this is no run."""
         if not self.config_file.is_file():
             raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
 
 
 def remove_empty_folders(folders: list[Path]) -> None:
-    """Remove these, innermost first, as far as they are empty."""
+    """Remove empty folders, in the given order, up to the first that is not empty."""
     with suppress(OSError):
         for folder in folders:
             if folder.exists():
@@ -163,8 +160,8 @@ def remove_empty_folders(folders: list[Path]) -> None:
 
 
 def next_folder(source: str, under: str = "runs") -> Path:
-    """A free folder named after the source: runs/photos, runs/photos-2, …; of an archive or URL its last part."""
-    url = source.partition("?")[0].rstrip("/")  # what follows may be a signature
+    """Return an unused folder named after the source: runs/photos, runs/photos-2, …; of a URL its last part."""
+    url = source.partition("?")[0].rstrip("/")  # the query may be a signature
     last = url.rpartition("/")[2] if "://" in source else Path(source).resolve().name
     plain = re.sub(r"[^\w .+@]+", "-", printable(last).removesuffix(".tar").removesuffix(".zip")).strip("-. ")
     return unused_path(Path(under) / (plain or "run"))
@@ -176,6 +173,6 @@ def printable(name: str) -> str:
 
 
 def unused_path(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3, … that does not exist."""
+    """Return `path`, or the first of `path`-2, `path`-3, … that does not exist."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
     return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())

@@ -1,8 +1,8 @@
-"""Stopping on request, in three degrees.
+"""Stopping on request, in three stages.
 
-A first signal, or `request` from any thread, raises a flag: whoever works in small pieces looks at it and comes to an
-end by itself. Whatever is still at work a second later is cut off by an alarm, which raises `Interrupted` in the main
-thread. A second signal raises `KeyboardInterrupt` at once.
+A first signal, or `request` from any thread, sets a flag, which work in small pieces polls. Work that still runs a
+second later is interrupted by an alarm, which raises `Interrupted` in the main thread. A second signal raises
+`KeyboardInterrupt` at once.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from unfog.errors import Interrupted
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
 _MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
-"""Whoever started us may have had these ignored: a shell for a command in the background, and `nohup`."""
+"""Signals that stay ignored if they were: a shell ignores them for background commands, and so does `nohup`."""
 
-_ALARM_INTERVAL = 1.0  # seconds until the alarm rings, and between two of its rings
-_RETRY_INTERVAL = 0.1  # seconds until it rings once more where it was not let through
-_SAME_REQUEST = 1.0  # seconds within which signals may be one request: a scheduler and a launcher both pass it on
-CLEANUP = 5.0  # seconds that `finally` and `except` have to put things in order, undisturbed
+_ALARM_INTERVAL = 1.0  # seconds until the alarm, and between two alarms
+_RETRY_INTERVAL = 0.1  # seconds until the next alarm after one that was deferred
+_SAME_REQUEST = 1.0  # seconds within which signals count as one: a scheduler and a launcher both send it
+CLEANUP = 5.0  # seconds in which `finally` and `except` blocks are not interrupted again
 
 _Handler = Callable[[int, FrameType | None], None]
 
 
 class StopSignals:
-    """A context in which a signal is a request to stop; `stop = StopSignals()`, then `stop()` tells whether one came.
+    """A context in which signals request a stop; calling it returns True once one was requested.
 
-    `saves`: whether what is then at an end is saved, as a person is told; `quiet`: nobody is told, as another process
-    does.
+    Signals are handled in the main thread only, as Python delivers them nowhere else. In other threads, `request` and
+    polling still work.
 
-    In the main thread only, since Python delivers signals nowhere else; in another one, and for what the platform
-    does not have, `request` and asking are what is left.
+    Args:
+        saves: the message to the user says that the run is saved.
+        quiet: print no message, as rank 0 does.
     """
 
     def __init__(self, saves: bool = True, quiet: bool = False) -> None:
         self._quiet = quiet
         self._ending = "ending here and saving" if saves else "ending here"
         self.received: str | None = None
-        """What requested the stop: "SIGTERM", "STOP file", …; None: nothing did."""
+        """Source of the request: "SIGTERM", "STOP file", …; None before one."""
         self._before: dict[signal.Signals, Any] = {}
         self._alarm = _Alarm(self._ring)
         self._defer_interrupts = _DeferredInterrupts(self._alarm)
-        self._process = 0  # whose signals these are: a forked worker inherits the handlers, but not what they are for
+        self._process = 0  # a forked worker inherits the handlers, but must not act on them
         self._noticed = self._settled = self._closed = False
         self._first = math.inf  # when the first signal came
         self._interrupts = 0  # how many of the signals were SIGINT
         self._left = self._raised = -math.inf  # when KeyboardInterrupt and Interrupted were last raised
 
     def __call__(self) -> bool:
-        """Whether a stop was requested; who is told so for the first time has a whole second to get to `settle`."""
+        """Return True if a stop was requested. The first such answer restarts the second before the alarm."""
         if self.received is None:
             return False
         if not (self._noticed or self._settled):
@@ -67,23 +68,23 @@ class StopSignals:
         return True
 
     def leave_if_requested(self) -> None:
-        """Raise Interrupted if a stop was requested and is not settled: for work that may be left where it is."""
+        """Raise Interrupted if a stop was requested: for work that may be left undone. Nothing after `silence`."""
         if self.received is not None and not self._settled:
             self._raised = time.monotonic()
             raise Interrupted(self.received)
 
     def request(self, why: str) -> None:
-        """Stop as a first signal does, in a word or two of why; from any thread. Nothing if requested before."""
+        """Request a stop, as a first signal does, from any thread; `why` is the message."""
         if self.received is None:
             self._begin(why)
             self._tell(f"{why}: {self._ending}")
 
     def defer_interrupts(self) -> AbstractContextManager[None]:
-        """A context that the alarm does not cut through but waits for; for the main thread; costs a microsecond."""
+        """Return a context that delays a due Interrupted to its end. For the main thread; costs about 1 µs."""
         return self._defer_interrupts
 
     def silence(self) -> None:
-        """Raise no Interrupted from here on: what is left is to save and go."""
+        """Raise no Interrupted from here on, as the process saves and ends."""
         self._settled = True
         self._alarm.silence()
 
@@ -103,7 +104,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._settled = True
-        self._closed = True  # should the loop below be cut short, what is left of our handlers passes signals on
+        self._closed = True  # if the loop below is interrupted, the remaining handlers pass signals on
         try:
             for number, before in self._before.items():
                 signal.signal(number, before)
@@ -115,7 +116,7 @@ class StopSignals:
             _say(text)
 
     def _begin(self, why: str) -> None:
-        # Signals and threads may come in between: at worst two both begin, and one of them is named.
+        # Signals and threads may race here: at worst both begin, and one of them is named.
         self.received = why
         if not self._settled:
             self._alarm.ring_in(_ALARM_INTERVAL)
@@ -127,40 +128,38 @@ class StopSignals:
         now = time.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._first == math.inf:
-            self._first = now  # no call since the comparison, so no other signal can have come in between
+            self._first = now  # no call since the comparison, so no other signal can have been handled in between
             name = signal.Signals(number).name
             if self.received is None:
                 self._begin(name)
             self._tell(f"{name}: {self._ending}; once more to leave at once")
             return
-        # A person who insists presses Ctrl-C again. Anything else this soon is the same request on another way.
+        # A second Ctrl-C is insistence. Any other signal this soon is the same request by another way.
         insisted = number == signal.SIGINT and self._interrupts > 1
         if (insisted or now - self._first > _SAME_REQUEST) and now - self._left > _SAME_REQUEST:
-            self._left = now  # further ones let what now unwinds come to its end
+            self._left = now  # further signals do not interrupt the unwinding
             raise KeyboardInterrupt
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process or self.received is None:  # an alarm, but not ours
+        if os.getpid() != self._process or self.received is None:  # an alarm that somebody else has set
             _pass_on(self._alarm.handler_before, number, frame)
         elif self._settled:
             pass
         elif self._defer_interrupts.depth:
             self._defer_interrupts.rang = True
         elif frame is not None and frame.f_code in (StopSignals.silence.__code__, StopSignals.__exit__.__code__):
-            self._alarm.ring_in(
-                _RETRY_INTERVAL
-            )  # they are about to end all this; should they not get there, it rings again
+            self._alarm.ring_in(_RETRY_INTERVAL)  # they silence the alarm; if they do not get there, it rings again
         elif not (_cleaning_up() and time.monotonic() - self._raised < CLEANUP):
-            # It rings on all the same: a library may swallow this, and Python itself does in a destructor.
+            # It goes on ringing: a library may swallow the exception, and Python does in a destructor.
             self._raised = time.monotonic()
             self._alarm.ring_in(
                 _ALARM_INTERVAL
-            )  # from now, as this ring may have waited long for some call into C to return
+            )  # from now, as this one may have waited long for a call into C to return
             raise Interrupted(self.received)
 
 
 class _Alarm:
-    """The process's interval timer, borrowed: whoever used it before gets it back, and what was left to wait for."""
+    """The interval timer of the process, borrowed: the previous owner gets it back with its remaining time."""
 
     def __init__(self, ring: _Handler):
         self.handler_before: Any = None
@@ -168,11 +167,11 @@ class _Alarm:
         self._taken = False
         self._due_before, self._interval_before = -math.inf, 0.0
         self._set_at = math.inf  # when it was first set by us
-        # A ring after the handler is gone would end the process. Reentrant, because a signal may come inside.
+        # An alarm after the handler is gone would end the process. Reentrant, because a signal may come inside.
         self._lock = threading.RLock()
 
     def take(self) -> None:
-        """Be the one whom it rings for. Until it is set, rings that somebody else ordered come here too."""
+        """Take the alarm over. Until it is set, alarms of its previous owner arrive here too."""
         if _ALARM is None or signal.getsignal(_ALARM) is None:
             return
         delay, self._interval_before = signal.getitimer(signal.ITIMER_REAL)
@@ -182,20 +181,20 @@ class _Alarm:
         self._taken = True
 
     def ring_in(self, seconds: float) -> None:
-        """Ring after so many seconds, and every GRACE seconds from then on; from any thread."""
+        """Ring after so many seconds, then every _ALARM_INTERVAL seconds; from any thread."""
         with self._lock:
             if self._taken:
                 self._set_at = min(self._set_at, time.monotonic())
                 signal.setitimer(signal.ITIMER_REAL, seconds, _ALARM_INTERVAL)
 
     def silence(self) -> None:
-        """Do not ring any more, if it was set."""
+        """Stop ringing."""
         with self._lock:
             if self._taken and self._set_at < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def give_back(self) -> None:
-        """Put everything back as it was found."""
+        """Restore the handler and the timer of the previous owner."""
         with self._lock:
             if _ALARM is None or not self._taken:
                 return
@@ -205,7 +204,7 @@ class _Alarm:
             now, due, interval = time.monotonic(), self._due_before, self._interval_before
             if interval and due < now:
                 due += math.ceil((now - due) / interval) * interval
-            if math.inf > due > self._set_at:  # else it was never touched, or had rung before
+            if math.inf > due > self._set_at:  # else it was never changed, or was over before
                 signal.setitimer(signal.ITIMER_REAL, max(due - now, 1e-3), interval)
 
 
@@ -230,7 +229,7 @@ class _DeferredInterrupts:
 
 
 def _cleaning_up() -> bool:
-    """Whether some `except`, `finally` or `__exit__` is at work on an Interrupted, so that none may cut through it."""
+    """Return True inside an `except`, `finally` or `__exit__` that handles an Interrupted."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
@@ -238,7 +237,7 @@ def _cleaning_up() -> bool:
 
 
 def _pass_on(before: Any, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what would have been done without us."""
+    """Handle a signal as before these handlers were installed."""
     if callable(before):
         before(number, frame)
     elif before != signal.SIG_IGN:

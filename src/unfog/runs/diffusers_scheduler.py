@@ -1,4 +1,4 @@
-"""What a scheduler of diffusers means as path, schedule and target."""
+"""Translate a scheduler of diffusers to path, schedule and target."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REMEDY = "give --path, --schedule and --target"
 
 
 def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
-    """The objective that a model was trained with, from its scheduler_config.json; the weighting is that of `base`.
+    """Return the objective that a model was trained with, from its scheduler_config.json.
 
     Args:
-        scheduler: keys left out have diffusers' defaults, those of DDPMScheduler.
-        base: what else is set.
+        scheduler: missing keys have the defaults of diffusers' DDPMScheduler.
+        base: everything else, such as the weighting.
 
     Raises:
         RequestError: it has no equivalent here.

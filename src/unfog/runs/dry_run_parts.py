@@ -1,4 +1,4 @@
-"""What a rehearsal is made of: a run in small, a pulse that watches it, and the words for how its parts went."""
+"""Parts of the dry run: the shortened configuration, a heartbeat that times each part, and the findings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import Evaluate
 
 PART_OF_ACTIVITY = {"preview": "preview", "drawing": "preview", "evaluation": "evaluation", "saving": "checkpoint"}
-"""What the heartbeat says, and the part of the rehearsal that it is."""
+"""Activity of the heartbeat -> part of the dry run."""
 
 
 class TimedHeartbeat(Heartbeat):
-    """A pulse that also notes how long everything took, and what was being done when something failed."""
+    """A heartbeat that records the duration of each activity, and during which one an error was raised."""
 
     def __init__(self, folder: Path, stop: StopSignals):
         super().__init__(folder, stop)
@@ -45,7 +45,6 @@ class TimedHeartbeat(Heartbeat):
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """What the heartbeat says meanwhile."""
         started = time.perf_counter()
         try:
             with super().during(what):
@@ -58,7 +57,7 @@ class TimedHeartbeat(Heartbeat):
 
 
 class PartError(Exception):
-    """A part went wrong; which one ("": the one that was begun), and why."""
+    """A failed part of the dry run ("" for the current one), and the error."""
 
     def __init__(self, part: str, reason: Exception):
         super().__init__(str(reason))
@@ -66,7 +65,7 @@ class PartError(Exception):
 
 
 def shortened(config: Config, steps: int) -> Config:
-    """The same run in so many steps, with everything that happens now and then happening in it; without trackers."""
+    """Return the same run in so many steps, with every hook due in it, and without trackers."""
     training = config.training
     at_once = training.microbatch or training.batch
     return replace(
@@ -81,8 +80,8 @@ def shortened(config: Config, steps: int) -> Config:
 
 
 def shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
-    """Evaluation at the end, and with as few drawn pictures as can be measured. The best of two is chosen by the
-    held-out loss, as some metrics are refused of so few."""
+    """Return settings with one evaluation, at the end, of as few samples as can be measured. The best checkpoint is
+    chosen by the held-out loss, as some metrics reject so few."""
     if evaluate.every <= 0:
         return replace(evaluate, every=-1)
     evaluate = replace(evaluate, every=steps)
@@ -95,7 +94,6 @@ def shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
 
 
 def passed(part: str, said: str, **facts: Any) -> Finding:
-    """A part that went well."""
     return Finding(f"rehearsal.{part}", "fine", said, facts=facts)
 
 
@@ -107,17 +105,17 @@ CONSEQUENCE = {
     "sample": "the run itself may end well, but `unfog sample RUN` would fail",
     "export": "the run itself may end well, but it could not be exported to diffusers",
 }
-"""What comes of each part if it fails."""
+"""Part -> consequence of its failure for the run."""
 
 
 def no_room(said: str) -> Finding:
-    """That there is no room for the rehearsal, which is no fault of the run."""
+    """Return the finding for a dry run without enough disk space, which is no fault of the run."""
     remedy = "make room there, or let TMPDIR name a folder that has it"
     return Finding("rehearsal.room", "hint", f"the rehearsal was not finished: {said}", remedy)
 
 
 def failed(part: str, error: Exception, told: str) -> Finding:
-    """What went wrong, in its own words, and what to do where that is known."""
+    """Return the finding for an error, with its message and the remedy where that is known."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return no_room(str(error))
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -129,11 +127,11 @@ def failed(part: str, error: Exception, told: str) -> Finding:
 
 
 class NoRoomError(Exception):
-    """There is no room for the rehearsal where it is to be."""
+    """Not enough disk space for the dry run."""
 
 
 def check_room(folder: Path, session: Session) -> None:
-    """NoRoomError unless all the checkpoints that a rehearsal keeps at a time find room."""
+    """NoRoomError unless there is disk space for all checkpoints that a dry run keeps at a time."""
     parameters = sum(p.numel() for p in session.state.model.parameters())
     room, free = (
         disk_space_needed(parameters, session.config.checkpoint, 0, session.config.ema_snapshots),
@@ -147,19 +145,19 @@ def check_room(folder: Path, session: Session) -> None:
 
 
 def distance(a: list[Any], b: list[Tensor]) -> float:
-    """Root of the sum of squared differences between tensors."""
+    """Return the Euclidean distance between two lists of tensors."""
     return float(torch.stack([(x.detach() - y).norm() for x, y in zip(a, b)]).norm())
 
 
 @torch.inference_mode()
 def export_difference(run: Run) -> float:
-    """Largest difference between the answers of a run's network and of what it becomes in diffusers, relative to ours.
+    """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
 
-    Both with random weights, whatever those of the run are: many branches of a network begin as nothing, and would be
-    nothing still after two steps, so that one which goes to a wrong place could not be told.
+    Both get random weights: many branches of a network start at zero and are nearly zero after two steps, so that an
+    exchanged weight would go unnoticed.
 
     Raises:
-        RequestError: it has no equivalent there.
+        RequestError: diffusers has no equivalent network.
     """
     from diffusers import UNet2DModel
 
@@ -181,7 +179,7 @@ def export_difference(run: Run) -> float:
 
 
 def randomized(network: nn.Module) -> nn.Module:
-    """A copy of a network with random weights of ordinary size: everything in it matters to what it answers."""
+    """Return a copy of a network with random weights of ordinary size, so that all of them affect the output."""
     copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
     for parameter in copy.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -193,7 +191,7 @@ def randomized(network: nn.Module) -> nn.Module:
 
 
 def memory(before: int, device: torch.device) -> Finding:
-    """Memory of the process before and after, and the most that it ever was."""
+    """Return a finding with the memory of the process before and after, and its peak."""
     after, peak = resident_bytes(), peak_bytes()
     facts = {"before": before, "after": after, "peak": peak}
     said = (

@@ -1,4 +1,4 @@
-"""Starting from trained weights: of another run, or of diffusers."""
+"""Initialise a run from trained weights: of another run, or of diffusers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.shard_files import sha256_of
 
 _CLASS_SPREAD = 0.02
-"""How far apart new classes begin, of the length of a row; as the rows of other networks are drawn."""
+"""Scale of the random differences between new class embeddings; other networks draw their rows at this scale."""
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
 
 
 class _WeightsSource(NamedTuple):
-    """What a folder says of its weights, before they are read."""
+    """Weights of a folder, described before they are read."""
 
     config: Config
-    """Network, objective, size and channels are what they were trained with; the rest is of no account."""
+    """Network, objective, size and channels that they were trained with; the rest is not used."""
     weights: Path
     """The file of weights."""
     what: str
-    """What they are, in words."""
+    """Description for messages."""
     theirs: dict[str, Any] | None
     """`UNet2DModel`'s configuration; None for a run."""
     scheduler: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class _WeightsSource(NamedTuple):
 
 
 class InitialWeights(NamedTuple):
-    """Weights that fit the network of a run, and what was settled on the way."""
+    """Weights that fit the network of a run, and the automatic choices made for it."""
 
     state: dict[str, Tensor]
     config: Config
@@ -59,12 +59,11 @@ class InitialWeights(NamedTuple):
 
 
 def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
-    """A recipe for a run that starts from what `table` names as init: `base`, with the network, size and objective of
-    those weights. `base` itself if nothing is named.
+    """Return `base` with the network, size and objective of the weights that `table` names as init.
 
     Args:
-        base: the recipe.
-        table: the settings that are given beside it, as a nested table; they are not applied.
+        base: the recipe; returned unchanged if no weights are named.
+        table: settings given beside it, as a nested table; they are not applied.
 
     Raises:
         RequestError: there is nothing to start from, or it has no equivalent here.
@@ -87,10 +86,11 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
 
 
 def adopt_latent_statistics(config: Config) -> Config:
-    """With the mean and deviation of latents by which the weights that a run starts from know them, if they do.
+    """Return the configuration with the mean and deviation of latents that the initial weights were trained with.
 
     Raises:
-        RequestError: those weights know pixels and are to see latents, or the other way round, or another codec's.
+        RequestError: the weights were trained on pixels and the run uses latents, or the other way round, or latents of
+            another autoencoder.
     """
     found = _describe_source(config.init, config.diffusion) if config.init.folder else None
     if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
@@ -108,12 +108,12 @@ def adopt_latent_statistics(config: Config) -> Config:
 
 
 def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _WeightsSource:
-    """What there is at `init.folder`. Reads no weights.
+    """Describe the weights at `init.folder`, without reading them.
 
     Args:
-        init: what to start from.
-        diffusion: the objective where the folder says nothing of it, or `known`.
-        known: whether the objective is given, so that a scheduler without an equivalent does not matter.
+        init: names the folder and the checkpoint.
+        diffusion: the objective if the folder has none, or if it is `known`.
+        known: the objective is given, so that a scheduler without an equivalent does not matter.
     """
     folder = Path(init.folder).expanduser()
     try:
@@ -155,7 +155,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
 
 
 def load_initial_weights(config: Config) -> InitialWeights:
-    """The weights that a run with these settings starts from, once its images are known.
+    """Return the weights that a run with these settings starts from, once its images are known.
 
     Raises:
         RequestError: they are those of another network, or not those that the run began with.
@@ -194,7 +194,7 @@ def load_initial_weights(config: Config) -> InitialWeights:
 
 
 def _objective_choice(found: _WeightsSource, config: Config) -> Choice:
-    """Which objective training goes on with, and why."""
+    """Return the objective that training uses, and the reason."""
     told, reason = found.config.diffusion, "as it was trained with"
     if found.theirs is not None:
         told, reason = config.diffusion, "as given, or as the recipe has it: the folder says nothing of it"
@@ -212,11 +212,11 @@ def _objective_choice(found: _WeightsSource, config: Config) -> Choice:
 
 
 def _fitted(found: _WeightsSource, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
-    """The weights under our names, with the classes and the inputs that the run has."""
+    """Return the weights under our names, with the classes and inputs of the run."""
     wanted = len(config.classes)
     if found.theirs is not None:
         rows = found.theirs.get("num_class_embeds")
-        # What Unfog exports has a row more than classes, for none; diffusers itself knows no such row.
+        # Our export has one more row than classes, for no class; a model trained in diffusers has not.
         state = from_unet2d(found.theirs, state, null_class=wanted > 0 and rows == wanted + 1).state
     state = {
         name: tensor.float() for name, tensor in state.items() if not name.startswith(_AUGMENT) or config.data.augment
@@ -235,7 +235,7 @@ def _fitted(found: _WeightsSource, state: dict[str, Tensor], config: Config) -> 
 
 
 def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _WeightsSource, config: Config) -> list[Choice]:
-    """Make the class embedding fit the classes of the images; what was done about it."""
+    """Fit the class embedding in `state` to the classes of the images; return what was changed."""
     before = state[_CLASSES].shape[0] - 1 if _CLASSES in state else 0
     names, wanted = found.config.classes, len(config.classes)
     if before == wanted:
@@ -249,17 +249,17 @@ def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _Weights
     if not wanted:
         if _BIAS not in state:
             raise RequestError(f"the weights in {config.init.folder} know {before} classes, and the images have none")
-        # No class adds the last row, always: then it may as well be part of what is added anyway.
+        # Without classes the last row is added in every call, so it becomes part of the bias.
         state[_BIAS] = state[_BIAS] + state.pop(_CLASSES)[-1]
         return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
-    # There rows have unit magnitude, and the noise condition is scaled where there are any.
+    # In EDM2 networks rows have unit magnitude, and class embeddings rescale the noise condition.
     scaled = config.network is not None and config.network.fixed_norm_weights
     if _CLASSES not in fresh or (scaled and not before):
         raise RequestError(
             f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "
             "network can take no others: give --data.labels none, or start from other weights"
         )
-    # Every class begins as what the weights know of "no class", so that the first pictures are as good as before.
+    # Every class begins as "no class", so that the first samples are as good as before.
     none = state[_CLASSES][-1] if before else torch.zeros_like(fresh[_CLASSES][-1])
     apart = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
     apart[-1] = 0

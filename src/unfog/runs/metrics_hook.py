@@ -1,8 +1,8 @@
-"""Metrics of drawn pictures while a run trains, within a stated share of its time.
+"""Metrics of generated samples during training, within a given share of its time.
 
-When it begins, drawing and measuring are timed once, and how many pictures, how many real ones and how many steps apart
-are settled and stored like the other automatic choices. From then on what is due depends on the settings and the
-position alone, so a run that was interrupted measures what it would have measured.
+At the beginning, generation and metrics are timed once; the numbers of samples and reference images and the interval
+are then resolved and stored like other automatic settings. From then on metrics are due as a function of settings and
+step alone, so an interrupted run measures at the same steps.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from unfog.reporting.progress import Progress, format_duration, plural, warn
 from unfog.runs.previews import Previews
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000
-"""Pictures at least and at most, and real ones at most, where they are chosen."""
+"""Limits of the automatic numbers of samples and of reference images."""
 TARGET_TIMES = 5
-"""How often pictures are drawn, where the share permits it."""
-_PIXEL_METRIC = "sliced"
-"""The metric that looks at pixels instead of features."""
-TRIAL_SAMPLES = 10
-"""Pictures of the rehearsal; the fewest that can be measured."""
+"""Evaluations with metrics in a run, if the share of time permits."""
+_PIXEL_METRIC = "sliced"  # compares pixels instead of features
+TRIAL_SAMPLES = 10  # of the dry run: the fewest that every metric accepts
 
 
 class Costs(NamedTuple):
-    """Seconds of a picture drawn, of the features of a picture, and numbers in these."""
+    """Seconds to generate a sample, seconds to compute its features, and the number of features."""
 
     draw: float
     features: float
@@ -52,7 +50,7 @@ class Costs(NamedTuple):
 
 
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
-    """Settle what is open of the metrics; the rest of the settings has been settled before.
+    """Resolve what is open of the metrics' settings; the other settings are resolved before.
 
     Raises:
         RequestError: no evaluation is due in this run, or there are too few images.
@@ -86,12 +84,12 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
             auto.config = replace(config, evaluate=replace(chosen, best="held_out_loss"))
             instead = "; the best checkpoint is chosen by the held-out loss"
         warn(
-            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} pictures take about "
+            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} samples take about "
             f"{format_duration(each)}, and {evaluate.share:.0%} of the time is {format_duration(allowed)}{instead}. "
             "Give a higher --evaluate.share, or measure afterwards: unfog evaluate RUN"
         )
         return
-    apart = f"{chosen.samples} pictures against {chosen.reference} real ones, every {chosen.metrics_every} steps"
+    apart = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"
     reason = (
         f"about {format_duration(each)} each time; at most {evaluate.share:.0%} of "
         f"{format_duration(step * steps)} of training"
@@ -102,20 +100,20 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
 def fit_to_budget(
     config: Config, images: int, costs: Costs, allowed: float, once: Callable[[int, int], float]
 ) -> tuple[Any, float]:
-    """The settings of evaluation with what is open settled so that all of it takes the allowed seconds at most.
+    """Resolve the open settings of evaluation so that all metrics of the run take the allowed seconds at most.
 
     Args:
-        config: all else settled.
-        images: training images.
-        costs: of a picture.
+        config: with the other settings resolved.
+        images: number of training images.
+        costs: of a sample.
         allowed: seconds.
-        once: (pictures, real ones) -> seconds of one time.
+        once: (samples, reference images) -> seconds of one evaluation.
 
     Returns:
-        The settings, with metrics_every = -1 where not even one time is allowed; and the seconds of one time.
+        The settings, with metrics_every = -1 if not even one evaluation fits; and the seconds of one.
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
-    affordable = int(allowed / 4 / max(costs.features, 1e-9))  # a quarter, once
+    affordable = int(allowed / 4 / max(costs.features, 1e-9))  # features of the reference take a quarter, once
     reference = evaluate.reference or max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
     left = allowed - reference * costs.features
@@ -128,14 +126,14 @@ def fit_to_budget(
     times = int(left / max(each, 1e-9))
     every = evaluate.metrics_every
     if every == 0:
-        # At evaluations, and the last one at the end, so that there are no more of them than `times`.
+        # A multiple of the interval of evaluations, rounded up so that there are at most `times`.
         apart = max(1, math.ceil(steps / max(times, 1) / evaluate.every))
         every = apart * evaluate.every if times > 0 else -1
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
 def _time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
-    """Time a little drawing with fresh weights, which take as long as trained ones, and the features of as many."""
+    """Time the generation of a few samples, with fresh weights, and their features."""
     with Progress("timing pictures for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
         drawing = seconds_per_sample(network, config, default_generation(config, few, few))
@@ -145,7 +143,7 @@ def _time_costs(config: Config, images: ImageSet, features: Features, device: to
 
 
 def _metric_seconds(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
-    """Seconds that the metrics themselves take of so many pictures, by random numbers."""
+    """Return the seconds that the metrics take for so many samples, measured with random features."""
     generator = torch.Generator().manual_seed(0)
     real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
     shape = (samples, config.data.channels, config.data.size, config.data.size)
@@ -161,7 +159,6 @@ def _metric_seconds(config: Config, samples: int, reference: int, width: int, de
 def compute_metrics(
     config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
 ) -> dict[str, MetricResult]:
-    """The metrics by name."""
     names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
     found = dict(zip(names, compare_features(names, real, fake), strict=True))
     if _PIXEL_METRIC in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
@@ -170,8 +167,8 @@ def compute_metrics(
 
 
 def metrics_due(config: Config, step: int) -> bool:
-    """Whether pictures are drawn at the evaluation after this step: at the last one, and the first after each multiple
-    of `metrics_every`. A function of settings and position, so that an interruption changes nothing."""
+    """Return True if metrics are due at the evaluation after this step: at the last one, and at the first after each
+    multiple of `metrics_every`."""
     every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
     if every < 0:
         return False
@@ -179,7 +176,7 @@ def metrics_due(config: Config, step: int) -> bool:
 
 
 class MetricsHook:
-    """Measures the pictures of a run as it trains, with the average of the weights and always from the same noise."""
+    """Computes metrics of samples during training, from the EMA weights and always from the same noise."""
 
     def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
         self.config, self.images, self.previews = config, images, previews
@@ -187,10 +184,10 @@ class MetricsHook:
         self._real: Tensor | None = None
 
     def dry_run(self) -> dict[str, float]:
-        """Do all of it with few pictures, as what would fail later is to fail at once; nothing is to be recorded.
+        """Compute the metrics of a few samples, so that errors surface early. Returns nothing to record.
 
         Raises:
-            RequestError: the best is to be chosen by a Frechet distance that so few pictures do not have.
+            RequestError: the best checkpoint is chosen by FID, which needs more samples than features.
         """
         self._measure(TRIAL_SAMPLES)
         evaluate, width = self.config.evaluate, self._reference().shape[1]
@@ -202,7 +199,7 @@ class MetricsHook:
         return {}
 
     def measure(self) -> dict[str, float]:
-        """Values for the record by name, with their standard errors where those are known."""
+        """Return values for the record by name, with their standard errors where known."""
         return self._measure(self.config.evaluate.samples)
 
     def _measure(self, count: int) -> dict[str, float]:
@@ -229,7 +226,7 @@ class MetricsHook:
         return record
 
     def _reference(self) -> Tensor:
-        """Features of the training images, computed when they are first asked for."""
+        """Return the features of the reference images, computed at the first call."""
         if self._real is None:
             rows = evenly_spaced(len(self.images), self.config.evaluate.reference)
             with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
