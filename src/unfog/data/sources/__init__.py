@@ -1,1 +1,1 @@
-"""Where images come from: folders, zip archives, arrays, Hugging Face datasets, and the labels of each."""
+"""Sources of images: folders, zip archives, arrays, Hugging Face datasets, and the labels of each."""

@@ -39,7 +39,7 @@ class FailedShardError(ImageError):
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where the images that a SOURCE text means are, before anything is opened."""
+    """The place of the images that a SOURCE text means, before anything is opened."""
 
     name: str
     """The text, for messages; a URL without its query and password."""
@@ -68,7 +68,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """How much of remote shards is cached, and how many may fail while a run goes on."""
+    """Limits for remote shards: bytes that are cached, and the share that may fail while a run goes on."""
 
     cache_bytes: int = 0
     """Bytes on disk for what was read; 0 caches nothing."""

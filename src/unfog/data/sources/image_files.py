@@ -56,7 +56,7 @@ ARCHIVE_GONE = f"in an archive {GONE}"
 
 
 @dataclass
-class FolderListing:
+class _FolderListing:
     """The files below a folder."""
 
     names: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ def normalize_path(name: str) -> str:
 
 
 def ignored_kind(name: str) -> str | None:
-    """Return how `FolderListing.ignored` counts a member of an archive, None if it is an image to use.
+    """Return how `_FolderListing.ignored` counts a member of an archive, None if it is an image to use.
 
     `name` is its path in the archive, "/" between folders. The rules are those of a folder.
     """
@@ -97,13 +97,13 @@ def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[
     )
 
 
-def list_images(folder: Path) -> FolderListing:
+def list_images(folder: Path) -> _FolderListing:
     """List the files below a folder, following links; each folder once, by its own name rather than a link's.
 
     Raises:
         RequestError: the folder itself cannot be read.
     """
-    found = FolderListing()
+    found = _FolderListing()
     # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
     # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
     pending, links, entered = [""], list[str](), set[tuple[int, int]]()

@@ -27,10 +27,10 @@ _T = TypeVar("_T")
 
 def open_storage(path: str) -> Storage:
     """Return the storage that reads this path or URL."""
-    return RemoteStorage(path) if "://" in path else LocalStorage()
+    return _RemoteStorage(path) if "://" in path else LocalStorage()
 
 
-class RemoteStorage:
+class _RemoteStorage:
     """Files that fsspec reads, with a few retries.
 
     Endpoint and credentials come from the environment, such as AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID for S3.

@@ -38,7 +38,7 @@ class ShardSet:
 
 
 class RemoteShards:
-    """Which shards of a remote source have failed; implements `ShardFailures`.
+    """The failed shards of a remote source, and reads of all others; implements `ShardFailures`.
 
     A shard fails if it stays unreadable while others can be read, or if an image of it cannot be decoded and the shard
     turns out not to be what was indexed. *When* it fails depends on the network; which images replace its own is a
