@@ -15,7 +15,7 @@ from torch import Tensor
 import unfog
 from conftest import NETWORK
 from unfog.cli.main import run as command
-from unfog.commands.tune import BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
+from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
 from unfog.diffusion.guidance import Autoguided, Within
@@ -261,7 +261,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     found = unfog.tune(copy, steps=3, pictures=6, tries=24)
-    assert set(found.errors) == {*BUILT_IN, "tuned"}
+    assert set(found.errors) == {*_BUILT_IN, "tuned"}
     assert min(found.errors, key=found.errors.get) == found.sampler.grid == "tuned"
     assert found.reference < found.errors["tuned"]
     assert RunFolder(copy).read_config() == replace(run.config, sampler=found.sampler)
@@ -350,7 +350,7 @@ def test_tune_from_the_command_line_only_looks_if_asked_to(run, capsys, monkeypa
     flags = ["--steps", "2", "--pictures", "2", "--tries", "2", "--sampler", "ddim", "--no-store"]
     assert command(["tune", str(run.path), *flags]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {name for name, _ in rows} == {*BUILT_IN, "tuned"}
+    assert {name for name, _ in rows} == {*_BUILT_IN, "tuned"}
     assert [float(error) for _, error in rows] == sorted(float(error) for _, error in rows)
     assert (run.path / "config.toml").read_bytes() == before
 
@@ -384,7 +384,7 @@ def test_levels_that_cannot_be_written_are_printed(run, tmp_path, monkeypatch, c
         unfog.tune(copy, sampler="ddim", steps=2, pictures=2, tries=2)
     said = capsys.readouterr().err
     assert "Sampler(kind='ddim', steps=2" in said
-    assert all(f"  {grid} " in said for grid in BUILT_IN)
+    assert all(f"  {grid} " in said for grid in _BUILT_IN)
 
 
 def test_a_run_that_is_being_trained_is_not_tuned(run):

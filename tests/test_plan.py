@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from unfog.commands.plan import plan, settle_memory
+from unfog.commands.plan import _resolve_microbatch, plan
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
@@ -20,7 +20,7 @@ from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
 from unfog.planning.accelerators import DEVICES, GB, find_device
-from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.flops import TimeRange, count_flops, step_time
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
@@ -138,8 +138,8 @@ def auto():
     def settle(available, device=CUDA, size=16, **training):
         images = ImageSet(np.zeros((1, 1, size, size), np.uint8), None, ("a",), ())
         config = replace(asked(**training, precision="fp32"), data=Data(size=size, channels=1))
-        found = AutoSettings(config, images, device, lambda: False)
-        return found, settle_memory(found, device, available, "NVIDIA RTX 3060")
+        found = AutoSettings(config, images, Machine(device, "NVIDIA RTX 3060", available), lambda: False)
+        return found, _resolve_microbatch(found)
 
     return settle
 

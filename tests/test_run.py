@@ -20,7 +20,8 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid
 from unfog.pipeline.image_files import MAX_IN_GRID, DenoisingStrip, write_images
-from unfog.planning.auto_settings import AutoSettings, parse_duration, round_down_to_125
+from unfog.planning.auto_settings import AutoSettings, parse_duration
+from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 

@@ -1,4 +1,4 @@
-"""`unfog ema-sweep`: averages of several lengths, rebuilt from the snapshots of a run, and which of them is best."""
+"""`unfog ema-sweep`: rebuild the EMA in several widths from the snapshots of a run, and choose the best."""
 
 from __future__ import annotations
 
@@ -43,41 +43,39 @@ WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"
 LOSS = "held_out_loss"
 DRAWN = ("kid", "fid", "fd", "sliced")
-"""Metrics of drawn pictures against the images of the run."""
+"""Metrics of samples against the images of the run."""
 USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
 class WidthResult(NamedTuple):
-    """One length."""
+    """Metric of one EMA width."""
 
     width: float
     value: float
     error: float | None
-    """Standard error, where it is known. All lengths are measured with the same noise, so less is already a sign."""
+    """Standard error, if known. All widths use the same noise, so smaller differences mean something too."""
     distance: float
-    """Of the profile that was rebuilt from the wanted one, relative."""
+    """Relative error of the rebuilt EMA profile."""
 
 
 @dataclass(frozen=True)
 class EmaSweepResult:
-    """What `ema_sweep` returns."""
+    """Result of `ema_sweep`."""
 
     metric: str
     n: int
     step: int
     features: str
-    """What pictures were compared by; "" for the held-out loss."""
+    """Feature network; "" for the held-out loss."""
     before: float
-    """Width of --ema."""
+    """Width of the run's `--ema`."""
     rows: tuple[WidthResult, ...]
 
     @property
     def best(self) -> WidthResult:
-        """The length with the lowest value."""
         return min(self.rows, key=lambda row: row.value)
 
     def table(self) -> list[list[str]]:
-        """A row of cells for each length, under a heading."""
         head = ["width", self.metric, "standard error", "profile off by", ""]
         return [head] + [
             [
@@ -91,13 +89,12 @@ class EmaSweepResult:
         ]
 
     def lines(self) -> list[str]:
-        """The table as text."""
         rows = self.table()
         wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return ["  ".join(cell.rjust(width) for cell, width in zip(row, wide)).rstrip() for row in rows]
 
     def finding(self) -> Finding:
-        """What a person is told, with the chart."""
+        """Return the best width as a finding, with the chart."""
         best, usual_row = self.best, next((row for row in self.rows if row.width == self.before), None)
         said = f"of {len(self.rows)} lengths, width {best.width:g} has the lowest {self.metric}, {best.value:.5g}"
         if usual_row is not None and best.width != self.before:
@@ -110,25 +107,25 @@ class EmaSweepResult:
         remedy = "it is the last of these in its direction; try --widths beyond it" if edge else ""
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
         exhibits = (
-            Figure(f"{self.metric} by length of the average", svg=line_chart(series, "width", self.metric)),
-            Figure("Lengths", table=self.table(), caption=CAPTION),
+            Figure(f"{self.metric} by EMA width", svg=line_chart(series, "width", self.metric)),
+            Figure("Widths", table=self.table(), caption=CAPTION),
         )
         return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), exhibits)
 
 
 CAPTION = (
-    "Width is the standard deviation of the averaging window as a share of the run so far. Each average is a sum of "
-    "snapshots; how far its profile is off says how well they allow it, and its weights are off by far less."
+    "Width is the standard deviation of the averaging window as a share of the run so far. Each EMA is a weighted sum "
+    "of snapshots. 'Profile off by' is the error of its averaging window; the error of its weights is far smaller."
 )
 
 
 def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     """Rebuild EMAs of several widths, measure each, and make the best one the run's own.
 
-    Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` follow the former.
+    Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` read the former.
 
     Raises:
-        RequestError: no run, no snapshots, no held-out images, or a width that they do not allow.
+        RequestError: there is no run, no snapshots or no held-out images, or a width cannot be rebuilt.
         RunError: the run cannot be written to; the table is printed.
         Interrupted: a stop was requested.
     """
@@ -171,10 +168,10 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
 def _rebuildable_widths(
     kept: list[EmaSnapshotFile], config: Config, widths: tuple[float, ...], step: int | None
 ) -> list[float]:
-    """The widths to try, narrow to wide: those given, or the usual ones as far as these snapshots allow them.
+    """Return the widths to measure, in order: those given, or the usual ones that can be rebuilt.
 
     Raises:
-        RequestError: one that was given cannot be rebuilt, or none of the usual ones can.
+        RequestError: a given width cannot be rebuilt, or none of the usual ones can.
     """
     if widths:
         for width in widths:
@@ -182,7 +179,7 @@ def _rebuildable_widths(
         return sorted(set(widths))
     found: list[float] = []
     own = {config.ema.width} if isinstance(config.ema, PowerEma) else set()
-    solve_mixture(kept, next(iter(own), WIDTHS[5]), step)  # which says what is wrong, if not even that can be had
+    solve_mixture(kept, next(iter(own), WIDTHS[5]), step)  # raises the reason, if no width can be rebuilt
     for width in sorted({*WIDTHS, *own}):
         try:
             solve_mixture(kept, width, step)
@@ -193,13 +190,13 @@ def _rebuildable_widths(
 
 
 Measure = Callable[[nn.Module], tuple[float, float | None]]
-"""Network with an average in it -> (value, standard error or None)."""
+"""Maps a network with EMA weights to (value, standard error or None)."""
 
 
 def measure_of(
     metric: str, n: int, features: str, config: Config, prepared: Dataset, device: torch.device
 ) -> tuple[int, str, Measure]:
-    """How many images or pictures it is of, by what features, and the measure itself; the same noise each time.
+    """Return the number of images, the name of the features, and the measure, which uses the same noise each time.
 
     Raises:
         RequestError: there are no held-out images, or no such features.
@@ -211,11 +208,11 @@ def measure_of(
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
-    # Classes as often as in the data: by all in turn, it would be their shares that are compared.
+    # Classes in proportion to the data, or the metric would compare the proportions.
     drawing = replace(default_generation(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
 
     def value(network: nn.Module) -> tuple[float, float | None]:
-        with Progress("drawing", n) as progress:
+        with Progress("generating", n) as progress:
             pictures = generate_images(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
         found = compare(torch.from_numpy(np.ascontiguousarray(pictures)))
         if found.value is None:
@@ -228,7 +225,7 @@ def measure_of(
 def comparison(
     metric: str, features: str, real: Tensor, device: torch.device
 ) -> tuple[Callable[[Tensor], MetricResult], str]:
-    """Drawn pixels uint8 [N, C, H, W] -> their metric against real ones, and what both are compared by."""
+    """Return the metric of samples uint8 [N, C, H, W] against `real`, and the name of its features."""
     if metric in PIXEL_METRICS:
         return lambda drawn: compare_pixels([metric], real, drawn)[0], "7x7 patches"
     extractor = open_features(features or ("inception" if metric == "fid" else "texture"), device)
@@ -242,7 +239,7 @@ def comparison(
 
 
 def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.device) -> tuple[int, str, Measure]:
-    """The held-out loss of `n` images, or as many as there are."""
+    """Return the measure of the held-out loss of `n` images, or as many as there are."""
     held_out = build_held_out_set(prepared, config, device, n)
     if held_out is None:
         raise RequestError(f"this run holds no images out; choose --metric {DRAWN[0]}")
@@ -255,20 +252,20 @@ def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.de
 
 
 def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
-    """ema-sweep.json, whose width the run follows from now on, and ema-sweep.html."""
+    """Write ema-sweep.json, whose width is the default of the run from now on, and ema-sweep.html."""
     record = {"width": swept.best.width, **asdict(swept), "rows": [row._asdict() for row in swept.rows]}
     text = json.dumps(json_values(record), indent=2, allow_nan=False)
     write_atomic(folder.path / SWEEP_FILE, f"{text}\n".encode())
-    page = render(f"Length of the average of {folder.path.name}", [swept.finding()])
+    page = render(f"EMA width of {folder.path.name}", [swept.finding()])
     write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
 
 
 def report_sweep(swept: EmaSweepResult) -> None:
-    """Print the table, and say what is best; the width alone is the result, on stdout."""
+    """Print the table and the finding on stderr, and the best width on stdout."""
     for line in swept.lines():
         say(f"  {line}")
     say(f"  {swept.finding()}")
-    say(f"  {PAGE_FILE} shows it; this run is sampled with it from now on, until {SWEEP_FILE} is removed")
+    say(f"  {PAGE_FILE} shows it; this run is sampled with this width until {SWEEP_FILE} is deleted")
     print_result(f"{swept.best.width:g}")
 
 

@@ -1,4 +1,4 @@
-"""`unfog find-lr`: a learning rate for these images, this network and this recipe, tried on throwaway copies."""
+"""`unfog find-lr`: search a learning rate by training throwaway networks on the images."""
 
 from __future__ import annotations
 
@@ -37,27 +37,25 @@ JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
 
 @dataclass(frozen=True)
 class FindLrResult:
-    """What `find_lr` returns."""
+    """Result of `find_lr`."""
 
     range: LrRangeResult
     usual: float
-    """The rate that a run would have taken: the one that was given, or that of the rule of thumb."""
+    """The rate of a run with these settings: given, or by the rule of thumb."""
     json: Path | None
     page: Path | None
-    """Where it was written; None where nothing was."""
+    """The files written, or None."""
 
     @property
     def suggestion(self) -> float | None:
-        """The rate that is suggested, or None."""
         return self.range.suggestion
 
     @property
     def reason(self) -> str:
-        """Why."""
         return self.range.reason
 
     def finding(self) -> Finding:
-        """What a person is told, with the chart."""
+        """Return the suggestion as a finding, with the chart."""
         found, usual = self.range, self.usual
         facts = {"suggestion": found.suggestion, "usual": usual}
         exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=CAPTION),)
@@ -77,22 +75,22 @@ class FindLrResult:
 
 
 CAPTION = (
-    "1 is the loss of answering nothing. The ramp is one throwaway network whose rate grows with each step: it shows "
-    "where learning begins and where it ends. Trials are fresh networks at one rate each, with the run's own schedule; "
-    "they are short, which favours high rates, so for a run of very many steps rather take less than more."
+    "1 is the loss of predicting nothing. The ramp is one throwaway network whose rate grows with each step: it shows "
+    "where learning begins and where it ends. Trials are fresh networks at one rate each, with the schedule of a run. "
+    "They are short, which favours high rates: for a very long run, take a lower rate rather than a higher one."
 )
 
 
 def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FindLrResult:
-    """Look for a learning rate, in about so many seconds after the images are read. No run is touched.
+    """Search a learning rate, in about so many seconds after the images are read.
 
     Args:
-        config: as for a run; its length, previews and evaluation do not matter.
-        out: folder for lr-range.json and lr-range.html, which are replaced; None writes nothing.
-        seconds: for training. A network that is too slow for the fewest steps takes longer.
+        config: settings of a run; length, previews and evaluation do not matter.
+        out: folder for lr-range.json and lr-range.html, which are overwritten; None writes nothing.
+        seconds: of training; a slow network takes longer, as there is a least number of steps.
 
     Raises:
-        RequestError: the settings, the source or the folder will not do.
+        RequestError: the settings, the source or the folder are not valid.
         Interrupted: a stop was requested.
     """
     if not (math.isfinite(seconds) and seconds > 0):
@@ -105,12 +103,7 @@ def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> F
         prepared, config = load_images(adopt_latent_statistics(config), stop)
         initial = load_initial_weights(config) if config.init.folder else None
         auto = AutoSettings(initial.config if initial else config, prepared.as_network_input.train, device, stop)
-        auto.resolve_network()
-        auto.resolve_learning_rate()
-        auto.resolve_weight_decay()
-        auto.resolve_microbatch()
-        auto.resolve_precision()
-        auto.resolve_memory_format()
+        auto.resolve_training()
         for choice in auto.choices:
             say(f"  {choice}")
         config = auto.config
@@ -131,11 +124,10 @@ def _test_setup(
     stop: StopSignals,
     weights: dict[str, Tensor] | None = None,
 ) -> LrTestSetup:
-    """The live objects of a run with this configuration, which is settled but for its length; with these weights if
-    given."""
+    """Return what the range test trains: a run with resolved settings, from `weights` if given."""
     seen = prepared.as_network_input
     images = seen.held_out if len(seen.held_out) else seen.train
-    index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # with repeats where there are fewer
+    index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # repeats images if there are fewer
     pixels, labels, _ = images.take(index)
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)
@@ -152,7 +144,6 @@ def _test_setup(
 
 
 def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
-    """lr-range.json and lr-range.html, each whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     found = asdict(result.range)
     found["ramp"]["smooth"] = result.range.ramp.smooth
@@ -164,14 +155,13 @@ def _write_result(result: FindLrResult, config: Config, out: Path) -> None:
 
 
 def _lr_chart(found: LrRangeResult) -> str:
-    """Ramp and trials as an SVG line chart."""
     ramp = found.ramp
     x = [math.log10(rate) for rate in ramp.rates]
-    # A ramp that ends high would press everything else to the ground.
+    # A loss that explodes would leave no room for the rest of the curve.
     top = 1.3 * max(ramp.start, 1.0)
     series = {
         "ramp, each step": (x, [min(loss, top) for loss in ramp.losses]),
-        "ramp": (x[: len(ramp.smooth)], [min(loss, top) for loss in ramp.smooth]),  # which may end at a loss of nan
+        "ramp": (x[: len(ramp.smooth)], [min(loss, top) for loss in ramp.smooth]),  # may be shorter, as nan is left out
     }
     if found.trials:
         trials = sorted(found.trials, key=lambda trial: trial.lr)

@@ -1,4 +1,4 @@
-"""`unfog pack`: decode and resize once, into a folder that trains at once from then on."""
+"""`unfog pack`: decode and resize images once, into a folder that needs no preparation before training."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, format_bytes, format_duration, print_result, say, warn
 
-OF_TRAINING = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
-"""Settings of the data that a pack does not depend on."""
+_TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "failed_shards")
+"""Data settings that act in training, so that a pack does not depend on them."""
 
 
 def pack(config: Config, out: Path) -> Path:
-    """Pack config.source under config.data into the folder `out`. Returns it.
+    """Pack the images of `config.source` into the folder `out`, and return it.
 
-    Stopped by a signal, killed, or out of room, it keeps what is done, and the same again goes on from there.
+    The same call continues after a signal, a kill or a full disk.
 
     Raises:
-        RequestError: the settings, the source or `out` will not do.
-        RunError: the disk is full, or refuses.
-        Interrupted: a signal came.
+        RequestError: the settings, the source or `out` are not valid.
+        RunError: the folder cannot be written.
+        Interrupted: a stop was requested.
     """
     usual = Data()
-    for name in OF_TRAINING:
+    for name in _TRAINING_ONLY:
         if getattr(config.data, name) != getattr(usual, name):
             raise RequestError(
                 f"data.{name} is of training, and a pack holds the images as they are; give it to unfog train"
@@ -48,13 +48,13 @@ def pack(config: Config, out: Path) -> Path:
         for left_out in scan.warnings:
             warn(left_out)
         if is_pack(out):
-            _refuse_another(Pack.open(out), scan)
+            _check_same_pack(Pack.open(out), scan)
             remove_work_files(out)
             say(f"{printable(str(out))} is whole already, and of these images and settings")
             return out
         with silence_pillow(), Progress("packing", len(source.names)) as progress:
             scan = scan.resolve()
-            begun = _say_what_was_begun(out, scan, key)
+            begun = _packed_before(out, scan, key)
             started = time.monotonic()
             try:
                 made = write_pack(scan, out, key, "give another folder", _counting(progress, stop))
@@ -63,12 +63,12 @@ def pack(config: Config, out: Path) -> Path:
                 if done:
                     say(f"{done:,} of {len(source.names):,} images are safe; the same command goes on from there")
                 raise
-        _conclude(made, scan, begun, time.monotonic() - started)
+        _report_pack(made, scan, begun, time.monotonic() - started)
     return out
 
 
 def _counting(progress: Progress, stop: StopSignals) -> Callable[[int, int], None]:
-    """What shows progress, and leaves where a stop was requested."""
+    """Return a callback that shows progress and raises `Interrupted` after a stop request."""
 
     def update(done: int, total: int) -> None:
         stop.leave_if_requested()
@@ -78,8 +78,8 @@ def _counting(progress: Progress, stop: StopSignals) -> Callable[[int, int], Non
     return update
 
 
-def _refuse_another(found: Pack, scan: Scan) -> None:
-    """RequestError unless a pack that is there is what is asked for."""
+def _check_same_pack(found: Pack, scan: Scan) -> None:
+    """Raise `RequestError` unless the pack that is there has these images and settings."""
     asked, kept = scan.settings, found.settings
     same = found.manifest["stamp"] == scan.stamp
     same = same and all(getattr(asked, name) in (0, kept[name]) for name in ("size", "channels"))
@@ -92,11 +92,11 @@ def _refuse_another(found: Pack, scan: Scan) -> None:
         )
 
 
-def _say_what_was_begun(out: Path, scan: Scan, key: str) -> int:
-    """Say that it goes on. Returns how many images are done.
+def _packed_before(out: Path, scan: Scan, key: str) -> int:
+    """Return the number of images that an interrupted call has packed.
 
     Raises:
-        RequestError: what was begun is of other images or settings, and not to be lost without a word.
+        RequestError: they are other images or settings, and are not to be overwritten unasked.
     """
     found = Journal.read(out)
     if not found.done:
@@ -111,7 +111,7 @@ def _say_what_was_begun(out: Path, scan: Scan, key: str) -> int:
     return found.done
 
 
-def _conclude(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
+def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
     n, channels, side, _ = made.images.pixels.shape
     pace = (len(scan.source.names) - begun) / max(seconds, 1e-9)
     say(made.report.line())

@@ -1,8 +1,9 @@
-"""`unfog plan`: what training will take, before it is begun."""
+"""`unfog plan`: predict memory, time and disk of a run before it starts."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,17 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
-from unfog.config.validate import check_request, parse_duration
-from unfog.data.dataset import Dataset
+from unfog.config.validate import check_request
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network, zero_batch
 from unfog.pipeline.load_data import load_images
 from unfog.planning.accelerators import Device, find_device
-from unfog.planning.auto_settings import AutoSettings, Choice
+from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.disk import bytes_to_decode, check_disk_room, decoded_bytes, is_memory_mapped
-from unfog.planning.flops import NetworkCost, TimeRange, count_flops
-from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, batch_shape, with_precision
-from unfog.planning.microbatch import MARGIN, choose_microbatch, count_of, required_memory
+from unfog.planning.flops import NetworkCost, TimeRange, call_time
+from unfog.planning.intervals import Choice
+from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
+from unfog.planning.microbatch import MARGIN
 from unfog.planning.peak_memory import CUDA_CONTEXT, available_memory
 from unfog.planning.step_benchmark import decoded_images
 from unfog.planning.timing import (
@@ -30,16 +32,15 @@ from unfog.planning.timing import (
     benchmark_cpu,
     format_flops,
     format_time,
-    pace_of,
     run_times,
-    step_of,
+    seconds_per_call,
     time_finding,
 )
 from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
-from unfog.reporting.progress import format_bytes, print_result
+from unfog.reporting.progress import format_bytes, plural, print_result
 from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -48,18 +49,18 @@ from unfog.training.state import TrainState
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. All of it is predicted, but for the times of the machine at hand, which are measured."""
+    """Memory, time and disk of a run: predicted, except times on the machine at hand, which are measured."""
 
     config: Config
-    """With all choices made."""
+    """With every open setting chosen."""
     processes: int
-    """That train together, each on a device of its own, or all on this CPU; memory and times are those of the first."""
+    """That train together, each on its own GPU, or all on this CPU; memory and times are those of rank 0."""
     choices: tuple[Choice, ...]
     images: int
     """To train on."""
     machine: str
     estimated: bool
-    """Whether times come from arithmetic: of another machine by its data sheet, here of what cannot be timed."""
+    """Whether times are predicted from floating-point operations instead of measured."""
     parameters: int
     """Of the whole network."""
     work: NetworkCost
@@ -67,12 +68,12 @@ class Plan:
     available: int
     """Bytes of memory on the device, for one process."""
     times: dict[str, TimeRange]
-    """Seconds by what takes them: step, training, previews, evaluations, total, and those of drawing pictures."""
+    """Seconds of each part: step, training, previews, evaluations, total, and of generating samples."""
     disk: tuple[str, ...]
     findings: tuple[Finding, ...]
 
     def lines(self) -> list[str]:
-        """The plan, for people to read."""
+        """Return the plan as text."""
         training = self.config.training
         pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
         title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
@@ -103,17 +104,16 @@ class Plan:
         parts = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest)
         rows = {"drawing a preview": memory.drawing, "held-out loss": memory.measuring}
         rows |= {"checkpoint (host)": memory.snapshot, "images (host)": memory.images}
-        told = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
-        return [("  a step", f"{format_bytes(step.total)}: {parts}"), *told]
+        lines = [(f"  {name}", format_bytes(count)) for name, count in rows.items() if count]
+        return [("  a step", f"{format_bytes(step.total)}: {parts}"), *lines]
 
     def _time_rows(self) -> list[tuple[str, str]]:
-        told = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
-        if all(time == "?" for time in told.values()):
+        times = {name: format_time(time) for name, time in self.times.items() if name != "in all"}
+        if all(time == "?" for time in times.values()):
             return []
-        return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in told.items()]
+        return [(f"  {'a step' if name == 'step' else name.removesuffix(' pictures')}", t) for name, t in times.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, for JSON."""
         memory = self.memory
         return {
             "machine": self.machine,
@@ -147,123 +147,135 @@ class Plan:
 
 
 def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
-    """Predict what training takes. Decodes a few of the images, and trains nothing but a few steps to time them.
+    """Predict what training takes. Decodes a few of the images, and trains only a few steps to time them.
 
     Args:
-        config: as asked for.
-        device_for: "", or the name of a device in place of the one at hand: see `diagnosis.devices`.
-        processes: among which torchrun would share each batch.
+        config: the request.
+        device_for: name of an accelerator of `planning.accelerators`; "" is the machine at hand.
+        processes: that torchrun would start, which share each batch.
 
     Raises:
-        RequestError: the settings, the source or the device will not do.
+        RequestError: the settings, the source or the device are not valid.
     """
     check_request(config)
     at_least_one("processes", processes)
-    other = find_device(device_for) if device_for else None
-    device = torch.device("cuda") if other else choose_device(config.training.device)
+    target = find_device(device_for) if device_for else None
     with StopSignals(saves=False) as stop:
-        prepared, config = load_images(config, stop, few=True)
-        decoded = (
-            prepared.as_network_input.train
-            if other or config.data.cache == "none"
-            else decoded_images(prepared.as_network_input.train)
-        )
-        auto = AutoSettings(config, decoded, device, stop, processes)
+        dataset, config = load_images(config, stop, few=True)
+        machine = _describe_machine(config, target, dataset, processes)
+        auto = AutoSettings(config, _images_to_time(config, target, dataset), machine, stop, processes)
         auto.check_length()
         auto.resolve_network()
         auto.resolve_learning_rate()
         auto.resolve_weight_decay()
-        together = processes if device.type == "cpu" else 1  # on one device
-        available = other.memory - CUDA_CONTEXT if other else available_memory(device) // together
-        machine = other.name if other else str(device)
-        coming = 0 if other else bytes_to_decode(prepared, config)
-        if device.type == "cpu":  # where they come before anything else
-            available = max(0, available - coming)
-        fatal = too_many(coming * processes) or settle_memory(auto, device, available, machine)
-        work = count_flops(lambda: build_network(auto.config), batch_shape(auto.config, 1)[1:])
-        lengthy = auto.config.training.batch * work.training > TOO_SLOW
-        if not other and device.type == "cpu" and (together > 1 or lengthy):
-            other = benchmark_cpu(available, together)
-        untimed = bool(fatal) or auto.sharded
-        settle_length(auto, work, other, untimed)
-        now, share = auto.config, auto.process_config()
-        step, call = pace_of(auto, work, other, device, untimed)
-    in_memory = decoded_bytes(prepared, now) if now.data.cache == "memory" or not is_memory_mapped(prepared) else 0
-    traces = MemoryEstimator(share, device.type, processes)
-    memory = traces.estimate(microbatch_size(share.training), now.training.checkpointing, in_memory)
-    disk, findings = disk_of(now, prepared, in_memory)
+        unloadable = 0 if target else bytes_to_decode(dataset, config) * processes
+        fatal = _image_memory_findings(unloadable) or _resolve_microbatch(auto)
+        auto.machine = _with_speed(auto, processes, runnable=not fatal)
+        auto.resolve_precision()
+        auto.resolve_memory_format()
+        auto.resolve_length()
+        auto.resolve_intervals()
+        step, call = _step_and_call_time(auto)
+    memory, disk, findings = _predict_memory_and_disk(auto, dataset)
     if not fatal:
-        findings.append(memory_finding(memory, available))
-    times = run_times(now, step, call, len(prepared.held_out))
+        findings.append(_memory_finding(memory, machine.memory or 0))
+    times = run_times(auto.config, step, call, len(dataset.held_out))
     if slow := time_finding(times["in all"]):
         findings.append(slow)
     return Plan(
-        now,
+        auto.config,
         processes,
         tuple(auto.choices),
-        len(prepared.train),
-        machine,
-        other is not None,
+        len(dataset.train),
+        machine.name,
+        auto.machine.data_sheet is not None,
         memory.weights // 4,
-        work,
+        auto.network_cost,
         memory,
-        available,
+        machine.memory or 0,
         times,
         tuple(disk),
         tuple(fatal + findings),
     )
 
 
-def settle_length(auto: AutoSettings, work: NetworkCost, other: Device | None, untimed: bool) -> None:
-    """Precision, length and intervals: by data sheet for another machine, by measuring here where that is possible."""
-    if other:
-        settle_elsewhere(auto, work, other)
-    elif untimed:
-        auto.config = with_length(with_precision(auto.config), 0.0)
-    else:
-        auto.resolve_precision()
-        auto.resolve_memory_format()
-        auto.resolve_length()
-    auto.resolve_intervals()
+def _describe_machine(config: Config, target: Device | None, dataset: Dataset, processes: int) -> Machine:
+    """Return the machine of the plan, with the memory that one process has on it besides the images."""
+    if target is not None:
+        return Machine(torch.device("cuda"), target.name, target.memory - CUDA_CONTEXT, target)
+    device = choose_device(config.training.device)
+    available = available_memory(device)
+    if device.type == "cpu":  # all processes share its memory, and the run decodes its images before anything else
+        available = max(0, available // processes - bytes_to_decode(dataset, config))
+    return Machine(device, str(device), available)
 
 
-def too_many(images: int) -> list[Finding]:
-    """A fatal finding where so many bytes of images have no room in host memory."""
+def _images_to_time(config: Config, target: Device | None, dataset: Dataset) -> ImageSet:
+    images = dataset.as_network_input.train
+    return images if target or config.data.cache == "none" else decoded_images(images)
+
+
+def _with_speed(auto: AutoSettings, processes: int, runnable: bool) -> Machine:
+    """Return the machine with a way to tell its speed: a data sheet, a measurement, or none where nothing can run."""
+    machine = replace(auto.machine, timed=runnable and not auto.sharded)
+    slow = auto.config.training.batch * auto.network_cost.training > TOO_SLOW
+    if machine.data_sheet is None and machine.device.type == "cpu" and (processes > 1 or slow):
+        # Several processes would disturb each other's timing, which one process cannot imitate.
+        return replace(machine, data_sheet=benchmark_cpu(machine.memory or 0, processes))
+    return machine
+
+
+def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
+    """Return seconds of a step, and of a forward pass for each image; nan where nothing can be timed."""
+    config, device = auto.process_config(), auto.machine.device
+    count, sheet = microbatch_size(config.training), auto.machine.data_sheet
+    if sheet is not None:
+        return auto.predicted_step_time(sheet), call_time(auto.network_cost, count, sheet).times(1 / count)
+    if not auto.machine.timed:
+        return TimeRange(math.nan, math.nan), TimeRange(math.nan, math.nan)
+    step, call = auto.seconds_per_step(), seconds_per_call(config, device) / count
+    return TimeRange(step, step), TimeRange(call, call)
+
+
+def _image_memory_findings(images: int) -> list[Finding]:
+    """Return a fatal finding if so many bytes of decoded images do not fit host memory."""
     if not images or images < MARGIN * (host := available_memory(torch.device("cpu"))):
         return []
     evidence = f"the decoded images take {format_bytes(images)} of memory, and there is {format_bytes(host)} available"
     return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
 
 
-def settle_memory(auto: AutoSettings, device: torch.device, available: int, machine: str) -> list[Finding]:
-    """Choose how many images go through at once; what was asked for and does not fit is a fatal finding."""
-    training, share, processes = auto.config.training, auto.process_config(), auto.processes
-    asked = share.training.microbatch
-    if asked and (takes := required_memory(share, device, available, processes)) < available:
-        return []
+def _resolve_microbatch(auto: AutoSettings) -> list[Finding]:
+    """Resolve the micro-batch; a given one that does not fit, where training would take less, is a fatal finding."""
+    asked = auto.process_config().training.microbatch
+    needed, available = auto.memory_needed() if asked else (0, 0)
     try:
-        fit = choose_microbatch(share, device, available, machine, processes)
+        if needed < available or not asked:
+            auto.resolve_microbatch()
+            return []
+        fit = auto.largest_microbatch()
     except RequestError as error:
-        return [Finding("plan.memory", "fatal", str(error))]  # which says what to do
-    if not asked:
-        if fit.microbatch < share.training.batch:
-            auto.choices.append(Choice("microbatch", fit.microbatch, fit.reason))
-            auto.config = replace_training(auto.config, microbatch=fit.microbatch)
-        if fit.checkpointing and not training.checkpointing:
-            auto.choices.append(Choice("checkpointing", True, "not even one image fits without"))
-            auto.config = replace_training(auto.config, checkpointing=True)
-        return []
+        return [Finding("plan.memory", "fatal", str(error))]  # whose message has the remedy
     evidence = (
-        f"{count_of(asked)} at once need about {format_bytes(takes)}, and {machine} has "
+        f"{plural(asked)} at once need about {format_bytes(needed)}, and {auto.machine.name} has "
         f"{format_bytes(available)} available"
     )
-    extra = " --training.checkpointing" if fit.checkpointing and not training.checkpointing else ""
-    facts = {"needed": takes, "available": available, "microbatch": fit.microbatch}
+    extra = " --training.checkpointing" if fit.checkpointing and not auto.config.training.checkpointing else ""
+    facts = {"needed": needed, "available": available, "microbatch": fit.microbatch}
     return [Finding("plan.memory", "fatal", evidence, f"--microbatch {fit.microbatch}{extra} fits", facts)]
 
 
-def memory_finding(memory: MemoryEstimate, available: int) -> Finding:
-    """Whether the whole run fits, drawing and measuring included."""
+def _predict_memory_and_disk(auto: AutoSettings, dataset: Dataset) -> tuple[MemoryEstimate, list[str], list[Finding]]:
+    config, share = auto.config, auto.process_config()
+    in_memory = config.data.cache == "memory" or not is_memory_mapped(dataset)
+    images = decoded_bytes(dataset, config) if in_memory else 0
+    estimator = MemoryEstimator(with_precision(share), auto.machine.device.type, auto.processes)
+    memory = estimator.estimate(microbatch_size(share.training), config.training.checkpointing, images)
+    return memory, *_disk_lines(config, dataset, images)
+
+
+def _memory_finding(memory: MemoryEstimate, available: int) -> Finding:
+    """Return whether the run fits the memory, with previews and evaluation."""
     evidence = f"{format_bytes(memory.peak)} of memory at the most, of {format_bytes(available)} available"
     facts = {"needed": memory.peak, "available": available}
     if memory.peak < MARGIN * available:
@@ -272,31 +284,8 @@ def memory_finding(memory: MemoryEstimate, available: int) -> Finding:
     return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
 
 
-def settle_elsewhere(auto: AutoSettings, work: NetworkCost, other: Device) -> None:
-    """Precision and length on a device where nothing is measured, from its rates."""
-    if auto.config.training.precision == "auto":
-        auto.config = replace_training(auto.config, precision=other.precision)
-        why = "several processes share this CPU" if auto.processes > 1 else "a step takes minutes"
-        reason = f"native to {other.name}" if other.precision != "fp32" else f"not timed, as {why}"
-        auto.choices.append(Choice("precision", other.precision, reason))
-    step = step_of(auto.process_config(), work, other)
-    auto.config = with_length(auto.config, (step.low + step.high) / 2)
-    auto.resolve_length()
-
-
-def with_length(config: Config, pace: float) -> Config:
-    """The length as a number of images; of a budget, how many it takes at this pace, or one step where that is 0."""
-    training = config.training
-    if training.images or training.steps:
-        images = training.images or training.steps * training.batch
-    else:
-        steps = int(parse_duration(training.budget or "1h") / pace) if pace else 1
-        images = max(1, steps) * training.batch
-    return replace_training(config, images=images, steps=0, budget="")
-
-
-def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str], list[Finding]]:
-    """Lines on what will be written, and whether there is room for it."""
+def _disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str], list[Finding]]:
+    """Return lines on what a run writes, and whether there is room for it."""
     lines: list[str] = []
     if not in_memory and config.data.cache != "none":
         there = isinstance(prepared.train.pixels, np.ndarray)
@@ -306,7 +295,7 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
         count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
         lines.append(f"{format_bytes(2 * count)} of latents, in the cache")
     steps = config.training.images // config.training.batch
-    with FakeTensorMode():  # only its sizes are asked for
+    with FakeTensorMode():  # only the sizes are needed
         state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
     try:
         line = check_disk_room(
@@ -317,11 +306,6 @@ def disk_of(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str
     waits = "may have to wait" in line
     lines.append(line.removeprefix("disk: "))
     return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
-
-
-def replace_training(config: Config, **changes: Any) -> Config:
-    """The same with other settings of training."""
-    return replace(config, training=replace(config.training, **changes))
 
 
 def main(request: PlanRequest) -> int:

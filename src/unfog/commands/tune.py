@@ -1,4 +1,4 @@
-"""`unfog tune`: the few noise levels at which a run is best sampled, found by trying."""
+"""`unfog tune`: search the noise levels at which a run is sampled best in a few steps."""
 
 from __future__ import annotations
 
@@ -22,38 +22,32 @@ from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import _without_pixel_clipping, conditional_denoiser, default_generation
 from unfog.reporting.progress import Progress, plural, print_result, say
 
-BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
+_BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 MANY_STEPS = 128
-AT_ONCE = 64
-"""Pictures in a batch."""
-SEEDS = (0x7E57, 0x7E58)
-"""Of the noise that grids are tried on, and of that on which the outcome is measured."""
-MOVES = (1.0, 0.3)
-"""How far levels are moved at a time, in logsnr; once each has been moved by itself, half as far, and so on."""
-FINEST = 0.1
-"""Part of that below which there is nothing to gain."""
-LEAST_GAP = 0.02
-"""Of logsnr, between two levels."""
-START = -6.0
-"""Logsnr that the first level stays below: at sigma / alpha = 20 there is next to nothing to see."""
+_BATCH = 64  # images per forward pass
+_SEEDS = (0x7E57, 0x7E58)  # of the noise that grids are searched on, and of that on which the result is measured
+_MOVES = (1.0, 0.3)  # in logsnr; halved whenever each level has been moved by itself
+_FINEST = 0.1  # part of _MOVES below which there is nothing to gain
+_LEAST_GAP = 0.02  # of logsnr, between two levels
+_START = -6.0  # upper limit of logsnr of the first level: at sigma / alpha = 20 there is next to nothing to see
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What `tune` found: how far each grid ends from the solution in many steps, on noise that it was not tuned on."""
+    """Result of `tune`: how far each grid ends from the solution in many steps, on noise that it was not tuned on."""
 
     sampler: Sampler
-    """The best one."""
+    """With the best grid."""
     errors: dict[str, float]
-    """Root mean square difference of a picture, in [-1, 1] scale, averaged over pictures; for each grid and "tuned". Of
-    a run on latents it is theirs, as the network sees them."""
+    """Root mean square difference of a sample in [-1, 1] scale, averaged over samples, for each grid and "tuned"; of
+    latents, if the run is trained on latents."""
     reference: float
-    """The same between the solution in many steps and one in half as many: below this nothing can be told."""
+    """The same between solutions in many steps and in half as many: smaller differences mean nothing."""
     calls: int
-    """Calls of the network that it took, each for up to 64 pictures."""
+    """Network calls of the search, each for up to 64 samples."""
 
     def table(self) -> str:
-        """A line for each grid, the best first."""
+        """Return a line for each grid, the best first."""
         rows = sorted(self.errors.items(), key=lambda row: row[1])
         return "\n".join(f"{name:9} {error:.4f}" for name, error in rows)
 
@@ -86,7 +80,7 @@ def tune(request: TuneRequest) -> TuneResult:
         raise RequestError(f"sampler = {kind} {why}, so there is nothing to tune; choose ddim, heun, dpmpp or unipc")
     base: Sampler = update(own, {"kind": kind, "steps": steps, "grid": "logsnr"}, "sampler")
     check_sampler(base, run.config.diffusion.schedule)
-    with run.folder.locked():  # at once, rather than after minutes, as this is
+    with run.folder.locked():  # fails now rather than after minutes
         if store:
             run.folder.check_writable()
     tuned = _search(run, base, pictures, tries)
@@ -100,18 +94,18 @@ def tune(request: TuneRequest) -> TuneResult:
 
 
 def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
-    """Try grids on some noise, and measure the best on other."""
+    """Search a grid on one noise, and measure all grids on another."""
     schedule = run.config.diffusion.schedule
-    grids = {name: noise_levels(schedule, base.steps, name)[:-1] for name in BUILT_IN}
+    grids = {name: noise_levels(schedule, base.steps, name)[:-1] for name in _BUILT_IN}
     each = base.steps * (2 if base.kind in TWO_CALLS else 1)
-    batches = -(-pictures // AT_ONCE)
-    # What will be asked: the references, each built-in grid twice, the tries, and what came of them.
-    asked = batches * (MANY_STEPS * 5 // 2 + each * (2 * len(BUILT_IN) + tries + 1))
-    with Progress("tuning", asked) as progress:
+    batches = -(-pictures // _BATCH)
+    # The references, each built-in grid twice, the tries, and the result.
+    total = batches * (MANY_STEPS * 5 // 2 + each * (2 * len(_BUILT_IN) + tries + 1))
+    with Progress("tuning", total) as progress:
         calls = _CallCounter(progress.update)
-        trial, test = (_GridError(run, base, pictures, seed, calls) for seed in SEEDS)
+        trial, test = (_GridError(run, base, pictures, seed, calls) for seed in _SEEDS)
         best = _search_levels(min(grids.values(), key=trial.error), trial.error, schedule.limits()[0], tries)
-        candidates = {name: replace(base, grid=name) for name in BUILT_IN}
+        candidates = {name: replace(base, grid=name) for name in _BUILT_IN}
         candidates["tuned"] = replace(base, grid="tuned", tuned=tuple((-best / 2).sigmoid().tolist()))
         errors = {name: test.error(sampler.visits(schedule)[:-1]) for name, sampler in candidates.items()}
         reference = test.half_as_many()
@@ -120,43 +114,40 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
 
 
 class _CallCounter:
-    """Counts calls of the network."""
+    """Counts network calls."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        self.told, self.count = told, 0
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self.progress, self.count = progress, 0
 
     def of(self, denoise: Denoise) -> Denoise:
-        """The denoiser, counted."""
 
         def counting(x_t: Tensor, logsnr: Tensor) -> Tensor:
             self.count += 1
-            self.told(self.count)
+            self.progress(self.count)
             return denoise(x_t, logsnr)
 
         return counting
 
 
 class _GridError:
-    """Where grids of a sampler lead from the same noise, against where many steps do."""
+    """Error of a grid: distance of its samples from those of many steps from the same noise."""
 
     def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
         self.run, self.sampler, self.calls = run, sampler, calls
-        self.drawing = replace(default_generation(run.config, pictures, min(pictures, AT_ONCE)), seed=seed)
+        self.drawing = replace(default_generation(run.config, pictures, min(pictures, _BATCH)), seed=seed)
         self.reference = self.draw(self.many(MANY_STEPS))
 
     def many(self, steps: int) -> Sampler:
-        """The sampler in many steps: evenly in logsnr, after one from where the run's own levels start.
-
-        EDM's start, sigma / alpha = 80, leaves the mean of the images out of x, which is seen in the pictures.
-        """
+        """Return the sampler in many steps: evenly spaced in logsnr, after one from where the run's levels start."""
+        # EDM's start, sigma / alpha = 80, leaves the mean of the images out of x, which shows in the samples.
         schedule = self.run.config.diffusion.schedule
         even = noise_levels(schedule, steps - 1, "logsnr")[:-1]
-        first = min(schedule.limits()[0], float(even[0]) - LEAST_GAP)
+        first = min(schedule.limits()[0], float(even[0]) - _LEAST_GAP)
         shares = (-torch.cat([even.new_tensor([first]), even]) / 2).sigmoid()
         return replace(self.sampler, kind="unipc", order=2, steps=steps, grid="tuned", tuned=tuple(shares.tolist()))
 
     def draw(self, sampler: Sampler) -> Tensor:
-        """The pictures, or their latents, as the network draws them, float32 [N, C, H, W]."""
+        """Return samples, pixels or latents as the network sees them, float32 [N, C, H, W]."""
         config, device = self.run.config, self.run.device
         shape, sampler = input_shape(config), _without_pixel_clipping(sampler, config)
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
@@ -169,16 +160,16 @@ class _GridError:
         return torch.cat(drawn)
 
     def error(self, logsnr: Tensor) -> float:
-        """How far this grid, logsnr [steps], ends from there."""
+        """Return the error of a grid, logsnr [steps]."""
         shares = tuple((-logsnr / 2).sigmoid().tolist())
         return self.distance(self.draw(replace(self.sampler, grid="tuned", tuned=shares)))
 
     def half_as_many(self) -> float:
-        """How far half as many steps end from there."""
+        """Return the error of half as many steps as the reference has."""
         return self.distance(self.draw(self.many(MANY_STEPS // 2)))
 
     def distance(self, drawn: Tensor) -> float:
-        """Root mean square difference of a picture, averaged over pictures, so that none counts for most."""
+        # A mean of roots, so that no single sample counts for most.
         return float((drawn - self.reference).flatten(1).square().mean(1).sqrt().mean())
 
 
@@ -188,16 +179,16 @@ def _search_levels(
     noisiest: float,
     tries: int,
 ) -> Tensor:
-    """Levels, logsnr float64 [steps] from the noisiest, moved wherever that lowers the error, in so many tries.
+    """Return levels, logsnr float64 [steps] from the noisiest, moved wherever that lowers the error, in so many tries.
 
-    Each move is a hat over the number of the level: 1 at one level, falling to 0 at the ends of its width. Wide hats,
-    which move many levels together, come first, and long moves before short ones; what helped is done again.
+    Each move is a hat function of the level's number: 1 at one level, falling to 0 at the ends of its width. Wide
+    hats, which move many levels together, come first, and long moves before short ones; a move that helped is repeated.
     """
     best, least, tried = logsnr, error(logsnr), 1
     number = torch.arange(len(logsnr), dtype=torch.float64)
     width, scale = (len(logsnr) - 1) / 2, 1.0
-    while tried < tries and scale > FINEST:
-        for move in MOVES:
+    while tried < tries and scale > _FINEST:
+        for move in _MOVES:
             for centre in torch.arange(0, len(logsnr) - 1 + width / 2, width).tolist():
                 hat = scale * move * (1 - (number - centre).abs() / width).clamp(min=0)
                 for way in (hat, -hat):
@@ -211,12 +202,9 @@ def _search_levels(
 
 
 def _levels_are_valid(logsnr: Tensor, noisiest: float) -> bool:
-    """Whether levels are in order, and start in noise, but no further out than the run was trained.
-
-    A first level of pure noise, at -inf, stays there.
-    """
-    begins = noisiest <= logsnr[0] <= max(START, noisiest + 1)
-    return bool(begins and logsnr.diff().min() >= LEAST_GAP and logsnr[-1] <= EDM_LIMITS[1])
+    # In order, and starting in noise, but not beyond the levels of the training; a first level at -inf stays there.
+    begins = noisiest <= logsnr[0] <= max(_START, noisiest + 1)
+    return bool(begins and logsnr.diff().min() >= _LEAST_GAP and logsnr[-1] <= EDM_LIMITS[1])
 
 
 def main(request: TuneRequest) -> int:

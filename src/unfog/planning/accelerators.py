@@ -1,4 +1,4 @@
-"""What well-known accelerators can do, from their makers' data sheets: for plans of a machine that is not at hand."""
+"""Data sheets of common accelerators, for plans of a machine that is not at hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TFLOPS = 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator. Rates are dense, with accumulation in fp32, as training uses them."""
+    """Memory and rates of an accelerator; rates are dense, with accumulation in fp32."""
 
     name: str
     memory: int
@@ -22,9 +22,9 @@ class Device:
     half: float
     """FLOP/s of matrix products in its 16-bit type."""
     full: float
-    """FLOP/s in fp32, without TF32, as unfog leaves it off."""
+    """FLOP/s in fp32 without TF32, which unfog leaves off."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """The type that it is made for."""
+    """Its native training precision."""
 
 
 DEVICES = {
@@ -46,11 +46,11 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """The device of that name, however it is written ("H100", "rtx 4090"). RequestError for one that is not known."""
+    """Return the device of a name such as "H100" or "rtx 4090". Raises `RequestError` if it is unknown."""
     plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
     if plain not in DEVICES:
         raise RequestError(
-            f"for = {name!r} is no known device{suggest(plain, DEVICES)}; there is {', '.join(DEVICES)}; "
-            "for the machine at hand leave --for away"
+            f"for = {name!r} is not a known device{suggest(plain, DEVICES)}; there is {', '.join(DEVICES)}; "
+            "leave --for away for the machine at hand"
         )
     return DEVICES[plain]

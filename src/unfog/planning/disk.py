@@ -1,4 +1,4 @@
-"""How much disk a run will take, told before it begins; and how large its decoded images are."""
+"""Disk space of the checkpoints of a run, and size of its decoded images."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
 def check_disk_room(
     checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS
 ) -> str:
-    """A line on what the checkpoints and the snapshots of averages of a new run will need.
+    """Return a line on the disk space that the checkpoints and EMA snapshots of a new run need.
 
     Raises:
-        RequestError: there is not even room for two, of which one is always whole while the other is written.
+        RequestError: there is no room for two checkpoints; the old one stays until the new one is complete.
     """
     tensors = [*state.model.parameters(), *state.model.buffers()]
     room, free = disk_space_needed(sum(t.numel() for t in tensors), keep, steps, averages), free_bytes(checkpoints)
@@ -79,20 +79,19 @@ def check_disk_room(
 
 
 def decoded_bytes(prepared: Dataset, config: Config) -> int:
-    """Bytes of the decoded set."""
     return (len(prepared.train) + len(prepared.held_out)) * config.data.channels * config.data.size**2
 
 
 def bytes_to_decode(prepared: Dataset, config: Config) -> int:
-    """Bytes that the run will decode into memory, and that are not there yet."""
+    """Return the bytes of images that the run has yet to decode into memory."""
     return decoded_bytes(prepared, config) if config.data.cache == "memory" and is_memory_mapped(prepared) else 0
 
 
 def is_memory_mapped(prepared: Dataset) -> bool:
-    """Whether the pixels are in a file, which takes no memory that is not given back."""
+    """Whether the pixels are in a file, whose memory the system can reclaim."""
     pixels: Any = prepared.train.pixels
     while isinstance(pixels, np.ndarray):
         if isinstance(pixels, np.memmap):
             return True
         pixels = pixels.base
-    return pixels is not None  # an array of its own has no base; what decodes as it is read has no pixels
+    return pixels is not None  # an array that owns its memory has no base

@@ -1,4 +1,4 @@
-"""Processes that are not there, for traces of what one of them would do."""
+"""A process group without other processes, in which the memory of rank 0 is traced."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unfog.errors import RequestError
 
 @contextmanager
 def fake_process_group(processes: int) -> Iterator[None]:
-    """Within, this is the first of so many processes for torch, whose messages go nowhere.
+    """Make torch believe that this is rank 0 of so many processes; messages go nowhere.
 
     Raises:
-        RequestError: this one belongs to others that are there.
+        RequestError: this process is in a real process group.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which also makes the backend known
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
 
     if dist.is_initialized():
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Time: how many operations a network takes, and how long a device takes for them."""
+"""Count the floating-point operations of a network, and predict the time that a device takes for them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from unfog.planning.accelerators import Device
 from unfog.planning.memory_trace import clear_package_caches
 
 UTILISATION = (0.15, 0.40)
-"""Share of a GPU's dense rate that convolutional networks of this kind reach in eager PyTorch, from small ones at low
-resolution to large ones. An assumption: no GPU has been measured."""
+"""Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
+ones. An assumption: not measured."""
 
 LAUNCH = 14e-6
-"""Seconds that the host takes for one operation; a small network on a large GPU waits for nothing else. Estimated."""
+"""Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated."""
 
 
 class NetworkCost(NamedTuple):
-    """What one image costs."""
+    """Cost of one image."""
 
     forward: float
-    """Floating-point operations of one call of the network, an addition and a multiplication counted as two."""
+    """FLOPs of a forward pass; a multiplication and an addition count as two."""
     training: float
-    """Of forward and backward."""
+    """FLOPs of forward and backward pass."""
     operations: int
-    """Kernels of a forward and backward pass, whatever the batch."""
+    """Kernels of a forward and backward pass, for any batch size."""
 
 
 class TimeRange(NamedTuple):
-    """Seconds, at the best and at the worst."""
+    """Seconds at best and at worst."""
 
     low: float
     high: float
 
     def times(self, count: float) -> TimeRange:
-        """So many of them."""
         return TimeRange(count * self.low, count * self.high)
 
 
@@ -55,17 +54,17 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""By shapes [B, heads, N, D]: what tensors without values take for attention, unknown to PyTorch's counter."""
+"""FLOP formulas by shapes [B, heads, N, D], for the attention kernel of fake tensors, which PyTorch has none for."""
 
 
 def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> NetworkCost:
-    """Count what a network does for one image [C, H, W], on tensors that have no values.
+    """Count the operations of a network for one image, on fake tensors.
 
     Args:
         build: makes the network, (x, c_noise) -> y.
-        shape: of an image.
+        shape: [C, H, W] of an image.
     """
-    batch = 2
+    batch = 2  # not 1, for which PyTorch takes other kernels here and there
     clear_package_caches()
     try:
         with FakeTensorMode():
@@ -96,17 +95,17 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
 
 
 def step_time(work: NetworkCost, batch: int, passes: int, device: Device, half: bool, checkpointing: bool) -> TimeRange:
-    """Seconds of an optimiser step, estimated: arithmetic at a share of the device's rate, or the host's launches."""
-    flops = batch * (work.training + work.forward * checkpointing)  # which computes everything once more
+    """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
+    flops = batch * (work.training + work.forward * checkpointing)  # recomputes the forward pass
     launches = passes * work.operations * LAUNCH * (4 / 3 if checkpointing else 1)
-    return _at(flops, device.half if half else device.full, launches)
+    return _seconds(flops, device.half if half else device.full, launches)
 
 
 def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
-    """Seconds of one call of the network in fp32 for so many images, without gradients."""
-    return _at(images * work.forward, device.full, work.operations / 3 * LAUNCH)
+    """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
+    return _seconds(images * work.forward, device.full, work.operations / 3 * LAUNCH)
 
 
-def _at(flops: float, rate: float, launches: float) -> TimeRange:
+def _seconds(flops: float, rate: float, launches: float) -> TimeRange:
     worst, best = UTILISATION
     return TimeRange(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))

@@ -1,4 +1,4 @@
-"""From the curves of a learning-rate range test to a rate and its reason."""
+"""Suggest a learning rate from the losses of a range test."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 FLAT = 0.02
 """Share of its loss at the start that a network must lose to have learned something."""
 AS_GOOD = 1.03
-"""A trial this close to the best one is as good; of such, the lowest rate is suggested."""
+"""Factor on the best loss within which trials are as good; the lowest rate of those is suggested."""
 WORST = 2.0
-"""Times the loss at the start that a loss counts for at most in a smoothed curve: where it explodes from one step to
-the next, as with weights of fixed length, all that was learned before would vanish under its average."""
+"""Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss
+explodes from one step to the next, and its average would hide all that was learned before."""
 RAMP_ALONE = 0.3
-"""What the rate at the ramp's lowest loss is multiplied by, where there is no time for trials."""
+"""Factor on the rate of the ramp's lowest loss, if there is no time for trials."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A short run at one rate."""
+    """Result of a short run at one rate."""
 
     lr: float
     steps: int
     loss: float
-    """Relative loss of the averaged weights at its end; infinite if it diverged."""
+    """Relative loss of the EMA weights at the end; infinite if it diverged."""
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """Loss over growing rates. A relative loss is one over that of answering 0 at the same noise levels."""
+    """Losses over growing rates. A relative loss is the loss over that of predicting 0 at the same noise levels."""
 
     start: float
     """Relative loss of the fresh network."""
@@ -37,11 +37,11 @@ class Ramp:
     losses: tuple[float, ...]
     """Relative loss after the step at each rate; the last one may be nan or infinite."""
     ended: str
-    """Why it did not go on: "diverged", "not finite", or "" for the end of the ramp."""
+    """Why it stopped: "diverged", "not finite", or "" for the end of the ramp."""
 
     @property
     def smooth(self) -> list[float]:
-        """Finite losses averaged over about a quarter of a decade, to both sides, so that no dip moves to the right."""
+        """Finite losses, averaged over a quarter of a decade in both directions, so that a dip stays at its rate."""
         known = [min(loss, WORST * self.start) for loss in self.losses if math.isfinite(loss)]
         forward, backward = smoothed(known, self.memory), smoothed(known[::-1], self.memory)[::-1]
         return [(before + after) / 2 for before, after in zip(forward, backward)]
@@ -61,15 +61,14 @@ class Ramp:
 
     @property
     def learns(self) -> bool:
-        """Whether the loss ever fell by more than nothing."""
+        """Whether the loss fell noticeably at any rate."""
         return self.lowest[1] < (1 - FLAT) * self.start
 
 
 def ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
-    """Whether the last loss ends the ramp: "not finite", "diverged", or "" for neither.
+    """Return why the ramp stops at the last loss: "not finite", "diverged", or "" if it goes on.
 
-    Divergence is judged by the average up to here: half as high again as at the start, or three quarters of all that
-    was gained lost again.
+    Diverged means that the smoothed loss is half as high again as at the start, or has lost three quarters of its gain.
     """
     if not math.isfinite(losses[-1]):
         return "not finite"
@@ -80,7 +79,7 @@ def ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[floa
 
 
 def next_rates(trials: Sequence[Trial]) -> list[float]:
-    """The rate to try next, where the best of the trials, highest first, is the highest or the lowest of them."""
+    """Return the rate of the next trial, if the best of the trials, highest rate first, is at either end."""
     best = min(trials, key=lambda trial: trial.loss)
     if not math.isfinite(best.loss) or best is trials[-1]:
         return [rounded(trials[-1].lr / 3)]
@@ -88,7 +87,7 @@ def next_rates(trials: Sequence[Trial]) -> list[float]:
 
 
 def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
-    """The rate and its reason, from the trials, or from the ramp alone where there are none."""
+    """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
     edge, lowest = ramp.lowest
     if not ramp.learns:
         until = f"up to {ramp.rates[-1]:.2g}" + (f", where it was {ramp.ended}" if ramp.ended else "")
@@ -107,13 +106,13 @@ def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
             f"no trial of {best.steps} steps learned anything, at rates from {trials[-1].lr:g} to {trials[0].lr:g}",
         )
     chosen = min((trial for trial in trials if trial.loss <= AS_GOOD * best.loss), key=lambda trial: trial.lr)
-    told = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
+    losses = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
     how = "the best" if chosen is best else f"as good as the best within {AS_GOOD - 1:.0%}, and lower,"
-    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps: loss {told} (1 is answering nothing)"
+    return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps: loss {losses} (1 is predicting nothing)"
 
 
 def smoothed(values: Sequence[float], memory: float) -> list[float]:
-    """Exponential average over about `memory` values, corrected for its start (Kingma and Ba 2015)."""
+    """Return the exponential average over about `memory` values, with Adam's bias correction (Kingma and Ba 2015)."""
     keep = 1 - 1 / max(memory, 1.0)
     total = weight = 0.0
     result = []
@@ -124,5 +123,4 @@ def smoothed(values: Sequence[float], memory: float) -> list[float]:
 
 
 def rounded(rate: float) -> float:
-    """To two digits, as nobody knows it better."""
     return float(f"{rate:.2g}")

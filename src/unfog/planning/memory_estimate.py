@@ -1,4 +1,4 @@
-"""The memory that a configuration will take, from traces of its real network, its real step and its real sampling."""
+"""Estimate the memory of a configuration from traces of its real network, training step and sampling."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ from unfog.training.settings import PrecisionName, Training
 from unfog.training.state import TrainState
 
 TRACED = (2, 4)
-"""Batch sizes that are traced; what lies beyond follows, as every tensor is affine in the batch size. Not 1: PyTorch
-takes a short cut here and there for a dimension of 1, which saves a copy."""
+"""Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
+PyTorch saves a copy here and there."""
 KEPT = 16
-"""Traces that are kept; each takes a megabyte or so."""
+"""Traces in the cache, of about a megabyte each."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Predicted bytes on the device and in host memory, which on a CPU are the same; of the first of several processes,
-    which does what one does alone.
+    """Predicted bytes of rank 0 on the device and in host memory, which are the same on a CPU.
 
-    A CUDA context is no part of it: it is there before memory is asked for, and what is available is without it.
+    Without the CUDA context, which is not part of the available memory either.
     """
 
     device: str
     step: Peak
-    """A training step, and what the run holds all the time: weights, their average, the optimiser's moments."""
+    """A training step, with what the run holds all the time: weights, EMA and moments of the optimiser."""
     drawing: int
-    """Highest point of drawing a preview, likewise with what is held all the time; fp32, without gradients."""
+    """Peak of generating a preview, with what the run holds all the time; in fp32 without gradients."""
     measuring: int
-    """Of the held-out loss."""
+    """Peak of the held-out loss."""
     snapshot: int
-    """Host memory that a checkpoint takes while it is written."""
+    """Host memory of a checkpoint while it is written."""
     images: int
-    """Host memory of the decoded images, where they are not in a file."""
+    """Host memory of the decoded images, unless they are memory-mapped."""
     weights: int
-    """Of the whole network."""
+    """Bytes of the whole network."""
 
     @property
     def peak(self) -> int:
-        """The most that is needed on the device."""
+        """The largest peak on the device."""
         return _with_snapshot(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
 
 
 class MemoryEstimator:
-    """Traces of one configuration, each made when it is asked for: a second of work each, and no memory to speak of.
+    """Estimates the memory of one configuration from traces, each of which takes a second of work and little memory.
 
-    Those that tell of the same computation are shared, as choosing a micro-batch and telling what it takes ask alike.
+    Traces are cached, as the search of a micro-batch needs the same ones again and again.
 
     Args:
         config: with the batch of one process.
+        device: type, such as "cuda".
         processes: that train together.
     """
 
@@ -85,7 +85,7 @@ class MemoryEstimator:
         self._divided, self._known = config.training.is_sharded(processes), False
 
     def estimate(self, microbatch: int, checkpointing: bool, images: int = 0) -> MemoryEstimate:
-        """What training with so many images at once takes; `images` are the bytes of the decoded set in memory."""
+        """Return the estimate for a micro-batch; `images` are the bytes of decoded images in memory."""
         config, step = self.config, self.step(microbatch, checkpointing)
         doubled = 1 + (config.usual_guidance != 1)
         drawing = self._beside(step, min(microbatch, config.preview.images) * doubled)
@@ -93,7 +93,7 @@ class MemoryEstimator:
         return MemoryEstimate(self.device, step, drawing, measuring, self._snapshot(step), images, self._weights(step))
 
     def step(self, microbatch: int, checkpointing: bool) -> Peak:
-        """The highest point of training with so many images at once."""
+        """Return the peak of a training step with a micro-batch."""
         # The second pass of a step finds the gradients of the first; further ones repeat it.
         whole = microbatch == self.config.training.batch
         passes = 1 if whole else 2
@@ -106,24 +106,21 @@ class MemoryEstimator:
         return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else holes)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
-        """Bytes that training takes at the most, checkpoints included; drawing with as many at once takes less."""
+        """Return the peak bytes of training with checkpoints; generating as many samples at once takes less."""
         step = self.step(microbatch, checkpointing)
         return _with_snapshot(step.total, self._snapshot(step), self.device)
 
     def _weights(self, step: Peak) -> int:
-        """Bytes of the whole network."""
-        return self._together if self._divided else step.parts["parameters"]
+        return self._unsharded_bytes if self._divided else step.parts["parameters"]
 
     @cached_property
-    def _together(self) -> int:
-        """Bytes of the network that is divided."""
+    def _unsharded_bytes(self) -> int:
         with FakeTensorMode():
             network = build_network(self.config)
             return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers()))
 
     def _snapshot(self, step: Peak) -> int:
-        """Host memory of a checkpoint; of a divided network the first one, which one process writes whole, and is told
-        to have moments already: later ones take a part of it at each."""
+        # Of a sharded network, rank 0 writes the first checkpoint whole; later ones take a part of it on each rank.
         return round(_checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
@@ -132,24 +129,24 @@ class MemoryEstimator:
             if len(self._made) >= KEPT:
                 self._made.clear()
             if self._divided and not self._known:
-                # At first torch finds out how each operation treats rows, with tensors of its own, and remembers it.
+                # The first trace also has tensors by which torch derives the sharding of each operation, once.
                 trace_step(self.config, *key[1:])
                 self._known = True
             self._made[key] = trace_step(self.config, *key[1:])
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
-        """Calls of the network without gradients for so many images, beside what the run holds all the time."""
+        """Return the peak of a forward pass without gradients, on top of what the run holds all the time."""
         call = find_peak(trace_call(self.config, self.device, images), self.device)
-        # Of a divided network a whole copy is there for it.
+        # A sharded network is gathered into a whole copy for it.
         return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
 
 def _traceable(config: Config) -> Config:
-    """The configuration, with AdamW in place of an optimiser that looks at values, of which a trace has none.
+    """Return the configuration, with AdamW for an optimiser that reads values, which fake tensors do not have.
 
     Raises:
-        RequestError: the optimiser cannot be used at all.
+        RequestError: the optimiser cannot be built at all.
     """
     method = config.optimizer.method
     if not isinstance(method, Custom):
@@ -164,44 +161,43 @@ def _traceable(config: Config) -> Config:
 
 
 def _trace_key(config: Config) -> Config:
-    """The configuration without what makes no difference to a step's trace."""
-    given = config.training
-    training = Training(precision=given.precision, clip=given.clip, shard=given.shard)
+    """Return the configuration without the settings that do not change the trace of a step."""
+    used = config.training
+    training = Training(precision=used.precision, clip=used.clip, shard=used.shard)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
-    averages = replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 0))  # whether there are any
+    averages = replace(
+        config.ema_snapshots, every=min(config.ema_snapshots.every, 0)
+    )  # only whether there are any matters
     return replace(config, training=training, optimizer=optimizer, ema_snapshots=averages, **asides)
 
 
 def _persistent_bytes(step: Peak) -> int:
-    """Bytes of what a run holds all the time: weights, moments, average."""
+    """Return bytes of what a run holds all the time: weights, moments, EMA."""
     return sum(step.parts[part] for part in ("parameters", "moments", "average"))
 
 
 def _checkpoint_bytes(step: Peak) -> int:
-    """Host memory that a checkpoint takes while it is written and read back: all tensors, the largest file twice.
-
-    Where there are two averages, a snapshot of them in float16 may be on its way as well.
-    """
+    """Return host memory of a checkpoint while it is written and read back."""
     weights = step.parts["parameters"]
+    # All tensors, and the largest file twice. With two averages, an EMA snapshot of them in float16 may be on its way.
     return _persistent_bytes(step) + (3 if step.parts["average"] > 1.5 * weights else 2) * weights
 
 
 def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
-    """A peak with what is beside it in that memory."""
     return peak + (snapshot if device == "cpu" else 0)
 
 
 def trace_step(
     config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False, processes: int = 1
 ) -> Trace:
-    """What training steps of `passes` micro-batches allocate, from the building of the network on.
+    """Trace training steps of `passes` micro-batches, from the building of the network on.
 
     Args:
-        processes: that train together; the trace is of the first, which of a divided network has the most.
+        processes: that train together; the trace is of rank 0, which has the largest shard.
     """
     training, cpu, apart = config.training, torch.device("cpu"), config.training.is_sharded(processes)
-    # The scaler of fp16 looks at values; what it keeps is one number. Elsewhere the imitation casts.
+    # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, AutocastEmulation casts.
     here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
     augment, objective = build_augmentation(config), build_loss(config)
 
@@ -212,7 +208,7 @@ def trace_step(
         network = build_network(config)
         if mesh is not None:
             shard_network(network, mesh, gathers_in_bf16(training.precision, device))
-            recorder.begin()  # as no device has it whole: see `Shards`
+            recorder.begin()  # the network is built on the meta device: see `Shards`
         network.checkpointing = checkpointing
         recorder.kind = "workspace"
         second = config.ema_snapshots.second_schedule(config.ema)
@@ -220,7 +216,9 @@ def trace_step(
         for average in filter(None, (state.ema, state.second)):
             recorder.name("average", map(to_local, [*average.parameters, *average.buffers]))
         _allocate_moments(recorder, state)
-        if processes > 1 and not apart:  # DistributedDataParallel has gradients travel from memory of their own
+        if (
+            processes > 1 and not apart
+        ):  # gradient buckets of DistributedDataParallel, made in C++ where no trace sees them
             recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
         for _ in range(passes):
             label = blank_labels(config, microbatch)
@@ -228,7 +226,7 @@ def trace_step(
                 x0, condition = augment(zero_batch(config, microbatch))
                 with state.precision.autocast():
                     loss = objective(network, x0, label, condition)
-                if apart:  # what is around the blocks stays together until the backward pass is over
+                if apart:  # layers around the blocks stay gathered until the backward pass is over
                     recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
                 total = loss.per_image.sum() / training.batch
                 del x0, condition
@@ -236,7 +234,7 @@ def trace_step(
             recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
             del loss, total, label
         state.precision.gradient_norm(state.optimizer)
-        state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clipped, whatever it is
+        state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clips for any norm
         state.optimizer.zero_grad(set_to_none=True)
         state.project()
         for average in filter(None, (state.ema, state.second)):
@@ -248,7 +246,7 @@ def trace_step(
 
 
 def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
-    """Let the optimiser allocate what it keeps, as its first step does."""
+    """Let the optimiser allocate its state, as its first step does."""
     for parameter in state.model.parameters():
         parameter.grad = torch.empty_like(parameter)
     state.optimizer.step()
@@ -257,7 +255,7 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
 
 
 def trace_call(config: Config, device: str, images: int) -> Trace:
-    """What drawing allocates for each call of the network: fp32, no gradients."""
+    """Trace a forward pass of sampling: in fp32 without gradients."""
     shape = batch_shape(config, images)
 
     def work(recorder: Recorder) -> None:
@@ -273,17 +271,16 @@ def trace_call(config: Config, device: str, images: int) -> Trace:
 
 
 def batch_shape(config: Config, images: int) -> tuple[int, int, int, int]:
-    """[B, C, H, W] of so many as the network sees them."""
+    """Return [B, C, H, W] of a batch as the network sees it."""
     return (images, *input_shape(config))
 
 
 def blank_labels(config: Config, images: int) -> Tensor | None:
-    """Labels of so many images, where there are classes."""
     return torch.zeros(images, dtype=torch.int64) if config.classes else None
 
 
 def with_precision(config: Config) -> Config:
-    """The same with a precision, as traces need one: fp32 where it is open, which takes the most."""
+    """Return the configuration with fp32, which takes the most memory, if its precision is open."""
     if config.training.precision != "auto":
         return config
     return replace(config, training=replace(config.training, precision="fp32"))

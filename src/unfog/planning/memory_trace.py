@@ -1,8 +1,8 @@
-"""Recording what memory a computation takes, on tensors that have shapes and no values.
+"""Trace the memory of a computation on fake tensors, which have shapes and no values.
 
-Everything runs as it will, through PyTorch's dispatcher, but nothing is computed or allocated, so the trace of a step
-that needs 100 GB takes a second and no memory. What a kernel allocates inside itself is not seen by the dispatcher; the
-one case that matters, oneDNN's convolutions on a CPU, is put in: see `for_output`.
+The computation runs through PyTorch's dispatcher as always, but nothing is computed or allocated, so the trace of a
+step that needs 100 GB takes a second and no memory. The dispatcher does not see what a kernel allocates inside; the one
+case that matters, oneDNN's convolutions on a CPU, is added: see `for_output`.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ ATEN = torch.ops.aten
 
 @dataclass
 class Trace:
-    """What was allocated and freed, in order."""
+    """Allocations and releases in order."""
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each storage, by its number."""
     kinds: list[str] = field(default_factory=list)
-    """What each storage is for."""
+    """Purpose of each storage, one of `peak_memory.PARTS`."""
     events: list[int] = field(default_factory=list)
-    """Storage `n` appears as n where it is allocated, and as ~n, which is negative, where it is freed."""
+    """n where storage n is allocated, and ~n, which is negative, where it is freed."""
 
     def extrapolate(self, batch: float, other: Trace, mine: int, its: int) -> Trace:
-        """This trace, of batch size `mine`, and another of batch size `its`, continued to `batch`.
+        """Extrapolate this trace, of batch size `mine`, and another of batch size `its`, to `batch`.
 
-        Every tensor is affine in the batch size, so this is exact.
+        This is exact, as every tensor is affine in the batch size.
 
         Raises:
-            ValueError: the two do not tell of the same computation.
+            ValueError: the traces are of different computations.
         """
-        if self.course() != other.course() or self.kinds != other.kinds:
+        if self._events_to_last_allocation() != other._events_to_last_allocation() or self.kinds != other.kinds:
             raise ValueError("the traces are of different computations")
         share = (batch - mine) / (its - mine)
         sizes = [max(0, round(a + share * (b - a))) for a, b in zip(self.sizes, other.sizes)]
         return Trace(sizes, self.kinds, self.events)
 
-    def course(self) -> list[int]:
-        """The events up to the last allocation: when the rest is let go depends on the collection of garbage."""
+    def _events_to_last_allocation(self) -> list[int]:
+        # The releases after it depend on the garbage collector.
         return self.events[: 1 + max((i for i, event in enumerate(self.events) if event >= 0), default=-1)]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a `Trace` of what happens inside its `with`; to be entered after a `FakeTensorMode`.
+    """Records a `Trace` of the operations inside its `with`; to be entered after a `FakeTensorMode`.
 
-    `kind` is what new storages are for, until `name` says better.
+    `kind` is the purpose of new storages, until `name` changes it.
     """
 
     def __init__(self, cpu: bool):
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # what is done with the rows of a divided tensor comes here as well
+            return NotImplemented  # a DTensor dispatches again with its local shard
         output = func(*args, **(kwargs or {}))
         if self._cpu and func is ATEN.convolution.default:
             with self.passing(for_output(args, output)):
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._cpu and func is ATEN.convolution_backward.default:
             self._see_gradients(args, output)
         else:
-            for tensor in tensors_of(output):
+            for tensor in _tensors_of(output):
                 self._see(tensor)
         return output
 
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._free, address)
 
     def allocate(self, size: int, kind: str) -> int:
-        """Note a storage that no operation here makes, for good; returns its number."""
+        """Record a storage that is never freed, and return its number."""
         trace = self.trace
         trace.sizes.append(size)
         trace.kinds.append(kind)
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(trace.sizes) - 1
 
     def begin(self) -> None:
-        """Forget all that is gone already."""
+        """Forget all storages that are freed already."""
         self.trace.events[:] = sorted(self._live.values())
 
     def _free(self, address: int) -> None:
@@ -120,16 +120,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Within, notice when a storage changes its size: so blocks of a divided network are gathered and let go."""
+        """Record changes of the size of a storage, by which FSDP gathers and frees the blocks of a sharded network."""
         resize = torch.UntypedStorage.resize_
 
-        def noted(storage: torch.UntypedStorage, size: int) -> None:
+        def recording(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
             if (number := self._live.get(storage._cdata)) is not None:
                 self.trace.events.append(~number)
                 self._live[storage._cdata] = self.allocate(size, "gathered")
 
-        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]
+        torch.UntypedStorage.resize_ = recording  # type: ignore[assignment,method-assign]
         try:
             yield
         finally:
@@ -143,14 +143,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.events += [~number for number in numbers]
 
     def name(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Say what the storages of these tensors are for."""
+        """Set the purpose of the storages of these tensors."""
         for tensor in tensors:
             if tensor is not None:
                 self.trace.kinds[self._live[tensor.untyped_storage()._cdata]] = kind
 
     @contextmanager
     def keeping(self, kind: str) -> Iterator[None]:
-        """What is allocated inside, still there at the end and not named yet is `kind`; all else is workspace."""
+        """Set the purpose of storages that are allocated inside, alive at the end and not named yet."""
         first = len(self.trace.sizes)
         yield
         for number in self._live.values():
@@ -158,23 +158,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.trace.kinds[number] = kind
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors of what an operation gives: one, a tuple or a list."""
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's output: one, a tuple or a list."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, tuple | list):
         for part in output:
-            yield from tensors_of(part)
+            yield from _tensors_of(part)
 
 
 def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:
-    """Trace of `work`, as if on a device of this type.
+    """Return the trace of `work`, as on a device of this type.
 
     Args:
-        work: builds what it needs; gets the recorder, to name things. May not look at values.
-        device: "cpu", or another, which is then imitated on fake CPU tensors, as PyTorch cannot differentiate fake
-            tensors of a device that is not there.
-        half: the type that the imitated device's autocast casts to.
+        work: builds what it needs; gets the recorder to name storages. It must not read values.
+        device: "cpu", or another type, which is emulated on fake CPU tensors, as PyTorch cannot differentiate fake
+            tensors of a missing device.
+        half: the type that the autocast of the emulated device casts to.
     """
     recorder, attention = Recorder(device == "cpu"), layers.attention
     clear_package_caches()
@@ -183,18 +183,18 @@ def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtyp
             if device == "cpu":
                 work(recorder)
             else:
-                # It asks where its tensors are, and takes a way of its own for 16 bits on a CPU.
+                # Ours takes another path for 16-bit tensors on a CPU.
                 layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
                 with AutocastEmulation(half):
                     work(recorder)
     finally:
         layers.attention = attention
-        clear_package_caches()  # fake ones must not be found by real work
+        clear_package_caches()  # real work must not find fake tensors there
     return recorder.trace
 
 
 def clear_package_caches() -> None:
-    """Empty the caches of our functions, in which tensors may be kept; they fill themselves again."""
+    """Empty the caches of this package's functions, which may hold tensors."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "unfog":
             for value in list(vars(module).values()):
@@ -203,10 +203,10 @@ def clear_package_caches() -> None:
 
 
 class AutocastEmulation(TorchFunctionMode):
-    """Casts fake CPU tensors as autocast does elsewhere.
+    """Casts fake CPU tensors as autocast does on a GPU.
 
-    The lists are those of the CUDA autocast, as far as networks here use them: the CPU's differ, in that it leaves
-    group normalisation, whose output is kept for the backward pass, in 16 bits.
+    The lists are those of the CUDA autocast, for the operations of our networks. The autocast of the CPU differs: it
+    leaves group normalisation, whose output is kept for the backward pass, in 16 bits.
     """
 
     HALF: ClassVar[set[Any]] = {
@@ -233,25 +233,24 @@ class AutocastEmulation(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            # Gradient checkpointing calls functions from in there, and a mode is off while it handles one. The engine
-            # itself is called, because everything around it would come back here.
+            # Gradient checkpointing calls functions in there, and a mode is off while it handles one. The engine is
+            # called directly, because torch's wrappers around it would come back here.
             with self:
                 first = torch.ones((), dtype=args[0].dtype)
                 engine = torch.autograd.Variable._execution_engine
                 return engine.run_backward((args[0],), (first,), False, False, (), True, True)
-        # Whatever is done without gradients is the optimiser's, which no autocast is around.
+        # Operations without gradients are those of the optimiser, which runs outside autocast.
         if self.half is not None and torch.is_grad_enabled() and (func in self.HALF or func in self.FULL):
             to = self.half if func in self.HALF else torch.float32
-            args = tuple(cast(value, to) for value in args)
-            kwargs = {name: cast(value, to) for name, value in kwargs.items()}
+            args = tuple(_cast(value, to) for value in args)
+            kwargs = {name: _cast(value, to) for name, value in kwargs.items()}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            # Which keeps what the GPU's does; of 16-bit types, CPU tensors would take the long way.
+            # It keeps what the GPU kernel keeps; 16-bit CPU tensors would take another path.
             return ATEN._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
         return func(*args, **kwargs)
 
 
-def cast(value: Any, to: torch.dtype) -> Any:
-    """A floating-point tensor in another type; anything else as it is."""
+def _cast(value: Any, to: torch.dtype) -> Any:
     return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

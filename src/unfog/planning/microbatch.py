@@ -1,4 +1,4 @@
-"""How many images go through the network at once: as many as memory takes, while the batch stays what it is."""
+"""Choose the micro-batch: as many images per forward pass as fit the memory, at an unchanged batch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from unfog.reporting.progress import format_bytes
 from unfog.training.distributed.rendezvous import processes_per_device
 
 MARGIN = 0.85
-"""Share of the available memory that a prediction may take; predictions are within about 10%."""
+"""Share of the available memory that a prediction may take; predictions are within 15% of the measured peak."""
 
 
 class MicrobatchChoice(NamedTuple):
-    """What fits, and why."""
+    """The largest micro-batch that fits, and why."""
 
     microbatch: int
-    """Images at once; the whole batch where that fits."""
+    """Images per forward pass; the whole batch if that fits."""
     checkpointing: bool
     reason: str
 
@@ -32,17 +32,17 @@ class MicrobatchChoice(NamedTuple):
 def choose_microbatch(
     config: Config, device: torch.device, available: int | None = None, name: str = "", processes: int = 1
 ) -> MicrobatchChoice:
-    """The largest micro-batch whose predicted peak fits what is available, with a margin.
+    """Return the largest micro-batch whose predicted peak fits the available memory with a margin.
 
-    One that divides the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which
-    costs time, comes in only where not even one image fits without.
+    A divisor of the batch is preferred, unless it is less than half of what fits. Gradient checkpointing, which costs
+    time, is used only if not even one image fits without.
 
     Args:
-        config: with network and image size settled, and the batch of one process; its own micro-batch does not count.
-            Precision auto counts as fp32, which takes the most.
-        device: where it will train.
-        available: bytes; left open, what this process can take now.
-        name: of the device, for people; left open, as torch calls it.
+        config: with a resolved network and the batch of one process; its own micro-batch is ignored. Precision auto
+            counts as fp32, which takes the most.
+        device: of the training.
+        available: bytes; None is what this process can allocate now.
+        name: of the device in messages; "" is torch's name.
         processes: that train together.
 
     Raises:
@@ -51,7 +51,7 @@ def choose_microbatch(
     room = memory_per_process(device) if available is None else available
     config = replace(config, training=replace(config.training, microbatch=0))
     batch, checkpointing = config.training.batch, config.training.checkpointing
-    if memory_upper_bound(config) < room * MARGIN:  # hardly ever a question; a trace would take a second
+    if memory_upper_bound(config) < room * MARGIN:  # almost always; saves the second that a trace takes
         return MicrobatchChoice(
             batch,
             checkpointing,
@@ -59,7 +59,7 @@ def choose_microbatch(
         )
     traces = MemoryEstimator(with_precision(config), device.type, processes)
     if available is None:
-        traces.training(batch, checkpointing)  # loads what tracing needs, which takes memory for good
+        traces.training(batch, checkpointing)  # loads modules for tracing, whose memory stays allocated
         room = memory_per_process(device)
 
     def peak(count: int, checkpointing: bool) -> int:
@@ -84,40 +84,39 @@ def choose_microbatch(
 
 
 def memory_per_process(device: torch.device) -> int:
-    """Bytes that this process can take on a device: an even part, where others of its machine compute there too."""
+    """Return bytes that this process can allocate on a device, an equal share if other ranks of this machine use it."""
     return available_memory(device) // processes_per_device(device)
 
 
 def _more_devices_remedy(config: Config, processes: int) -> str:
-    """What else helps a network that does not fit a device, to be appended to a remedy."""
     if processes == 1:
         return ", or divide it among several devices: docs/distributed.md"
     return ", or start more processes" if config.training.shard else ", or divide it: --training.shard"
 
 
 def required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
-    """Bytes of training with as many images at once as is set, or what it surely stays below, where that is there."""
-    glance, training = memory_upper_bound(config), config.training
-    if glance < available:
-        return int(glance)
+    """Return bytes of training with the micro-batch of `config`, or an upper bound if that is available anyway."""
+    bound, training = memory_upper_bound(config), config.training
+    if bound < available:
+        return int(bound)
     at_once = training.microbatch or training.batch
     return MemoryEstimator(with_precision(config), device.type, processes).training(at_once, training.checkpointing)
 
 
 def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
-    """The largest count that fits, or a divisor of the batch above half of that; 0 if not even one does."""
+    """Return the largest count that fits, or a divisor of the batch above half of that; 0 if none fits."""
     if fits(batch):
         return batch
     if not fits(1):
         return 0
-    low, high = 1, batch  # fits, does not
+    low, high = 1, batch  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     divisors = [n for n in range(low, 0, -1) if batch % n == 0]
     if 2 * divisors[0] > low:
         return divisors[0]
-    return -(-batch // -(-batch // low))  # in as few passes, as even as can be
+    return -(-batch // -(-batch // low))  # in as few forward passes, of sizes as equal as possible
 
 
 def count_of(images: int) -> str:

@@ -1,4 +1,4 @@
-"""From a trace to the memory that a machine will need for it, and what the machine has."""
+"""Peak memory of a trace on a device, and the memory that is available there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unfog.planning.memory_trace import Trace
 
 MB = 2**20
 HEAP_LIMIT = 32 * MB
-"""glibc gives larger blocks memory of their own, and takes it back at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 HOLES = 0.30
 """Share that resident memory is larger than what is alive, of the tensors up to HEAP_LIMIT that come and go: they lie
@@ -31,41 +31,40 @@ HOLES_RECOMPUTING = 1.05
 """The same with gradient checkpointing, under which blocks of many sizes take turns. Fitted on one, checked on two."""
 
 ONEDNN_HALF = 17 * MB
-"""What oneDNN keeps for itself once it computed in bf16 on a CPU; measured on one machine, with one thread."""
+"""Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread."""
 
 LASTING = ("parameters", "average", "moments", "exchange", "library")
-"""Allocated at the beginning, side by side, for good: no holes there."""
+"""Allocated once at the beginning, so that the heap has no holes there."""
 
-UNTOLD = 4 * 2**30  # bytes taken to be there where the system does not say
+UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 
 CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
 CUDA_CONTEXT = 500 * MB
-"""What a process has on a CUDA card besides tensors: context, kernels, handles. 300 to 700 MB; not measured here. What
-the driver says is free is without it already; of a card that is not at hand it is taken off what is available."""
+"""CUDA context, kernels and handles of a process, 300 to 700 MB; not measured here. Only subtracted for a card that is
+not at hand: the free memory that the driver reports is without it."""
 CUDNN_WORKSPACE = 64 * MB
-"""Of a convolution, and cuBLAS's 8 to 32 MB. With deterministic kernels cuDNN seldom asks for more. Not measured."""
+"""Workspace of cuDNN, and cuBLAS's 8 to 32 MB. Deterministic kernels seldom need more. Not measured."""
 
 PARTS = (
     *("parameters", "gathered", "gradients", "exchange", "moments", "average", "activations", "workspace", "library"),
     "allocator",
 )
-"""In which a peak is told; gathered are the blocks of a divided network that are whole at the moment, exchange what
-gradients travel from, workspace what comes and goes, library what kernels keep for themselves, and allocator what is
-lost between blocks."""
+"""Parts of a peak. "gathered": blocks of a sharded network that are whole at the moment; "exchange": gradient buckets;
+"workspace": temporary tensors; "library": buffers of kernels; "allocator": gaps between blocks."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest point of a computation."""
+    """Peak memory of a computation."""
 
     total: int
     """Bytes."""
     parts: Mapping[str, int]
-    """Bytes by PARTS; they add up to the total."""
+    """Bytes by PARTS, which add up to the total."""
 
 
 def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
-    """The most memory that a trace holds at once, on a device of this type, without the CUDA context."""
+    """Return the peak of a trace on a device of this type, without the CUDA context."""
     cost = [_allocated_bytes(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
     live = highest = 0.0
     where = 0
@@ -89,17 +88,17 @@ def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
 
 
 def _allocated_bytes(size: int, kind: str, device: str, holes: float) -> float:
-    """Bytes that a storage of this size takes."""
+    """Return the bytes that the allocator takes for a storage."""
     if device != "cpu":
         return -(-size // CUDA_BLOCK) * CUDA_BLOCK
     return size if size > HEAP_LIMIT or kind in LASTING else size * (1 + holes)
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process can still take on a device: free now, and allowed.
+    """Return the bytes that this process can still allocate on a device.
 
-    On a CPU the least of what the system can give, what the control group (a container) leaves, and the process's own
-    limit of addresses (`ulimit -v`); on CUDA what the driver says is free, and what PyTorch holds without using it.
+    On a CPU, the least of the free memory of the system, of the control group (container) and of the address space
+    (`ulimit -v`); on CUDA, what the driver reports as free and what PyTorch has cached.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -110,7 +109,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _system() -> int:
-    """What the system can give without swapping; where it does not say, half of what is installed, or UNTOLD."""
+    """Memory that the system can give without swapping; half of what is installed, or UNTOLD, if it does not tell."""
     with suppress(OSError, ValueError):
         return _field(Path("/proc/meminfo"), "MemAvailable") * 1024
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
@@ -119,7 +118,7 @@ def _system() -> int:
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the control groups of this process leave, version 2 or 1; None where there is no limit."""
+    """Memory that the control groups of this process leave, version 2 or 1; None without a limit."""
     left: list[int] = []
     with suppress(OSError):
         for line in me.read_text().splitlines():
@@ -133,14 +132,14 @@ def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/s
 
 
 def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int]:
-    """Bytes left in a group and each that it is in. Within a container the path may not exist; its own is the root."""
+    """Bytes left in a group and its parents. In a container the path may not exist; its own group is the root."""
     left = []
     folder = root / path.strip("/")
     for group in [folder, *folder.parents]:
-        with suppress(OSError, ValueError):  # no such group, no limit ("max"), or none of our business
+        with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
             allowed = int((group / limit).read_text())
             cached = _field(group / "memory.stat", reclaimable)
-            if allowed < 2**60:  # what version 1 says for no limit
+            if allowed < 2**60:  # version 1 has a huge number for no limit
                 left.append(max(0, allowed - int((group / usage).read_text()) + cached))
         if group == root:
             break
@@ -148,10 +147,10 @@ def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> li
 
 
 def _addresses() -> int | None:
-    """What the limit on this process's address space leaves; None where there is none."""
+    """Address space that the limit of this process leaves; None without a limit."""
     if sys.platform != "linux":
         return None
-    import resource  # which Windows does not have
+    import resource  # missing on Windows
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -160,7 +159,7 @@ def _addresses() -> int | None:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number after a name in a file of lines like "MemAvailable:   1234 kB". ValueError if there is none."""
+    """Return the number after a name in a file of lines like "MemAvailable:   1234 kB". ValueError if it is missing."""
     for line in path.read_text().splitlines():
         words = line.split()
         if len(words) > 1 and words[0].rstrip(":") == name:

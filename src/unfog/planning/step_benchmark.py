@@ -1,4 +1,4 @@
-"""Measuring before a run: how long a training step takes, by taking a few on a throwaway network."""
+"""Measure the time of training steps and samples on throwaway networks, before a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from unfog.training.hooks import TrainingHooks
 from unfog.training.loop import Intervals, train
 
 TIMED = 64
-"""Images that steps are timed with, where none is decoded yet."""
+"""Images that steps are timed with, if none are decoded yet."""
 
 
 class _StepTimer(TrainingHooks):
-    """A run that notes the time after each step, and nothing else."""
+    """Training hooks that record the time after each step."""
 
     def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
         self.seconds = seconds
@@ -36,26 +36,26 @@ class _StepTimer(TrainingHooks):
         self.times = [time.perf_counter()]
 
     def on_step_end(self, step: int) -> None:
-        """Note the time; the loop has just waited for the device, to see whether the gradient was finite."""
+        # The loop has just synchronised with the device, to see whether the gradient is finite.
         self.times.append(time.perf_counter())
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """After enough steps, at least one besides the first; or when the person wants to stop."""
+        """Whether the time is over after two steps or more, or a stop is requested."""
         enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
         return enough or self.interrupted()
 
     def seconds_per_step(self) -> float:
-        """Median, without the first step, which also allocates."""
+        """Return the median, without the first step, which also allocates."""
         return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
 
 
 def seconds_per_step(
     config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
 ) -> float:
-    """Median wall time of one optimiser step of this configuration, from about `limit` seconds of real training."""
+    """Return the median wall time of an optimiser step, from about `limit` seconds of real training."""
     mine = [device] if device.type == "cuda" else []
-    # The loop seeds at each step; the caller's generators are none of its business.
+    # The loop seeds the global generators at each step, so they are restored.
     state = build_state(config, device)
     with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested)
@@ -75,7 +75,7 @@ def seconds_per_step(
 
 
 def decoded_images(images: ImageSet) -> ImageSet:
-    """Those that are decoded already; else a few of them, so that a step is timed without the decoding."""
+    """Return the images if they are decoded, else a few of them decoded, so that steps are timed without decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
     pixels, labels, rows = images.take(evenly_spaced(len(images), TIMED))
@@ -83,7 +83,7 @@ def decoded_images(images: ImageSet) -> ImageSet:
 
 
 def seconds_per_sample(network: nn.Module, config: Config, drawing: GenerationSettings) -> float:
-    """Wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
+    """Return the wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
     sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
     trial = replace(drawing, sampler=replace(sampler, steps=steps))
     return wall_seconds(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
@@ -95,7 +95,7 @@ def _trial_steps(sampler: Sampler) -> int:
 
 
 def wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
-    """Wall time of `work`; with `warm`, of its second call, as the first also allocates."""
+    """Return the wall time of `work`; with `warm`, of its second call, as the first also allocates."""
     if warm:
         work()
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from unfog.export.diffusers_folder import read_folder
 from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
 from unfog.models.autoencoder_folder import describe
 from unfog.pipeline.build import build_network, input_shape
-from unfog.planning.auto_settings import Choice
+from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder, printable
 from unfog.reporting.progress import warn
 from unfog.runs.diffusers_scheduler import objective_from_scheduler

@@ -27,7 +27,8 @@ from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network
 from unfog.pipeline.class_labels import proportional_labels
 from unfog.pipeline.generate import default_generation, generate_images
-from unfog.planning.auto_settings import AutoSettings, Choice
+from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.intervals import Choice
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration, plural, warn

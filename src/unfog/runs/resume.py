@@ -157,11 +157,7 @@ def _disable_impossible_snapshots(config: Config, point: ResumePoint) -> Config:
 def _resolve_open_settings(run: RunContext, config: Config, dataset: Dataset, point: ResumePoint) -> AutoSettings:
     """Resolve what a change may have left open, such as the length. The network and weight decay stay as they were."""
     auto = AutoSettings(config, dataset.as_network_input.train, run.device, run.stop, run.world.size)
-    auto.resolve_learning_rate()
-    auto.resolve_microbatch(resuming=True)
-    auto.resolve_precision()
-    auto.resolve_length(seen=point.saved.images if point.saved else 0)
-    auto.resolve_intervals()
+    auto.resolve_resumed(seen=point.saved.images if point.saved else 0)
     resolve_metrics(auto, dataset.train, run.device)
     run.stop.leave_if_requested()
     return auto
