@@ -296,7 +296,7 @@ def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys
     )
     timed = []
     monkeypatch.setattr(
-        "unfog.planning.auto_settings.imitates_bf16", lambda: False
+        "unfog.planning.auto_settings.emulates_bf16", lambda: False
     )  # nothing is timed on a CPU that does
     monkeypatch.setattr(
         "unfog.planning.auto_settings.seconds_per_step",
