@@ -22,10 +22,9 @@ from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning import peak_memory as memory
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_bound import memory_upper_bound
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.memory_trace import Trace, record_trace
-from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch
+from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch, memory_upper_bound
 from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, find_peak
 from unfog.training.settings import EmaSnapshots, Training
 

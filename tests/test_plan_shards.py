@@ -18,9 +18,8 @@ from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
 from unfog.planning.accelerators import GB
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_bound import memory_upper_bound
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
-from unfog.planning.microbatch import MARGIN
+from unfog.planning.microbatch import MARGIN, memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
 pytestmark = pytest.mark.usefixtures("ended")

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.schema import Config
+from unfog.data.augmentation.nonleaking import CONDITIONS
 from unfog.errors import RequestError
-from unfog.planning.memory_bound import memory_upper_bound
+from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
-from unfog.planning.peak_memory import available_memory
+from unfog.planning.peak_memory import CUDNN_WORKSPACE, ONEDNN_HALF, available_memory
 from unfog.reporting.progress import format_bytes
 from unfog.training.distributed.rendezvous import processes_per_device
 
@@ -122,3 +123,19 @@ def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
 def count_of(images: int) -> str:
     """A number of images in words."""
     return "1 image" if images == 1 else f"{images:,} images"
+
+
+def memory_upper_bound(config: Config) -> float:
+    """Return bytes that training never exceeds, in host memory or on a device; infinite for an open network.
+
+    The bound takes microseconds, where an estimate takes a second or more, and in most runs it is all that is needed.
+    """
+    if config.network is None:
+        return float("inf")
+    channels, side, _ = input_shape(config)
+    weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + CONDITIONS)
+    batch = config.training.microbatch or config.training.batch
+    # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
+    # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
+    # 2 = every layer of a block keeps its input in fp32, twice.
+    return 4 * (17 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
