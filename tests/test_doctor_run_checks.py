@@ -35,13 +35,19 @@ from unfog.doctor.run.loss_checks import (
     held_out_history,
     measure_losses,
 )
+from unfog.doctor.run.run_checks import TREND_CHECKS, RecordInput
 from unfog.doctor.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.doctor.run.status_checks import check_state, final_state
-from unfog.doctor.run.trend_checks import check_learning_rate, check_loss, check_stability, check_trends, loss_trend
+from unfog.doctor.run.trend_checks import check_learning_rate, check_loss, check_stability, loss_trend
 from unfog.models.settings import UNet
 from unfog.training.ema_schedules import FixedEma, PowerEma
 
 LR = 1e-3
+
+
+def trends(record, usual_lr, relative, pixelwise):
+    given = RecordInput(record, usual_lr, relative, pixelwise, memorized=False)
+    return {finding.code: finding for check in TREND_CHECKS.values() if (finding := check(given))}
 
 
 def a_record(path, metrics=(), events=(), steps=1000, lr=LR, **more):
@@ -132,7 +138,7 @@ def test_a_gradient_that_grows_and_is_always_clipped_tells_a_high_rate(tmp_path)
         return 2.0 + step / 50
 
     wild = lines(loss=noisy(lambda step: 0.5 + step / 1000), gradient_norm=grows, lr=lambda step: LR)
-    found = {f.code: f for f in check_trends(a_record(tmp_path, wild), LR / 10, 0.5, 0.6)}
+    found = trends(a_record(tmp_path, wild), LR / 10, 0.5, 0.6)
     assert found["run.lr_high"].severity == "warning"
     assert f"--lr {LR / 10:.2g}" in found["run.lr_high"].remedy
     assert found["run.gradient"].facts["clipped"] == 1.0
@@ -211,7 +217,7 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
     rows = lines(loss=lambda step: 0.5, gradient_norm=lambda step: 0.3, lr=lambda step: LR)
     record = a_record(tmp_path, rows, [*backs, *change, {"kind": "resumed", "step": 400}])
     assert record.lr_scale == 1
-    found = {finding.code: finding for finding in check_trends(record, LR, 0.3, 0.5)}
+    found = trends(record, LR, 0.3, 0.5)
     assert found["run.lr"].severity == found["run.unstable"].severity == "fine"
     assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
     other = [{"kind": "changed", "step": 400, "setting": "preview.every: 10 -> 100"}]

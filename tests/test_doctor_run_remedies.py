@@ -15,8 +15,7 @@ from unfog.cli.parse import flags_of
 from unfog.cli.requests import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
-MODULES = [*(ROOT / "diagnosis").rglob("*.py"), *(ROOT / "runs" / f"{n}.py" for n in ("rehearsal", "in_small"))]
-MODULES += [ROOT / "runs" / "examination.py"]
+MODULES = [*(ROOT / "doctor").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
 FLAGS = {command: flags_of(kind) for command, kind in REQUESTS.items()}
 EVERYWHERE = {"--debug", "--help"}
 """Flags of every command."""
@@ -49,7 +48,7 @@ def text_of(node: ast.AST) -> str | None:
 def verb_of(call: ast.Call) -> str:
     """The command of which the strings in a call become the flags."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    if name == "go_on":
+    if name == "resume_command":
         return "resume"
     return call.args[0].value if name == "command" and isinstance(call.args[0], ast.Constant) else ""
 
@@ -114,7 +113,7 @@ def test_every_remedy_can_be_typed():
         ('x = "more steps: unfog sample RUN --sampler.steps 50"', "sampler.steps is no flag of sample"),
         ('x = "--precision fp8"', "fp8"),
         ('x = record.command("resume", f"--weights {y}")', "weights is no flag of resume"),
-        ('x = record.go_on("--best")', "best is no flag of resume"),
+        ('x = record.resume_command("--best")', "best is no flag of resume"),
         (
             'x = f\'draw: {r.command("sample", "--weights raw")}; a lower --lr, --flip or --ema power:width={y:g}\'',
             "",

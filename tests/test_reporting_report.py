@@ -122,6 +122,15 @@ def test_what_a_run_went_through_needs_attention(tmp_path):
     assert all(kind in listed for kind in troubles)
 
 
+def test_refused_steps_that_a_resume_trained_again_are_not_counted(tmp_path):
+    with Recorder(tmp_path, Log(), total=100) as run:
+        run.event("started", 0)
+        run.event("step_refused", 5)
+        run.event("step_refused", 30)
+        run.event("resumed", 20)
+    assert "steps refused\n1\n" in "\n".join(page(tmp_path).texts)
+
+
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):
     parsed = page(run_dir)
     assert len(parsed.images) == 13

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from mmap import ACCESS_READ, mmap
@@ -20,6 +20,10 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
+
+SESSION_STARTS = ("started", "resumed")
+SESSION_ENDS = ("finished", "stopped", "failed")
+"""Kinds of events."""
 
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 
@@ -121,6 +125,18 @@ def read_metrics(path: Path) -> list[Row]:
 def read_events(path: Path) -> list[Row]:
     """The whole lines of an events.jsonl in order; [] where there is no file."""
     return list(_read(path))
+
+
+def drop_undone_events(events: Sequence[Row]) -> list[Row]:
+    """Leave out the events of steps that a later session trained again, as it resumed from an earlier checkpoint."""
+    kept, begun = list[Row](), math.inf
+    for row in reversed(events):
+        step = finite_number(row.get("step"))
+        if not step > begun:
+            kept.append(row)
+        if row.get("kind") in SESSION_STARTS and step < begun:
+            begun = step
+    return kept[::-1]
 
 
 def finite_number(value: object) -> float:

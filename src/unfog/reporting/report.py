@@ -20,7 +20,17 @@ from unfog.errors import RequestError
 from unfog.reporting.html import render_template
 from unfog.reporting.image_grids import png_data_uri
 from unfog.reporting.progress import format_duration, format_number
-from unfog.reporting.records import LARGEST, Row, finite_number, read_events, read_metrics, write_atomic
+from unfog.reporting.records import (
+    LARGEST,
+    SESSION_ENDS,
+    SESSION_STARTS,
+    Row,
+    drop_undone_events,
+    finite_number,
+    read_events,
+    read_metrics,
+    write_atomic,
+)
 from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
 from unfog.reporting.stored_evaluations import COLUMNS, StoredEvaluation, read_evaluations
 from unfog.text import without_secrets
@@ -28,7 +38,6 @@ from unfog.text import without_secrets
 _FILMSTRIP = 12  # sample grids over time, at most
 _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
 _EVENTS = 300  # latest events shown, at most
-_ENDINGS = ("finished", "failed", "stopped")
 _TROUBLES = frozenset(
     ["warning", "step_refused", "rolled_back", "disk_full", "not_removed", "averages_left_out", "sink_failed", "failed"]
 )
@@ -142,8 +151,8 @@ def _evaluated(one: StoredEvaluation) -> dict[str, object]:
 
 def _state(run: RunData) -> tuple[str, str]:
     """The state of the run in a word, and what there is to say about it."""
-    last = _last(_of_kind(run, "started", "resumed", *_ENDINGS))
-    if last is None or last["kind"] not in _ENDINGS:
+    last = _last(_of_kind(run, *SESSION_STARTS, *SESSION_ENDS))
+    if last is None or last["kind"] not in SESSION_ENDS:
         # A running one, or one that was killed and could not say so: the reader knows best.
         return "not ended", f"last line written {run.written:%Y-%m-%d %H:%M UTC}"
     return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
@@ -171,10 +180,11 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         step, size = run.checkpoints[-1]
         remark = f"newest at step {step:,}, {size / 1e6:,.1f} MB"
         facts.append(("checkpoints", str(len(run.checkpoints)), remark))
-    refused = len(_of_kind(run, "step_refused"))
+    events = drop_undone_events(run.events)
+    refused = sum(event.get("kind") == "step_refused" for event in events)
     if refused:
         facts.append(("steps refused", f"{refused:,}", "not finite; weights untouched"))
-    rolled_back = len(_of_kind(run, "rolled_back"))
+    rolled_back = sum(event.get("kind") == "rolled_back" for event in events)
     if rolled_back:
         facts.append(("roll-backs", f"{rolled_back:,}", "to earlier weights, as the run diverged"))
     return facts

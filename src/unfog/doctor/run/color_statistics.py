@@ -1,4 +1,4 @@
-"""Drawn pictures against the data, by what needs no network to measure: brightness, tint, contrast, noise, clipping."""
+"""Checks of generated images against training images: brightness, tint, contrast, noise and clipping."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
 class ColorStatistics(NamedTuple):
-    """What is measured of each of N pictures with C channels, in levels of 0 to 255."""
+    """Statistics of N images with C channels, in levels of 0 to 255."""
 
     means: Floats
     """[N, C]."""
     contrast: Floats
     """[N]: standard deviation over the pixels of all channels."""
     detail: Floats
-    """[N]: mean square of what differs from the mean of the four neighbours."""
+    """[N]: mean square difference from the mean of the four neighbours."""
     clipped: Floats
     """[N]: share of values that are 0 or 255."""
     weight: Floats
-    """[N], of mean 1: how much each counts, so that the classes have the shares of the other set."""
+    """[N], of mean 1: weights that make all classes count alike."""
     group: NDArray[np.int64]
-    """[N]: the class of each, for what varies within a class."""
+    """[N]: class of each."""
 
 
 def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> ColorStatistics:
-    """Statistics of pictures, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
+    """Compute statistics of images, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
@@ -63,11 +63,11 @@ def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) ->
 
 
 def _weighted_mean(values: Floats, of: ColorStatistics) -> tuple[float, float]:
-    """(weighted mean of values [N], its standard error), from what varies within a class."""
+    """Return the weighted mean of values [N] and its standard error, from the variation within classes."""
     weight = of.weight / of.weight.sum()
     means = np.bincount(of.group, values) / np.maximum(np.bincount(of.group), 1)
     counts = np.bincount(of.group)[of.group]
-    # One value less is free in each class, and a class of one says nothing of what varies.
+    # Each class loses one degree of freedom; a class of one image has no variation of its own.
     residual = (values - means[of.group]) * np.sqrt(counts / np.maximum(counts - 1, 1))
     alone = counts == 1
     if alone.any():
@@ -76,27 +76,25 @@ def _weighted_mean(values: Floats, of: ColorStatistics) -> tuple[float, float]:
 
 
 class _Difference(NamedTuple):
-    """Drawn less data, in levels, and the standard error of that."""
+    """Generated minus training, in levels, with its standard error."""
 
     value: float
     error: float
 
     def beyond(self, tolerance: float) -> bool:
-        """Whether it is more than that for certain."""
         return abs(self.value) > max(tolerance, CERTAIN * self.error)
 
 
 def _difference(drawn: Floats, drawn_of: ColorStatistics, data: Floats, data_of: ColorStatistics) -> _Difference:
-    """Of the averages of two sets of values."""
     (a, a_error), (b, b_error) = _weighted_mean(drawn, drawn_of), _weighted_mean(data, data_of)
     return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
 def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
-    """run.tint: brightness, and what a channel has more or less than all of them (PAIN: "weird color tints").
+    """run.tint: compare brightness, and each channel relative to the mean of all channels.
 
-    The latter varies far less from picture to picture than a channel itself, so that a faint tint is seen in few.
-    `unready`: what has to be done before anything else can be expected of the network; "" where it has learned.
+    The relative channel varies far less between images than the channel itself, so few samples show a faint tint.
+    `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
     names = NAMES.get(drawn.means.shape[1], ())
@@ -108,8 +106,9 @@ def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, u
     slightly = brightness.beyond(NOTICED * DARK) or any(cast.beyond(NOTICED * TINTED) for cast in casts.values())
     worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", _Difference(0.0, 0.0)))
     evidence = (
-        f"drawn pictures differ from the data by {brightness.value:+.1f} ± {brightness.error:.1f} of 255 levels in "
-        "brightness" + (f", and by {worst[1].value:+.1f} ± {worst[1].error:.1f} in {worst[0]}" if casts else "")
+        f"generated images differ from the training images by {brightness.value:+.1f} ± "
+        f"{brightness.error:.1f} of 255 levels in brightness"
+        + (f", and by {worst[1].value:+.1f} ± {worst[1].error:.1f} in {worst[0]}" if casts else "")
     )
     facts = {"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}}
     exhibits = (_channel_table(drawn, data), exhibit)
@@ -123,11 +122,11 @@ def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, u
 
 
 def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.contrast: whether pictures are flatter or harsher than the data. `unready` as for `tint`."""
+    """run.contrast: compare the contrast. `unready` as for `check_tint`."""
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + BLANK) / (_weighted_mean(data.contrast, data)[0] + BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
     facts = {"ratio": ratio, "difference": [*gap]}
-    evidence = f"the contrast of drawn pictures is {ratio:.2f} times that of the data"
+    evidence = f"the contrast of generated images is {ratio:.2f} times that of the training images"
     if 0.7 <= ratio <= 1.4 or not gap.beyond(4.0):
         return Finding("run.contrast", "fine", evidence, "", facts)
     remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
@@ -135,10 +134,10 @@ def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str =
 
 
 def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.saturated: values that ran into black or white. `unready` as for `tint`."""
+    """run.saturated: compare the share of values at 0 and 255. `unready` as for `check_tint`."""
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     facts = {"drawn": mine, "data": theirs}
-    evidence = f"{mine:.1%} of drawn values are 0 or 255, and {theirs:.1%} of the data's"
+    evidence = f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images"
     if mine - theirs <= CLIPPED or not _difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
         return Finding("run.saturated", "fine", evidence, "", facts)
     remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
@@ -146,19 +145,19 @@ def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str
 
 
 def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
-    """run.blank_samples: pictures of nothing, or of noise. `unready` as for `tint`."""
+    """run.blank_samples: check for blank, noisy or blurred images. `unready` as for `check_tint`."""
     empty, usual = float((drawn.contrast < BLANK).mean()), float((data.contrast < BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + FAINT) / (_weighted_mean(data.detail, data)[0] + FAINT)
     facts = {"blank": empty, "blank_in_data": usual, "detail": detail}
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
     if empty - usual > 0.2:
-        evidence = f"{empty:.0%} of the drawn pictures are blank ({usual:.0%} of the data)"
+        evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
         return Finding("run.blank_samples", grave, evidence, soon, facts, (exhibit,))
-    evidence = f"drawn pictures have {detail:.2f} times the fine detail of the data"
+    evidence = f"generated images have {detail:.2f} times the fine detail of training images"
     if detail > NOISY:
         remedy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
-        return Finding("run.blank_samples", grave, f"{evidence}: noise is left in them", remedy, facts, (exhibit,))
+        return Finding("run.blank_samples", grave, f"{evidence}: noise is left", remedy, facts, (exhibit,))
     if detail < SMOOTH:
         remedy = f"{soon}, or with a larger network; more sampling steps may help"
         return Finding("run.blank_samples", "hint", f"{evidence}: they are blurred", remedy, facts, (exhibit,))
@@ -166,18 +165,16 @@ def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, 
 
 
 def _channel_table(drawn: ColorStatistics, data: ColorStatistics) -> Figure:
-    """Means by channel."""
     names = NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
     rows = [("", *names)]
-    for title, of in (("drawn", drawn), ("data", data)):
+    for title, of in (("generated", drawn), ("training", data)):
         cells = (_weighted_mean(of.means[:, c], of) for c in range(len(names)))
         rows.append((title, *(f"{mean:.1f} ± {error:.1f}" for mean, error in cells)))
     return Figure("Mean level by channel, of 255", table=rows)
 
 
 def comparison_figure(drawn: Pixels, data: Pixels) -> Figure:
-    """Some of each, in two blocks of eight columns."""
     n = min(24, len(drawn), len(data))
     both = np.concatenate([drawn[:n], data[np.linspace(0, len(data) - 1, n).astype(int)]])
-    picture = grid(both, labels=["drawn"] * n + ["data"] * n, scale=max(1, 48 // drawn.shape[1]))
-    return Figure("Drawn pictures and data", picture)
+    picture = grid(both, labels=["generated"] * n + ["training"] * n, scale=max(1, 48 // drawn.shape[1]))
+    return Figure("Generated images and training images", picture)

@@ -1,4 +1,4 @@
-"""What a run spends its time on, and what of its images it does not use."""
+"""Checks of what a run spends its time on, of unused images, and of the batch size."""
 
 from __future__ import annotations
 
@@ -35,25 +35,12 @@ UNLIKE = 8.0
 """A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
 
-def check_costs(record: RunRecord) -> list[Finding]:
-    """Findings on the time and the data of a run, for as much of it as the record tells of."""
-    found = (
-        check_data_wait(record),
-        check_overhead(record),
-        check_speed(record),
-        check_memory(record),
-        check_unused_images(record),
-        check_noise_scale(record),
-    )
-    return [finding for finding in found if finding is not None]
-
-
 def check_data_wait(record: RunRecord) -> Finding | None:
-    """run.data_wait: whether the network waits for images (PAIN: "GPU at 0% most of the time")."""
+    """run.data_wait: share of the time that the network waits for images."""
     steps, waits = record.column("data_wait")
     if not len(waits):
         return None
-    # Each line stands for the steps since the one before; the first one holds the cold start.
+    # Each line covers the steps since the one before; the first includes the cold start, so it does not count.
     weights = np.diff(steps, prepend=0.0).clip(0.0)
     if len(waits) > 3:
         weights[0] = 0.0
@@ -70,7 +57,7 @@ def check_data_wait(record: RunRecord) -> Finding | None:
 
 
 def _pack(config: Config) -> str:
-    """`unfog pack` as this run has its images, since a pack of another size would not do for it."""
+    """Return the `unfog pack` command for this run's size, channels and background."""
     data, source = config.data, shlex.quote(without_secrets(config.source))
     command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
     if data.background != Data().background:
@@ -79,7 +66,7 @@ def _pack(config: Config) -> str:
 
 
 def check_overhead(record: RunRecord) -> Finding | None:
-    """run.overhead: what previews, evaluations, checkpoints and metrics of drawn pictures take, and what to set."""
+    """run.overhead: share of the time of previews, evaluations, checkpoints and metrics, with better intervals."""
     if record.seconds < 1 or record.step < 1:
         return None
     costs = {
@@ -100,7 +87,7 @@ def check_overhead(record: RunRecord) -> Finding | None:
     for (name, spent), (flag, now) in zip(costs.items(), intervals.items()):
         if not spent:
             continue
-        # Four times in the run at least.
+        # At least four times in the run.
         better = min(_round_up(sum(spent) / len(spent) / (AIM * step)), _round_down(record.steps / 4))
         rows.append(
             (name, f"{len(spent):,}", f"{sum(spent):,.1f}", f"{sum(spent) / record.seconds:.1%}", f"{now}", f"{better}")
@@ -110,7 +97,7 @@ def check_overhead(record: RunRecord) -> Finding | None:
     facts = {"share": share, "seconds": {name: sum(spent) for name, spent in costs.items()}}
     parts = ", ".join(f"{name} {min(1.0, sum(spent) / record.seconds):.0%}" for name, spent in costs.items() if spent)
     evidence = f"previews, evaluations and checkpoints took {share:.0%} of {format_duration(record.seconds)} ({parts})"
-    exhibits = (Figure("What is not training", table=rows),)
+    exhibits = (Figure("Time besides training", table=rows),)
     if share < A_LOT or not changes:
         return Finding("run.overhead", "fine", evidence, "", facts, exhibits)
     severity: Severity = "warning" if share >= MOST and total >= A_WHILE else "hint"
@@ -125,19 +112,19 @@ def _spent(record: RunRecord, kind: str, field: str) -> list[float]:
 
 
 def _round_up(x: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, … that is at least x."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, … that is at least x."""
     power = 10 ** math.floor(math.log10(max(x, 1.0)))
     return int(next(m * power for m in (1, 2, 5, 10) if m * power >= x))
 
 
 def _round_down(x: float) -> int:
-    """The largest of 1, 2, 5, 10, … that is at most x; 1 for less."""
+    """Return the largest of 1, 2, 5, 10, … that is at most x; at least 1."""
     power = 10 ** math.floor(math.log10(max(x, 1.0)))
     return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
 
 
 def check_speed(record: RunRecord) -> Finding | None:
-    """run.pace: whether it slows down as it goes, as a hot processor or another program would make it."""
+    """run.pace: check that training does not slow down, as by heat or by another program."""
     steps, speeds = record.column("images_per_second")
     if len(speeds) < FEW:
         return None
@@ -147,14 +134,14 @@ def check_speed(record: RunRecord) -> Finding | None:
     exhibits = (Figure("Speed", svg=chart),)
     facts = {"before": before, "now": now}
     if now >= SLOWER * before:
-        return Finding("run.pace", "fine", f"{now:,.0f} images a second, and steady", "", facts, exhibits)
-    evidence = f"it became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
+        return Finding("run.pace", "fine", f"{now:,.0f} images a second, steady", "", facts, exhibits)
+    evidence = f"training became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
     remedy = "look for another program on the machine, for heat (nvidia-smi -q -d PERFORMANCE), or for a slow disk"
     return Finding("run.pace", "hint", evidence, remedy, facts, exhibits)
 
 
 def check_memory(record: RunRecord) -> Finding | None:
-    """run.memory: whether it ran out, and went on with fewer images at a time."""
+    """run.memory: report out-of-memory errors that shrank the micro-batch."""
     shortages = record.events_of("out_of_memory")
     if not shortages:
         return None
@@ -166,14 +153,17 @@ def check_memory(record: RunRecord) -> Finding | None:
         if facts["checkpointing"]
         else plural(now, "image") + " at a time"
     )
-    evidence = f"memory did not suffice {plural(len(shortages), 'time')}; it goes on with {how}, for the same batch"
-    remedy = f"begin like that the next time: --microbatch {now}"
+    evidence = (
+        f"memory did not suffice {plural(len(shortages), 'time')}; training continues with {how}, at the same "
+        f"batch size"
+    )
+    remedy = f"next time start with --microbatch {now}"
     remedy += " --training.checkpointing" if facts["checkpointing"] else ""
     return Finding("run.memory", "hint", evidence, remedy, facts)
 
 
 def check_unused_images(record: RunRecord) -> Finding | None:
-    """run.data: the share of the images that could not be used."""
+    """run.data: share of the images that could not be used."""
     found, used = finite_number(record.data.get("found")), finite_number(record.data.get("used"))
     if not (found > 0 and used >= 0):
         return None
@@ -187,10 +177,9 @@ def check_unused_images(record: RunRecord) -> Finding | None:
 
 
 def check_noise_scale(record: RunRecord) -> Finding | None:
-    """run.noise_scale: the batch against the gradient noise scale (McCandlish et al. 2018, appendix A.1).
+    """run.noise_scale: compare the batch with the gradient noise scale (McCandlish et al. 2018, appendix A.1).
 
-    A batch far below it sees mostly noise, so that a larger one costs no more images for the same progress; far above
-    it, more images a step hardly make the step better.
+    Far below it, a larger batch makes the same progress from as many images; far above it, a smaller one does.
     """
     steps, scales = record.column("noise_scale")
     steps, scales = steps[scales > 0], scales[scales > 0]
@@ -200,7 +189,7 @@ def check_noise_scale(record: RunRecord) -> Finding | None:
         return None
     scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
     if scale is None:
-        evidence = "the gradient noise is larger than can be measured, so a batch sees next to nothing but noise"
+        evidence = "the gradient noise is too large to measure: a batch is almost only noise"
         unknown = {"noise_scale": None, "batch": batch}
         return Finding("run.noise_scale", "hint", evidence, _larger(record, UNLIKE * batch), unknown)
     series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
@@ -222,7 +211,7 @@ def check_noise_scale(record: RunRecord) -> Finding | None:
 
 
 def _larger(record: RunRecord, images: float) -> str:
-    """To train with a batch of about so many images."""
+    """Return the advice to train with a batch of about so many images."""
     batch, better = record.batch, _power_of_two(images)
     return (
         f"where time allows, a larger batch learns about as much from an image: --batch {better} "
@@ -232,5 +221,4 @@ def _larger(record: RunRecord, images: float) -> str:
 
 
 def _power_of_two(images: float) -> int:
-    """The nearest one."""
     return int(2 ** max(0, round(math.log2(images))))

@@ -1,6 +1,4 @@
-"""What the weights in a checkpoint lose, with the same noise at the same levels each time: the average against the
-weights as trained, and images that were trained on against images that were not.
-"""
+"""Checks of losses with fixed noise: EMA against raw weights, and training images against held-out images."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ GAP, ROSE = 0.10, 0.02
 
 
 class LossImages(NamedTuple):
-    """Images that losses are measured on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
+    """Images to measure losses on: float [N, C, H, W] in [-1, 1], labels [N] or None."""
 
     x0: Tensor
     label: Tensor | None
 
 
 def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], Tensor]) -> LossImages | None:
-    """Images to measure, evenly spread over the set, as the network sees them; None of none."""
+    """Return up to 128 evenly spread images as the network sees them; None for an empty set."""
     if not len(images):
         return None
     pixels, labels, _ = images.take(evenly_spaced(len(images), MEASURED))
@@ -58,9 +56,9 @@ def measure_losses(
     seed: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Floats:
-    """Loss [L, N] of each image at each noise quantile [L]; image i has the same noise whatever N and the batch are.
+    """Return the loss [L, N] of each image at each noise quantile [L].
 
-    `progress` is told of every pass how many images it had.
+    The noise of image i depends neither on N nor on `batch`. `progress` is called with the images of each pass.
     """
     result = torch.zeros(len(levels), len(looked.x0), dtype=torch.float64)
     for level, u in enumerate(levels):
@@ -80,16 +78,14 @@ def _noise(shape: torch.Size, seed: int, level: int, image: int) -> Tensor:
 
 
 def baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[Floats, Floats]:
-    """What two answers that need no learning lose at noise quantiles [L], on images like x0 [N, C, H, W].
+    """Return the losses [L] of two predictions without learning, at noise quantiles [L], on images x0 [N, C, H, W].
 
-    Returns:
-        The loss [L] of answering 0; and that of the best answer that is linear in each pixel by itself and knows the
-        mean image: of a pixel with variance s^2 about it, y given x_t has the variance (a sigma - b alpha)^2 s^2 /
-        (alpha^2 s^2 + sigma^2).
+    The first predicts 0. The second is the best linear prediction of each pixel by itself, given the mean image: for a
+    pixel of variance s^2, y given x_t has the variance (a sigma - b alpha)^2 s^2 / (alpha^2 s^2 + sigma^2).
     """
     x0 = x0.double()
     power = float(x0.square().mean())
-    # For each pixel by itself: many are the same in all images, and need no guessing. One image tells of no variance.
+    # Per pixel, because many pixels are equal in all images. A single image has no variance.
     spread = (x0.var(0) if len(x0) > 1 else x0[0].square()).flatten()
     logsnr = diffusion.schedule(levels.double())
     alpha, sigma = diffusion.path(logsnr)
@@ -102,54 +98,54 @@ def baseline_losses(diffusion: Diffusion, x0: Tensor, levels: Tensor) -> tuple[F
 
 
 def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, what: str) -> Finding:
-    """run.ema_behind: the average of the weights should lose less than the weights themselves.
+    """run.ema_behind: check that the EMA weights have no higher loss than the raw weights.
 
     Args:
-        record: of the run.
-        average: losses [L, N] with the averaged weights.
-        raw: the same with the weights as trained.
+        record: record of the run.
+        average: losses [L, N] of the EMA weights.
+        raw: losses [L, N] of the raw weights.
         updates: optimiser updates so far.
-        what: what the N images are, for people.
+        what: "training images" or "held-out images".
     """
     pairs = (average - raw).mean(0)
     excess = float(pairs.mean() / raw.mean())
     error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
     horizon = ema_window(record, updates)
-    curves = {"average": average.mean(1), "as trained": raw.mean(1)}
-    exhibits = (_level_figure("The average of the weights against the weights as trained", curves),)
+    curves = {"EMA": average.mean(1), "raw": raw.mean(1)}
+    exhibits = (_level_figure("EMA weights against raw weights", curves),)
     facts = {"excess": excess, "error": json_values(error), "updates": updates, "horizon": horizon}
-    side = "more" if excess > 0 else "less"
+    side = "higher" if excess > 0 else "lower"
     evidence = (
-        f"the average of the weights loses {abs(excess):.1%} {side} than the weights as trained, on {len(pairs)} "
-        f"{what}; it averages over the last {horizon:,.0f} of {updates:,} updates"
+        f"the loss of the EMA weights is {abs(excess):.1%} {side} than that of the raw weights, on "
+        f"{len(pairs)} {what}; the EMA averages over the last {horizon:,.0f} of {updates:,} updates"
     )
     if excess <= BEHIND or excess < CERTAIN * error:
         return Finding("run.ema_behind", "fine", evidence, "", facts, exhibits)
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
     remedy = (
-        f"draw with the others meanwhile: {record.command('sample', '--weights raw')}; the average catches up as the "
-        f"rate falls, or with a shorter one: --ema {narrower}"
+        f"sample with the raw weights meanwhile: {record.command('sample', '--weights raw')}; the EMA catches up as the "
+        f"learning rate falls, or with a shorter window: --ema {narrower}"
     )
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
 
 
 def ema_window(record: RunRecord, updates: int) -> float:
-    """Updates over which the average extends: 1 / (1 - decay) after so many."""
+    """Return the window of the EMA in updates: 1 / (1 - decay)."""
     ema: PowerEma | FixedEma = record.config.ema
     return min(float(updates), 1 / max(1e-12, 1 - ema.decay(max(updates, 1))))
 
 
 def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Finding:
-    """run.overfitting: losses [L, N] of the average on images trained on, and [L, M] on those held out."""
+    """run.overfitting: compare EMA losses [L, N] on training images with [L, M] on held-out images."""
     a, b = seen.mean(0), unseen.mean(0)
     gap = float(b.mean() / a.mean() - 1)
     spread = [values.var(ddof=1) / len(values) if len(values) > 1 else np.inf for values in (a, b)]
     error = float(np.sqrt(sum(spread)) / a.mean())
     steps, measured, rose = held_out_history(record)
     curves = {"trained on": seen.mean(1), "held out": unseen.mean(1)}
-    exhibits: tuple[Figure, ...] = (_level_figure("Images trained on against images held out", curves),)
+    exhibits: tuple[Figure, ...] = (_level_figure("Training images against held-out images", curves),)
     if len(steps) > 1:
         history = line_chart({"held-out loss": (steps, measured)}, "step", "loss")
         exhibits += (Figure("Held-out loss", svg=history),)
@@ -158,8 +154,8 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     facts = {"gap": gap, "error": json_values(error), "rose": rose, "lowest_at": lowest_at}
     sure = f" ± {error:.0%}" if np.isfinite(error) else ""
     evidence = (
-        f"{plural(len(b), 'held-out image')} lose {gap:+.0%}{sure} against {len(a)} trained on, most at noise level "
-        f"{(worst + 0.5) / len(seen):.2f}"
+        f"{plural(len(b), 'held-out image')} have {gap:+.0%}{sure} loss against {len(a)} training images, "
+        f"most at noise level {(worst + 0.5) / len(seen):.2f}"
     )
     if len(steps) > 2:
         lowest = f"its lowest, at step {facts['lowest_at']:,}"
@@ -175,7 +171,7 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
 
 
 def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
-    """(steps, held-out losses, share by which the latest is above the lowest), since it is measured as it is now."""
+    """Return (steps, held-out losses, relative rise of the latest above the lowest), for the present noise levels."""
     rows = [
         row
         for row in record.metrics
@@ -183,18 +179,18 @@ def held_out_history(record: RunRecord) -> tuple[Floats, Floats, float]:
     ]
     steps, measured = finite_column(rows, "held_out_loss")
     counts = [len(levels) if isinstance(levels := row.get("held_out_by_level"), list) else 0 for row in rows]
-    if counts:  # another number of levels is another measure
+    if counts:  # losses over another number of levels are not comparable
         same = np.array(counts) == counts[-1]
         steps, measured = steps[same], measured[same]
     if not len(measured):
         return steps, measured, 0.0
-    # Of the last three the middle one unless the last is lower, so that a single measurement is no rise.
+    # The median of the last three, unless the last is lower, so that one outlier is no rise.
     latest = min(float(measured[-1]), float(np.median(measured[-3:])))
     return steps, measured, latest / max(float(measured.min()), 1e-12) - 1
 
 
 def _overfitting_remedy(record: RunRecord) -> str:
-    """What helps against overfitting, most helpful first."""
+    """Return remedies for overfitting, most helpful first."""
     flip = "" if record.config.data.flip else "--flip, "
     augment = "" if record.config.uses_latents else "--data.augment 0.15, "  # which changes pixels
     by = "" if record.config.evaluate.best == "held_out_loss" else f", by {record.config.evaluate.best},"
@@ -205,6 +201,6 @@ def _overfitting_remedy(record: RunRecord) -> str:
 
 
 def _level_figure(title: str, curves: dict[str, Floats]) -> Figure:
-    """Losses [L] over the middles of the levels."""
+    """Plot losses [L] over the midpoints of the levels."""
     series = {name: ((np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in curves.items()}
     return Figure(title, svg=line_chart(series, LEVELS, "loss"), caption="The same noise for both.")

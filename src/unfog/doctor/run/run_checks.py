@@ -1,9 +1,13 @@
-"""`unfog doctor RUN`: what a finished, running or failed run has written down, and what its newest weights do."""
+"""Checks of a run, from what it has recorded and from what its newest weights do: the tables, and how to run them.
+
+To add a check, write a function that returns a Finding, or None where it does not apply, in one of the modules beside
+this one, and give it a line in a table below, under the code of its finding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,19 +18,10 @@ from torch import Tensor, nn
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.doctor.run.color_statistics import (
-    check_blank,
-    check_contrast,
-    check_saturation,
-    check_tint,
-    color_statistics,
-    comparison_figure,
-)
-from unfog.doctor.run.cost_checks import check_costs
+from unfog.doctor.run import color_statistics as colors
+from unfog.doctor.run import cost_checks, status_checks, trend_checks
 from unfog.doctor.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.doctor.run.run_record import RunRecord
-from unfog.doctor.run.status_checks import check_status
-from unfog.doctor.run.trend_checks import check_trends
 from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
@@ -40,42 +35,92 @@ from unfog.process.heartbeat import read_heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
-from unfog.reporting.findings import Finding
+from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.optimizer_settings import Custom
 
-_COMPARED = 2000
-"""Training images that drawn ones are compared with as a whole."""
+_COMPARED = 2000  # training images that generated ones are compared with
+
+
+@dataclass(frozen=True)
+class RecordInput:
+    """Everything that a check of the record may look at."""
+
+    record: RunRecord
+    usual_lr: float | None
+    """Learning rate that would be chosen automatically; None where it is not known."""
+    relative: float | None
+    """Loss over that of predicting 0; None where it was not measured."""
+    pixelwise: float | None
+    """Loss over that of the best prediction from each pixel alone; None where it was not measured."""
+    memorized: bool
+    """More training would only memorize the images."""
+
+
+@dataclass(frozen=True)
+class SampleInput:
+    """Statistics of generated images and of training images."""
+
+    generated: colors.ColorStatistics
+    training: colors.ColorStatistics
+    figure: Figure
+    unready: str
+    """What has to be done before good samples can be expected; "" where the network has learned."""
+
+
+TREND_CHECKS: Mapping[str, Callable[[RecordInput], Finding | None]] = {
+    "run.state": lambda x: status_checks.check_state(x.record, x.usual_lr),
+    "run.checkpoints": lambda x: status_checks.check_checkpoints(x.record),
+    "run.loss": lambda x: trend_checks.check_loss(x.record, x.relative, x.pixelwise, x.memorized),
+    "run.lr": lambda x: trend_checks.check_learning_rate(x.record, x.usual_lr, x.pixelwise),
+    "run.gradient": lambda x: trend_checks.check_gradient(x.record),
+    "run.unstable": lambda x: trend_checks.check_stability(x.record, x.usual_lr),
+}
+# With the newest weights: run.ema_behind and run.overfitting in `_check_losses`, run.memorised in `_check_samples`.
+SAMPLE_CHECKS: Mapping[str, Callable[[SampleInput], Finding]] = {
+    "run.blank_samples": lambda x: colors.check_blank(x.generated, x.training, x.figure, x.unready),
+    "run.tint": lambda x: colors.check_tint(x.generated, x.training, x.figure, x.unready),
+    "run.contrast": lambda x: colors.check_contrast(x.generated, x.training, x.unready),
+    "run.saturated": lambda x: colors.check_saturation(x.generated, x.training, x.unready),
+}
+COST_CHECKS: Mapping[str, Callable[[RunRecord], Finding | None]] = {
+    "run.data_wait": cost_checks.check_data_wait,
+    "run.overhead": cost_checks.check_overhead,
+    "run.pace": cost_checks.check_speed,
+    "run.memory": cost_checks.check_memory,
+    "run.data": cost_checks.check_unused_images,
+    "run.noise_scale": cost_checks.check_noise_scale,
+}
 
 
 class _Weights(NamedTuple):
-    """Those of the newest whole checkpoint, and the settings that trained it."""
+    """Weights of the newest whole checkpoint, and the settings that trained them."""
 
     step: int
     config: Config
     updates: int
     networks: Mapping[str, nn.Module]
-    """By kind, "model" and "ema"; read at once, as a run at work may remove the checkpoint at any moment."""
+    """"model" and "ema"; loaded at once, because a running process may delete the checkpoint at any moment."""
 
 
 def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> list[Finding]:
-    """Examine a run; changes nothing in it. What is not there to be examined is left out, and said to be.
+    """Run all checks on a run folder without changing it; what cannot be checked is listed in run.skipped.
 
     Args:
-        folder: of the run, which may be at work meanwhile.
-        device: where to measure and to draw: auto, cpu, cuda, cuda:1 or mps.
-        samples: pictures to draw; 0 draws none.
+        folder: a run that may still be training.
+        device: device for losses and samples: auto, cpu, cuda, cuda:1 or mps.
+        samples: number of images to generate; 0 generates none.
 
     Raises:
-        RequestError: it is no run, its settings cannot be read, or there is no such device.
+        RequestError: not a run, unreadable settings, or no such device.
     """
     config = folder.read_config()
     if config.trains_autoencoder:
         raise RequestError(
-            f"{folder.path} is a codec; `unfog report {folder.path}` shows its losses and what comes back of images"
+            f"{folder.path} trains an autoencoder; `unfog report {folder.path}` shows its losses and reconstructions"
         )
     where = choose_device(device)
     record = RunRecord.read(folder.path, config, read_heartbeat(folder.path))
@@ -83,73 +128,69 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     weights, broken = _newest_weights(folder, config.autoencoder_folder, skipped)
     record = record.with_broken(broken)
     prepared = _load_run_images(config, skipped)
-    usual = usual_learning_rate_of(config)
-    findings, relative, beaten = [], None, None
+    findings: list[Finding] = []
+    relative = pixelwise = None
     if weights is not None and prepared is not None:
         try:
-            found, relative, beaten = _check_losses(record, weights, prepared, where, skipped)
-            findings += found
+            findings, relative, pixelwise = _check_losses(record, weights, prepared, where, skipped)
             if samples > 0:
+                unready = "make it learn first" if pixelwise > 0.9 else ""
                 if weights.step < 0.2 * record.steps:
                     unready = "go on training; this is early"
-                else:
-                    unready = "make it learn first" if beaten > 0.9 else ""
                 findings += _check_samples(weights, prepared, where, samples, unready, skipped)
         except torch.OutOfMemoryError:
-            skipped.append(f"what needs the weights, as {where} has too little memory free (try --device cpu)")
-    by_heart = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
-    before = [*check_status(record, usual), *check_trends(record, usual, relative, beaten, by_heart)]
-    findings = [*before, *findings, *check_costs(record)]
+            skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")
+    memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
+    given = RecordInput(record, usual_learning_rate_of(config), relative, pixelwise, memorized)
+    found = [*(check(given) for check in TREND_CHECKS.values()), *findings]
+    found += [check(record) for check in COST_CHECKS.values()]
     if skipped:
-        findings.append(Finding("run.skipped", "hint", f"not looked at: {'; '.join(skipped)}"))
-    return findings
+        found.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
+    return [finding for finding in found if finding is not None]
 
 
 def _newest_weights(
-    folder: RunFolder, codec: str, skipped: list[str]
+    folder: RunFolder, autoencoder: str, skipped: list[str]
 ) -> tuple[_Weights | None, list[checkpoint.BrokenCheckpoint]]:
-    """The newest whole weights after the first step, None if there are none; and the checkpoints that are broken.
+    """Load the newest intact weights, None before the first update; and list the broken checkpoints.
 
-    `codec`: where the codec of the run is now, if it has one.
+    `autoencoder` is the folder that the run's autoencoder is in now, "" for none.
     """
     broken: list[checkpoint.BrokenCheckpoint] = []
     try:
         saved, found = checkpoint.newest_intact(folder.checkpoints)
-        broken = [one for one in found if one.folder.exists()]  # a run at work may have removed others meanwhile
+        broken = [one for one in found if one.folder.exists()]  # a running process may have deleted others
         updates = 0 if saved is None else int(checkpoint.read_state(saved.folder)["updates"])
         if saved is None or not updates:
-            none = "no checkpoint is whole" if broken and saved is None else "nothing that was trained is saved yet"
-            skipped.append(f"what needs weights, as {none}")
+            none = "no checkpoint is intact" if broken and saved is None else "nothing trained is saved yet"
+            skipped.append(f"checks of the weights, as {none}")
             return None, broken
-        config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=codec)
+        config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=autoencoder)
         networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             checkpoint.load_weights(saved.folder, kind, network)
         return _Weights(saved.step, config, updates, networks), broken
     except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
-        # It may be removed at this moment, too; whatever is wrong, the record can still be examined.
-        skipped.append(f"what needs weights ({error})")
+        # The checkpoint may be deleted at this moment; the record can be checked all the same.
+        skipped.append(f"checks of the weights ({error})")
         return None, broken
 
 
 def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
-    """The images of the run, from the cache where they are in it; None if they are not there, or not the same."""
+    """Load the training images, from the cache where possible; None where they are missing or have changed."""
     try:
         prepared, found = load_images(config, StopSignals())
     except (RequestError, RunError, OSError) as error:
-        skipped.append(f"what needs the images ({error})")
+        skipped.append(f"checks against the images ({error})")
         return None
     if config.fingerprint and found.fingerprint != config.fingerprint:
-        skipped.append(
-            f"what needs the images, as those in {sanitize(config.source)} are not those that it was trained on"
-        )
+        skipped.append(f"checks against the images, as {sanitize(config.source)} has changed since training")
         return None
     return prepared
 
 
 def usual_learning_rate_of(config: Config) -> float | None:
-    """The learning rate that would be chosen for this run; None for a network that is not settled, and where none is
-    known for the optimiser."""
+    """Return the automatic learning rate for this run; None for an unresolved network or a custom optimiser."""
     method = config.optimizer.method
     if config.network is None or isinstance(method, Custom):
         return None
@@ -160,10 +201,11 @@ def usual_learning_rate_of(config: Config) -> float | None:
 def _check_losses(
     record: RunRecord, weights: _Weights, prepared: Dataset, device: torch.device, skipped: list[str]
 ) -> tuple[list[Finding], float, float]:
-    """Findings from losses on fixed noise.
+    """Check losses with fixed noise.
 
     Returns:
-        They, and the loss on training images over that of answering 0, and over that of guessing pixel by pixel.
+        The findings; and the loss on training images relative to that of predicting 0, and relative to that of the
+        best prediction from each pixel alone.
     """
     config = weights.config
     see = without_augmentation(config)
@@ -173,7 +215,7 @@ def _check_losses(
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
     own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
-    assert seen is not None, "nobody trains on nothing"
+    assert seen is not None, "a run has training images"
     work = [("ema", seen)] + [("ema", unseen)] * (unseen is not None) + [("model", own)]
     passes = len(levels) * sum(len(images.x0) for _, images in work if images is not None)
 
@@ -197,13 +239,13 @@ def _check_losses(
     what = "training images" if own is seen else "held-out images"
     findings = [check_ema(record, average, raw, weights.updates, what)]
     if unseen is None:
-        skipped.append("overfitting, as no images are held out (--data.held-out 0.05 would, of 100 or more)")
+        skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")
     else:
         findings.append(check_overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
     zero, pixelwise = baseline_losses(
         config.diffusion, _model_inputs(prepared.as_network_input.train, _COMPARED, see), levels
     )
-    # Of the two weights the better one: the average may be behind without that nothing was learned.
+    # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
     lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
 
@@ -211,42 +253,34 @@ def _check_losses(
 def _check_samples(
     weights: _Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
-    """Findings from pictures drawn with the average of the weights, without guidance, which would shift them.
-
-    `unready`: what to do before anything can be expected of them; "" where the network has learned something.
-    """
+    """Check images generated with the EMA weights, without guidance, which would shift colours; see `SampleInput`."""
     config, network = weights.config, weights.networks["ema"].to(device)
-    # Of more classes than pictures, as many evenly spread.
+    # With more classes than samples, evenly spread ones.
     labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
     batch = config.training.microbatch or config.training.batch
-    with Progress("drawing pictures", samples) as progress:
-        drawing = GenerationSettings(samples, config.sampler, labels, batch=min(batch, 64))
-        drawn = generate_images(network, config, drawing, progress.update)
-    data, data_labels = _training_pixels(prepared.train, labels)
+    with Progress("generating images", samples) as progress:
+        settings = GenerationSettings(samples, config.sampler, labels, batch=min(batch, 64))
+        generated = generate_images(network, config, settings, progress.update)
+    training, training_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
-    mine, theirs = color_statistics(drawn, own), color_statistics(data, data_labels)
-    shown = comparison_figure(drawn, data)
-    findings = [
-        check_blank(mine, theirs, shown, unready),
-        check_tint(mine, theirs, shown, unready),
-        check_contrast(mine, theirs, unready),
-        check_saturation(mine, theirs, unready),
-    ]
+    statistics = colors.color_statistics(generated, own), colors.color_statistics(training, training_labels)
+    given = SampleInput(*statistics, colors.comparison_figure(generated, training), unready)
+    findings = [check(given) for check in SAMPLE_CHECKS.values()]
     if len(prepared.train) < FEWEST:
-        skipped.append(f"copies of training images, as there are only {len(prepared.train)} of them")
+        skipped.append(f"memorization, as there are only {len(prepared.train)} training images")
     else:
-        with Progress("searching copies", len(prepared.train)) as progress:
-            findings.append(check_memorization_by_pixels(drawn, prepared, progress.update))
+        with Progress("searching memorized images", len(prepared.train)) as progress:
+            findings.append(check_memorization_by_pixels(generated, prepared, progress.update))
     return findings
 
 
 def _model_inputs(images: ImageSet, count: int, see: Callable[[Tensor], Tensor]) -> Tensor:
-    """Up to `count` images as the network sees them."""
+    """Return up to `count` images as the network sees them."""
     return see(torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), count)])))
 
 
 def _training_pixels(images: ImageSet, labels: tuple[int, ...]) -> tuple[Pixels, NDArray[np.int64] | None]:
-    """Up to COMPARED images [N, H, W, C] of these classes, all for (), and their labels."""
+    """Return up to 2,000 images [N, H, W, C] of these classes, all for (), and their labels."""
     if images.labels is None or not labels:
         rows = evenly_spaced(len(images), _COMPARED)
         return images.pixels[rows].transpose(0, 2, 3, 1), None

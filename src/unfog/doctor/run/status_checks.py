@@ -1,36 +1,29 @@
-"""Where a run is: finished, at work, stopped, killed or failed; and what it has saved."""
+"""Checks of the state of a run (finished, running, stopped, killed or failed) and of its checkpoints."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from unfog.doctor.run.run_record import BEGINNINGS, ENDS, RunRecord
+from unfog.doctor.run.run_record import RunRecord
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, plural
+from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS
 
 STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
-"""Last heartbeats of a resume that ended before it was one, which says nothing of the session before it."""
+"""Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
-"""Words of errors that ask for room on the disk; paths may have "disk" in them as well."""
-
-
-def check_status(record: RunRecord, usual_lr: float | None = None) -> list[Finding]:
-    """run.state, and run.checkpoints. `usual_lr`: the rate that would be chosen, where that is known."""
-    return [check_state(record, usual_lr), check_checkpoints(record)]
+"""Words of errors about a full disk; "disk" alone could be part of a path."""
 
 
 def final_state(record: RunRecord) -> tuple[str, str]:
-    """(one of STATES, what is known of it).
-
-    The last session's own word counts; without one, its heartbeat, which stops where a process was killed.
-    """
-    sessions = [row for row in record.events if row.get("kind") in (*BEGINNINGS, *ENDS)]
+    """Return (one of STATES, details), from the last event of the last session or else from its heartbeat."""
+    sessions = [row for row in record.events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
     last = sessions[-1] if sessions else {}
     beat = record.heartbeat or {}
     if beat.get("alive"):
         return "running", str(beat.get("doing", ""))
-    if last.get("kind") in ENDS:
+    if last.get("kind") in SESSION_ENDS:
         reason = str(last.get("reason", ""))
         interrupted = reason.startswith("KeyboardInterrupt")
         return ("stopped", "it was interrupted twice") if interrupted else (str(last["kind"]), reason)
@@ -43,7 +36,7 @@ def final_state(record: RunRecord) -> tuple[str, str]:
 
 
 def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
-    """run.state: where the run is, and the command to go on with."""
+    """run.state: progress of the run, and the command to continue."""
     state, word = final_state(record)
     place = f"step {record.step:,} of {record.steps:,}" if record.steps else f"step {record.step:,}"
     facts: dict[str, Any] = {"state": state, "step": record.step, "steps": record.steps, "reason": word}
@@ -53,18 +46,18 @@ def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
         return Finding("run.state", "fine", evidence, "", facts)
     if state == "running":
         if word == "waiting for disk space":
-            remedy = "make room, and it will go on by itself; nothing is lost"
-            return Finding("run.state", "warning", f"at {place}, waiting for room on the disk", remedy, facts)
+            remedy = "free some space; training then continues by itself and nothing is lost"
+            return Finding("run.state", "warning", f"at {place}, waiting for disk space", remedy, facts)
         return Finding("run.state", "fine", f"running, at {place}: {word or 'at work'}", "", facts)
     resume = f"go on: {record.command('resume')}"
     if state == "stopped":
         return Finding("run.state", "hint", f"stopped on request at {place}, and saved", resume, facts)
     if state == "not begun":
-        return Finding("run.state", "warning", "training has not begun, and no process is at it", resume, facts)
+        return Finding("run.state", "warning", "training has not begun, and no process is running", resume, facts)
     if state == "failed":
         diverged = "diverged" in word
         remedy = _after_failure(record, word, usual_lr)
-        evidence = f"failed at {place}: {_shorten(word) or 'it did not say why'}"
+        evidence = f"failed at {place}: {_shorten(word) or 'no reason was recorded'}"
         return Finding("run.state", "fatal" if diverged else "warning", evidence, remedy, facts)
     return _killed(record, place, word, facts)
 
@@ -73,18 +66,17 @@ def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "diverged" in word:
         return record.stability_remedy(usual_lr)
     if any(full in word for full in FULL):
-        return f"make room, then {record.command('resume')}"
+        return f"free some space, then {record.command('resume')}"
     if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
-        return "train anew with a smaller --size or --network, or where there is more memory"
+        return "train again with a smaller --size or --network, or where there is more memory"
     if "memory" in word.lower():
         now = record.config.training.microbatch or record.batch
         less = f"--microbatch {now // 2}" if now > 1 else "--training.checkpointing"
         return f"use less memory: {record.command('resume', less)}"
-    return f"put that right, then {record.command('resume')}; with --debug it shows where it failed"
+    return f"fix that, then {record.command('resume')}; with --debug it shows where it failed"
 
 
 def _shorten(reason: str) -> str:
-    """The first sentence or so of it, on one line."""
     words = " ".join(reason.split())
     return words if len(words) <= 160 else f"{words[:160].rsplit(' ', 1)[0]} …"
 
@@ -99,12 +91,12 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
         silent = "a resume since did not begin"
     doing = f", while {word}" if word else ""
     evidence = (
-        f"the process was killed at about {place}{doing}: {silent}, and it said no goodbye; "
+        f"the process was killed at about {place}{doing}: {silent}; "
         f"{plural(lost, 'step')} since the checkpoint of step {newest:,} will be trained again"
     )
     if seconds >= 1:
         evidence += f" ({format_duration(seconds)})"
-    remedy = f"go on: {record.command('resume')}; if it dies again, look for the out-of-memory killer (dmesg)"
+    remedy = f"go on: {record.command('resume')}; if it is killed again, look for the out-of-memory killer (dmesg)"
     if lost > 2 * max(record.config.checkpoint.every, 1) and record.config.checkpoint.every != 1:
         every = record.config.checkpoint.every
         often = every // 2 if every > 0 else lost // 4
@@ -114,7 +106,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
 
 
 def check_checkpoints(record: RunRecord) -> Finding:
-    """run.checkpoints: what there is to go on from and to draw with."""
+    """run.checkpoints: intact and broken checkpoints."""
     kept = [f"{one.step:,}" for one in record.saved]
     facts = {"steps": [one.step for one in record.saved], "broken": [one.folder.name for one in record.broken]}
     rows = [("step", "held-out loss", "kept for")]
@@ -124,8 +116,8 @@ def check_checkpoints(record: RunRecord) -> Finding:
     exhibits = (Figure("Checkpoints", table=rows),) if kept else ()
     if record.broken:
         evidence = f"{plural(len(record.broken), 'checkpoint')} cannot be used ({record.broken[0].reason})"
-        remedy = f"a resume sets them aside and goes on from step {kept[-1]}" if kept else "train anew"
+        remedy = f"a resume ignores them and continues from step {kept[-1]}" if kept else "train again"
         return Finding("run.checkpoints", "warning", evidence, remedy, facts, exhibits)
     if not kept:
-        return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is examined")
+        return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is checked")
     return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, exhibits)

@@ -1,4 +1,4 @@
-"""Where the loss of a run is going, and whether its learning rate is what it should be."""
+"""Checks of trends: loss, learning rate, gradient norm, skipped steps and roll-backs."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ SOON = 100
 
 
 class _Trend(NamedTuple):
-    """A fit of log(loss) to log2(images) over the last two doublings."""
+    """A linear fit of log(loss) over log2(images), for the last two doublings."""
 
     fall: float
-    """Share of the loss lost with each doubling of the images; negative where it rises."""
+    """Relative fall of the loss with each doubling of the images; negative where it rises."""
     error: float
-    """Standard error of that."""
+    """Standard error of `fall`."""
     last: float
-    """Loss at the end, by the fit."""
+    """Fitted loss at the end."""
 
 
 def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
-    """The trend of a column; None with too few lines to tell."""
+    """Fit the trend of a column; None with too few lines."""
     steps, values = record.column(name)
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
     if keep.sum() < FEW:
         return None
     x, y = np.log2(steps[keep]), np.log(values[keep])
     x = x - x[-1]
-    if np.ptp(x) < 0.5:  # resumed from a record that lost its beginning, say
+    if np.ptp(x) < 0.5:  # for example where the record lost its beginning
         return None
     (slope, end), residual = np.polyfit(x, y, 1), 0.0
     residual = float(np.square(y - slope * x - end).sum() / max(1, len(x) - 2))
@@ -58,35 +58,10 @@ def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     return _Trend(1 - math.exp(slope), error, float(np.exp(end)))
 
 
-def check_trends(
-    record: RunRecord,
-    usual_lr: float | None = None,
-    relative: float | None = None,
-    beaten: float | None = None,
-    by_heart: bool = False,
-) -> list[Finding]:
-    """Findings on loss, learning rate, gradient and refused steps.
-
-    Args:
-        record: of the run.
-        usual_lr: the rate that would be chosen for this network and batch; None where that is not known.
-        relative: loss over that of answering 0; None where it is not known.
-        beaten: loss over that of the best answer to each pixel by itself; None where it is not known.
-        by_heart: the images are learned by heart already, so that more training is no advice.
-    """
-    found = (
-        check_loss(record, relative, beaten, by_heart),
-        check_learning_rate(record, usual_lr, beaten),
-        check_gradient(record),
-        check_stability(record, usual_lr),
-    )
-    return [finding for finding in found if finding is not None]
-
-
 def check_loss(
     record: RunRecord, relative: float | None, beaten: float | None, by_heart: bool = False
 ) -> Finding | None:
-    """run.not_learning where the loss is what no network would need, else run.loss: levelled off, falling or rising."""
+    """run.not_learning where simple predictions do as well; else run.loss: level, falling or rising."""
     steps, values = record.column("loss")
     if not len(values):
         return None
@@ -100,8 +75,8 @@ def check_loss(
     facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
     if relative is not None and beaten is not None and record.step >= SOON and (relative > UNLEARNED or beaten > 1):
         evidence = (
-            f"the loss is {relative:.2f} of what answering 0 would lose, and {beaten:.2f} of what guessing each pixel "
-            "by itself would: the network has learned next to nothing"
+            f"the loss is {relative:.2f} of the loss of predicting 0, and {beaten:.2f} of that of predicting "
+            "each pixel by itself: the network has learned almost nothing"
         )
         source, settings = (
             shlex.quote(of) for of in (without_secrets(record.config.source), str(record.path / "config.toml"))
@@ -113,7 +88,7 @@ def check_loss(
     if trend is None:
         return Finding("run.loss", "fine", f"the loss is {values[-1]:.3g}; too early for a trend", "", facts, exhibits)
     facts |= trend._asdict()
-    known = "" if beaten is None else f", {beaten:.2f} of what guessing each pixel by itself loses"
+    known = "" if beaten is None else f", {beaten:.2f} of the loss of predicting each pixel by itself"
     if trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         return Finding("run.loss", "warning", evidence, record.stability_remedy(None), facts, exhibits)
@@ -122,9 +97,8 @@ def check_loss(
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         if record.step < record.steps or by_heart:
             return Finding("run.loss", "fine", evidence, "", facts, exhibits)
-        remedy = (
-            f"it pays to train longer: {record.command('resume', f'--steps {2 * record.steps}')}; expect about "
-            + (f"{trend.last * (1 - trend.fall):.3g}")
+        remedy = f"train longer: {record.command('resume', f'--steps {2 * record.steps}')}; expect about " + (
+            f"{trend.last * (1 - trend.fall):.3g}"
         )
         return Finding("run.loss", "hint", evidence, remedy, facts, exhibits)
     evidence = f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
@@ -132,7 +106,7 @@ def check_loss(
 
 
 def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
-    """run.lr_high and run.lr_low: never by the rate alone, always by what came of it; else run.lr."""
+    """run.lr_high and run.lr_low, where the rate is unusual and its effects show; else run.lr."""
     lr, backs = record.config.optimizer.lr, len(record.recent_events("rolled_back"))
     steps, norms = record.column("gradient_norm")
     if not lr or not len(steps):
@@ -147,7 +121,7 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
     if backs:
         signs.append(f"{plural(backs, 'roll-back')} halved it")
     if beaten is not None and beaten > 0.9 and record.step >= SOON:
-        signs.append(f"the loss is still {beaten:.2f} of what guessing each pixel by itself loses")
+        signs.append(f"the loss is still {beaten:.2f} of the loss of predicting each pixel by itself")
     if trend is not None and trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
         signs.append(f"the loss rises by {-trend.fall:.0%} with twice the images")
     if growth > 4 and clipped > 0.9:
@@ -167,14 +141,14 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
             else " and ".join(["little is learned", *([falls] if trend and trend.fall > IMPROVES else [])])
         )
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
-        remedy = f"go on with more: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train anew with it"
+        remedy = f"continue with a higher rate: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train again with it"
         severity: Severity = "warning" if times < FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
     return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
 
 
 def _gradient_growth(norms: Floats) -> float:
-    """Median gradient norm of the last quarter over that of the second, as the first holds the warm-up."""
+    """Return the median gradient norm of the last quarter over that of the second; the first includes warm-up."""
     quarter = len(norms) // 4
     if quarter < 2:
         return 1.0
@@ -183,7 +157,7 @@ def _gradient_growth(norms: Floats) -> float:
 
 
 def check_gradient(record: RunRecord) -> Finding | None:
-    """run.gradient: its norm over the run, and how much of it is clipped."""
+    """run.gradient: growth of the gradient norm, and how often it is clipped."""
     steps, norms = record.column("gradient_norm")
     if len(norms) < FEW:
         return None
@@ -203,14 +177,14 @@ def check_gradient(record: RunRecord) -> Finding | None:
 
 
 def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
-    """run.unstable: steps that were refused for numbers that are not finite, and roll-backs, with what caused them."""
+    """run.unstable: steps skipped because of non-finite numbers, and roll-backs, with their causes."""
     refused, backs = record.recent_events("step_refused"), record.recent_events("rolled_back")
     steps = record.step - record.changed_at
     if steps <= 0:
         return None
     since = f" since settings changed at step {record.changed_at:,}" if record.changed_at else ""
     if not (refused or backs):
-        return Finding("run.unstable", "fine", f"none of {plural(steps, 'step')}{since} was refused or rolled back")
+        return Finding("run.unstable", "fine", f"none of {plural(steps, 'step')}{since} was skipped or rolled back")
     share = len(refused) / steps
     images = Counter(str(name) for row in refused for name in list_field(row, "images"))
     layers = Counter(str(row["layer"]) for row in refused if row.get("layer"))
@@ -224,7 +198,9 @@ def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding
     }
     told = []
     if refused:
-        told.append(f"{plural(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) refused, not being finite")
+        told.append(
+            f"{plural(len(refused), 'step')} of {steps:,}{since} ({share:.1%}) skipped, as numbers were not finite"
+        )
     if backs:
         reason = str(backs[-1].get("reason", ""))[:160]
         told.append(
@@ -238,26 +214,23 @@ def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding
 def _after_trouble(
     record: RunRecord, images: Counter[str], layers: Counter[str], went_back: bool, usual_lr: float | None
 ) -> str:
-    """What to do about refused steps and roll-backs."""
     often = [name for name, times in images.most_common(3) if times > 1]
     if often:
         return f"look at these images, or train without them: {', '.join(often)}"
     if went_back:
         lr = record.config.optimizer.lr * record.lr_scale
-        return (
-            f"the run goes on with a rate of {lr:.2g}; if there are more of these: {record.stability_remedy(usual_lr)}"
-        )
+        return f"training continues with a rate of {lr:.2g}; if it happens again: {record.stability_remedy(usual_lr)}"
     where = f" (first in {layers.most_common(1)[0][0]})" if layers else ""
-    return f"if it goes on, compute in fp32{where}: {record.resume_command('--precision fp32')}"
+    return f"if it continues, compute in fp32{where}: {record.resume_command('--precision fp32')}"
 
 
 def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Figure:
-    """What the events say of each, the first twenty."""
+    """Return a table of the first twenty events."""
     rows = [("step", "what", "where", "images", "noise levels")]
     for row in sorted((*refused, *backs), key=lambda row: finite_number(row.get("step")))[:20]:
         back = row in backs
-        what = f"rolled back: {row.get('reason', '')}" if back else f"refused, gradient norm {row.get('gradient_norm')}"
+        what = f"rolled back: {row.get('reason', '')}" if back else f"skipped, gradient norm {row.get('gradient_norm')}"
         levels = ", ".join(f"{finite_number(level):.2f}" for level in list_field(row, "levels"))
         names = ", ".join(map(str, list_field(row, "images")))
         rows.append((str(row.get("step", "")), what, str(row.get("layer", "")), names[:200], levels[:80]))
-    return Figure("Refused steps and roll-backs", table=rows)
+    return Figure("Skipped steps and roll-backs", table=rows)

@@ -1,4 +1,4 @@
-"""What a run does besides training: what previews and evaluation cost, what a crash would, and what classes are for."""
+"""Checks of previews, evaluation, checkpoints, guidance and class labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENOUGH_TO_HOLD_OUT = 100
 
 
 def check_run_costs(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
-    """What previews, evaluation and metrics take of the time, by the passes through the network that they make."""
+    """Check the share of the time that previews, evaluation and metrics take, by their forward passes."""
     costs, steps = forward_passes(config, held_out), config.training.images // config.training.batch
     whole = sum(costs.values())
     aside = 1 - costs["training"] / whole
@@ -28,7 +28,7 @@ def check_run_costs(config: Config, held_out: int, seconds_per_step: float | Non
     said = f"previews take about {format_number(100 * costs['preview'] / whole)}% of the time and evaluation "
     said += f"{format_number(100 * costs['evaluate'] / whole)}%"
     if costs["metrics"]:
-        said += f", drawing for metrics {format_number(100 * costs['metrics'] / whole)}%"
+        said += f", generating for metrics {format_number(100 * costs['metrics'] / whole)}%"
     if seconds_per_step:
         spent = steps * seconds_per_step * (whole / costs["training"] - 1)
         said, facts["seconds"] = f"{said}, {format_duration(spent)} in all", spent
@@ -46,24 +46,24 @@ def check_run_costs(config: Config, held_out: int, seconds_per_step: float | Non
 
 
 def _interval(costs: dict[str, float], name: str, config: Config, steps: int) -> int:
-    """Steps between two, at which they take half of what all may."""
+    """Return the interval at which one of them takes half of the share that all may take."""
     one = costs[name] / repetitions(getattr(config, name).every, steps)
     often = max(1.0, costs["training"] * _MOST_ASIDE / 2 / one - 2)
     return math.ceil(steps / often)
 
 
 def check_held_out(config: Config, prepared: Dataset) -> Finding:
-    """Whether there are enough held-out images for their loss to be read."""
+    """Check that enough images are held out for a meaningful held-out loss."""
     held, trained = len(prepared.held_out), len(prepared.train)
     used, levels = min(held, config.evaluate.images), config.evaluate.levels
     facts = {"held_out": held, "used": used, "levels": levels}
     if config.evaluate.every < 0:
-        return Finding("settings.held_out", "fine", "no held-out loss is asked for", facts=facts)
+        return Finding("settings.held_out", "fine", "evaluation is switched off", facts=facts)
     if not held and trained < _ENOUGH_TO_HOLD_OUT:
-        said = f"of {trained} images none is held out, as each is worth more to training; look at the pictures instead"
+        said = f"none of {trained} images is held out, as a small set needs all for training; judge by the samples"
         return Finding("settings.held_out", "fine", said, facts=facts)
     if not held:
-        said = "nothing is held out, so that nobody will see when the network begins to learn its images by heart"
+        said = "nothing is held out, so memorization would go unnoticed"
         return Finding("settings.held_out", "hint", said, "--data.held-out 0.05", facts)
     said = f"the held-out loss is over {used} images at {levels} noise levels each"
     if used >= _FEW_HELD_OUT:
@@ -73,11 +73,11 @@ def check_held_out(config: Config, prepared: Dataset) -> Finding:
     else:
         share = min(0.5, math.ceil(100 * _FEW_HELD_OUT / (held + trained)) / 100)
         remedy = f"--data.held-out {share:g}"
-    return Finding("settings.held_out", "hint", f"{said}, so few that it says little of others", remedy, facts)
+    return Finding("settings.held_out", "hint", f"{said}, too few for a reliable loss", remedy, facts)
 
 
 def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding:
-    """What is lost when the machine goes down at the worst moment."""
+    """Check how much training a crash can lose."""
     every, steps = config.checkpoint.every, config.training.images // config.training.batch
     lost = min(every, steps) if every > 0 else steps
     hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
@@ -92,7 +92,7 @@ def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding
 
 
 def check_guidance(config: Config) -> Finding:
-    """Whether guidance can do what it is set to, and whether labels are learned."""
+    """Check that guidance has an effect and that labels are learned."""
     facts = {"guidance": config.guidance, "label_dropout": config.label_dropout, "classes": len(config.classes)}
     if config.classes and config.label_dropout == 1:
         said = "label_dropout = 1 hides every label, so classes are not learned"
@@ -101,17 +101,17 @@ def check_guidance(config: Config) -> Finding:
         said = f"guidance = {config.guidance:g} has no effect, as the network never sees an image without its class"
         return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
     if config.guidance > 10 and config.classes:
-        said = f"guidance = {config.guidance:g} burns colours out, and leaves little variety"
+        said = f"guidance = {config.guidance:g} oversaturates colours and leaves little variety"
         return Finding("settings.guidance", "hint", said, "--guidance 1.5", facts)
     if config.classes and config.label_dropout > 0.5:
-        said = f"{100 * config.label_dropout:.0f}% of the images are shown without their class, which is learned slowly"
+        said = f"{100 * config.label_dropout:.0f}% of the images lose their class, so classes are learned slowly"
         return Finding("settings.guidance", "hint", said, "--label-dropout 0.1", facts)
     used = f"guidance {config.guidance:g}, {100 * config.label_dropout:.0f}% of labels hidden in training"
     return Finding("settings.guidance", "fine", used if config.classes else "no classes", facts=facts)
 
 
 def check_labels(config: Config, prepared: Dataset) -> Finding:
-    """Whether every label is a class of the network, and every class has images."""
+    """Check that every label is a class of the network."""
     rows, sets = len(config.classes), [images for images in (prepared.train, prepared.held_out) if len(images)]
     found = [images.labels for images in sets if images.labels is not None]
     if not rows:
@@ -121,7 +121,7 @@ def check_labels(config: Config, prepared: Dataset) -> Finding:
         return Finding("settings.labels", "fine", "no classes")
     low, high = min(int(each.min()) for each in found) if found else -1, max((int(e.max()) for e in found), default=-1)
     facts = {"classes": rows, "lowest": low, "highest": high}
-    said = f"labels {low} to {high} for {rows} classes and one more for none"
+    said = f"labels {low} to {high} for {rows} classes and the null class"
     if len(found) != len(sets) or low < 0 or high >= rows:
-        return Finding("settings.labels", "fatal", said, "--data.labels folders reads them anew", facts)
+        return Finding("settings.labels", "fatal", said, "--data.labels folders reads them again", facts)
     return Finding("settings.labels", "fine", said, facts=facts)

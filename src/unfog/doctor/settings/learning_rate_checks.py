@@ -1,4 +1,4 @@
-"""How fast the weights move, and how they are averaged: learning rate, warm-up, optimiser, EMA, batch."""
+"""Checks of the learning rate, warm-up, optimiser, gradient clipping, EMA and batch size."""
 
 from __future__ import annotations
 
@@ -54,42 +54,42 @@ def linear_learning_rate(
 
 
 def check_learning_rate(config: Config, parameters: int) -> Finding:
-    """The peak against what either rule allows at most, and the mean over the run against what both have at least."""
+    """Compare the peak with the larger of two scaling rules, and the mean over the run with the smaller."""
     batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
     given = parameters, batch, config.network, config.optimizer.method
     by_root, by_line = (rule(*given) for rule in (usual_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
     if isinstance(config.optimizer.method, Custom):
-        said = f"lr {peak:.2g} of {config.optimizer.method.path}, of which no usual rate is known"
+        said = f"lr {peak:.2g} of {config.optimizer.method.path}, for which no usual rate is known"
         return Finding("settings.lr", "fine", said, facts={"lr": peak, "parameters": parameters})
     mean = float(np.mean([learning_rate(config.optimizer, int(s), steps) for s in np.linspace(0, steps - 1, 200)]))
-    # Half of it is what a cosine leaves on average, and so no sign of anything.
+    # A cosine schedule halves the mean, which is no sign of a low rate.
     above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
     facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}
     rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")
     said = f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}"
     remedy = f"--lr {by_root:.1g}"
     if above >= _HOPELESS:
-        said += "; so far above it a run stays finite and hardly learns"
+        said += "; at this multiple a run stays finite but hardly learns"
         return Finding("settings.lr", "fatal", said, remedy, facts)
     if above >= _FAR_TOO_HIGH:
-        said += "; the loss may jump, and pictures suffer"
-        return Finding("settings.lr", "warning", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+        said += "; the loss may jump and samples get worse"
+        return Finding("settings.lr", "warning", said, f"{remedy}, or try `unfog find-lr`", facts)
     if above > _HIGH:
         said += "; short runs of small networks may bear it, others do not"
-        return Finding("settings.lr", "hint", said, f"{remedy}, or see what `unfog find-lr` suggests", facts)
+        return Finding("settings.lr", "hint", said, f"{remedy}, or try `unfog find-lr`", facts)
     if below < _NEARLY_ZERO:
-        return Finding("settings.lr", "fatal", f"{said}; nothing will move", remedy, facts)
+        return Finding("settings.lr", "fatal", f"{said}; the weights will hardly change", remedy, facts)
     if below < _FAR_TOO_LOW:
-        said += f"; at {mean:.2g} on average this run takes many times as long"
+        said += f"; at {mean:.2g} on average training takes many times as long"
         return Finding("settings.lr", "warning", said, remedy, facts)
     if below < _LOW:
-        return Finding("settings.lr", "hint", f"{said}; sound, and slow", remedy, facts)
+        return Finding("settings.lr", "hint", f"{said}; stable but slow", remedy, facts)
     return Finding("settings.lr", "fine", said, facts=facts)
 
 
 def check_warmup(config: Config) -> Finding:
-    """The share of the run that passes before the learning rate is at its peak."""
+    """Check that warm-up leaves most of the run at the peak learning rate."""
     steps = max(1, config.training.images // config.training.batch)
     warmup = config.optimizer.warmup
     said = f"warm-up takes {warmup:,} of {steps:,} steps"
@@ -104,25 +104,23 @@ def check_warmup(config: Config) -> Finding:
 
 
 def check_ema(config: Config) -> Finding:
-    """What the average is made of at the end: the share from the first tenth of the run, and the last steps' half."""
+    """Check the window of the EMA: neither weights of the first tenth of the run, nor only the last few steps."""
     steps = max(1, config.training.images // config.training.batch)
     early, half = ema_share_before(config.ema, steps // 10, steps), ema_half_window(config.ema, steps)
     facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
-    said = f"half of the average of weights is from the last {half:,} of {steps:,} steps"
+    said = f"half of the EMA is from the last {half:,} of {steps:,} steps"
     said += f", {format_number(100 * early)}% from the first tenth"
     remedy = "--ema power, whose window is a share of the run"
     if early > 0.05 and steps >= 10:
         return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
     if half < 10 and steps >= 200:
-        return Finding("settings.ema", "warning", f"{said}; that averages next to nothing", remedy, facts)
+        return Finding("settings.ema", "warning", f"{said}; that averages almost nothing", remedy, facts)
     return Finding("settings.ema", "fine", said, facts=facts)
 
 
 def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
-    """Share of the average at update `steps` that stems from the weights up to update `step` (0: the initial ones).
-
-    That is the product of the decays since, here by its logarithm, over some thousand of them where there are more.
-    """
+    """Return the share of the EMA at update `steps` from the weights up to update `step` (0: the initial ones)."""
+    # It is the product of all decays since. The sum of their logarithms is integrated where they are very many.
     if step >= steps:
         return 1.0
     updates = np.unique(np.geomspace(step + 1, steps, 4000).round().astype(np.int64))
@@ -134,7 +132,7 @@ def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
 
 
 def ema_half_window(profile: EmaSchedule, steps: int) -> int:
-    """How many of the last updates make half of the average; by bisection."""
+    """Return how many of the last updates make half of the EMA; by bisection."""
     low, high = 0, steps  # more than half is from before `high`, and less from before `low`
     while high - low > 1:
         middle = (low + high) // 2
@@ -143,14 +141,11 @@ def ema_half_window(profile: EmaSchedule, steps: int) -> int:
 
 
 def check_optimizer(config: Config) -> Finding:
-    """Whether AdamW is AdamW: momentum within its bounds, eps below the gradients, decay slower than learning.
-
-    Of an optimiser that is named by its path nothing is known but that.
-    """
+    """Check the betas, eps and weight decay of AdamW; a custom optimiser is not checked."""
     settings = config.optimizer
     if isinstance(settings.method, Custom):
         said = f"{settings.method.path} with {', '.join(settings.method.arguments) or 'its own settings'}"
-        return Finding("settings.optimizer", "fine", f"{said}, which is not looked into", facts={})
+        return Finding("settings.optimizer", "fine", f"{said}, which is not checked", facts={})
     (beta1, beta2), decay = settings.betas, settings.lr * settings.weight_decay
     facts = {"betas": list(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
     muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
@@ -159,12 +154,12 @@ def check_optimizer(config: Config) -> Finding:
         return Finding(
             "settings.optimizer",
             "warning",
-            f"{said}: with a square that forgets as fast as the mean, steps have no steady size",
+            f"{said}: beta2 forgets as fast as beta1, so the step size is unsteady",
             "--optimizer.betas 0.9 0.999",
             facts,
         )
     if settings.eps > 1e-5:
-        why = "gradients of a large network are smaller than that, so their steps all but vanish"
+        why = "gradients of a large network are smaller than eps, so their steps almost vanish"
         return Finding("settings.optimizer", "warning", f"{said}: {why}", "--optimizer.eps 1e-8", facts)
     if decay > 2e-3:
         said += f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps"
@@ -173,16 +168,16 @@ def check_optimizer(config: Config) -> Finding:
 
 
 def check_clipping(config: Config) -> Finding:
-    """Whether a single bad batch can throw the weights about."""
+    """Check that gradients are clipped."""
     clip = config.training.clip
     if clip == 0:
-        said = "the gradient is not clipped, so that one strange batch can undo hours"
+        said = "the gradient is not clipped, so one bad batch can ruin the weights"
         return Finding("settings.clip", "warning", said, "--training.clip 1", {"clip": clip})
     return Finding("settings.clip", "fine", f"the gradient is clipped to a norm of {clip:g}", facts={"clip": clip})
 
 
 def check_batch(config: Config, images: int) -> Finding:
-    """The batch against the number of images, and against what a gradient needs."""
+    """Check that a batch is neither larger than the dataset nor too small for a useful gradient."""
     batch, at_once = config.training.batch, config.training.microbatch or config.training.batch
     facts = {"batch": batch, "microbatch": at_once, "images": images}
     said = f"{batch} of {images:,} images a step"

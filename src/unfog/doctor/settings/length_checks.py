@@ -1,7 +1,7 @@
-"""How long to train: what others needed, for the images, the network and the pace at hand.
+"""Checks of the training length, and a guide to it from published runs.
 
-The number of images seen, repeats counted, is what carries over from one run to another; steps, hours and epochs follow
-from it. What is known are a few published runs and our own, of other pictures, so every figure is a wide range.
+Training length is measured in images seen, repeats counted, because that carries over between runs; steps, hours and
+epochs follow from it. The figures come from a few runs on other datasets, so each is a wide range.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, format_number
 
 MANY_EPOCHS = 2000
-"""Epochs after which a small set is learned by heart; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
+"""Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
 SMALL_SET = 10_000
 LOW_BATCH = 64  # of the founding table, which tells steps only
 
 
 class PublishedRun(NamedTuple):
-    """A run that somebody made."""
+    """A run with known length and result."""
 
     what: str
     side: int
@@ -54,7 +54,7 @@ FOUNDING = (
     ("CIFAR-10", 32, 50_000, 500_000, ""),
     ("ImageNet", 256, 1_281_167, 1_000_000, ""),
 )
-"""The duration table that textbooks hand on: pictures, side, how many there are, steps (of 64 images), time."""
+"""A table common in tutorials: dataset, resolution, images, steps of 64 images, time."""
 
 Range = tuple[float, float]
 MILESTONES: dict[str, tuple[Range, Range, Range]] = {
@@ -67,13 +67,13 @@ and beyond: from `KNOWN`, the upper ends of "recognisable" by proportion to the 
 
 
 def milestones(side: int) -> dict[str, Range]:
-    """Images to be seen for each milestone at this side: lowest and highest."""
+    """Return the lowest and highest number of images for each milestone at this resolution."""
     band = 0 if side <= 40 else 1 if side <= 96 else 2
     return {name: bands[band] for name, bands in MILESTONES.items()}
 
 
 def check_length(config: Config, prepared: Dataset) -> Finding:
-    """The length of the run against what pictures need, which trained weights know, and what the set can give."""
+    """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
     training, pictures = config.training, len(prepared.train)
     wanted = milestones(config.data.size)["recognisable"]
     epochs = training.images / pictures
@@ -83,33 +83,29 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     by_heart, fresh = MANY_EPOCHS * pictures, not config.init.folder
     if fresh and by_heart < wanted[0]:
         said += (
-            f"; {pictures} are too few: learned by heart after about {format_count(by_heart)}, before anything is "
-            f"recognised"
+            f"; {pictures} are too few: memorized after about {format_count(by_heart)}, before anything is recognisable"
         )
-        remedy = "more pictures, hundreds at least: these will come back as they are, however long it trains"
+        remedy = "add images, hundreds at least: the model will only repeat these"
         return Finding("settings.length", "warning", said, remedy, facts)
     if fresh and training.images < wanted[0] / 2:
-        need = f"pictures are recognisable after about {format_count(wanted[0])} to {format_count(wanted[1])} images"
+        need = f"samples are recognisable after about {format_count(wanted[0])} to {format_count(wanted[1])} images"
         remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
         return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
     if epochs > MANY_EPOCHS:
-        remedy = f"--images {by_heart}, more pictures, --flip where left and right do not matter, or dropout"
+        remedy = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
         if pictures < SMALL_SET:
-            said += "; a small set is learned by heart long before, and pictures come out as copies"
+            said += "; a small set is memorized long before that, and samples become copies"
             return Finding("settings.length", "warning", said, remedy, facts)
         return Finding("settings.length", "hint", f"{said}; watch the held-out loss for a rise", remedy, facts)
     if epochs < 1:
-        return Finding("settings.length", "hint", f"{said}; part of them is never seen", "a longer run", facts)
+        return Finding("settings.length", "hint", f"{said}; some images are never seen", "a longer run", facts)
     return Finding("settings.length", "fine", said, facts=facts)
 
 
 def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
-    """How long to train these images with this network: in images, steps, hours and epochs, and whence that is known.
+    """Return how long to train on these images, in images, steps, hours and epochs, with sources.
 
-    Args:
-        config: settled.
-        prepared: the images.
-        seconds_per_step: pace, where it was measured; hours are left out without.
+    Hours are left out where `seconds_per_step` is None.
     """
     training, pictures, side = config.training, len(prepared.train), config.data.size
     pace = seconds_per_step / training.batch if seconds_per_step else None
@@ -125,23 +121,23 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
         Figure(
             f"Images to be seen at {side} pixels",
             table=_guide_rows(guide, training.images, training.batch, pictures, pace),
-            caption="The lower figure is for pictures of one kind, the higher for pictures of everything. These are "
-            "orders of magnitude, from other people's pictures and networks: the previews know better.",
+            caption="The lower figure is for images of one kind, the higher for images of everything. These are "
+            "orders of magnitude from other datasets and networks; trust the previews more.",
         ),
         Figure(
-            "Where that is known from",
+            "Sources",
             table=[PublishedRun._fields, *([*map(_cell, known)] for known in PUBLISHED_RUNS)],
         ),
         Figure(
-            "The usual table of durations, at your pace",
+            "Common training lengths, at your speed",
             table=_founding_rows(side, pace),
-            caption="Steps of 64 images. Time is taken to grow with the number of pixels, for the network at hand; a "
-            "larger network than yours, which larger pictures want, takes longer.",
+            caption="Steps of 64 images. Time is assumed to grow with the number of pixels for this network; "
+            "larger images usually need a larger network, which takes longer.",
         ),
     )
     low, high = guide["recognisable"]
     said = (
-        f"at {side} pixels, pictures are recognisable after about {format_count(low)} to {format_count(high)} "
+        f"at {side} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} "
         f"images and good after "
     )
     said += (
@@ -149,23 +145,26 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
         f"{format_count(training.images)}"
     )
     said += f" in {format_duration(training.images * pace)}" if pace else ""
-    said += ", after all that its weights have seen" if config.init.folder else f", {_place(training.images, guide)}"
+    said += (
+        ", in addition to what its initial weights have seen"
+        if config.init.folder
+        else f", {_place(training.images, guide)}"
+    )
     return Finding("length.guide", "fine", said, facts=facts, figures=exhibits)
 
 
 def _place(images: float, guide: dict[str, Range]) -> str:
-    """Where a number of images lies."""
     if images < guide["recognisable"][0]:
-        return "which is too few for anything to be recognised"
+        return "too few for recognisable samples"
     reached = [name for name, span in guide.items() if images >= span[1]]
     within = [name for name, span in guide.items() if span[0] <= images < span[1]]
     if within:
-        return f"which is where pictures become {within[-1]}"
-    return f"which is beyond where they become {reached[-1]}"
+        return f"where samples become {within[-1]}"
+    return f"beyond where they become {reached[-1]}"
 
 
 def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int, pace: float | None) -> list[list[str]]:
-    """The guide as a table; what a set of so few pictures cannot give is marked."""
+    """Return the guide as a table that marks the milestones which a small set cannot reach."""
     rows = [["", "images", "steps", "epochs", "time"]]
     spans = {**guide, "this run": (float(images), float(images))}
     for name, span in spans.items():
@@ -173,7 +172,7 @@ def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int,
         epochs = [value / pictures for value in span]
         often = _format_range([format_count(value) for value in epochs])
         if epochs[0] > MANY_EPOCHS:
-            often += ": learned by heart before"
+            often += ": memorized before"
         rows.append(
             [
                 name,
@@ -187,7 +186,7 @@ def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int,
 
 
 def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
-    rows = [["set", "side", "steps", "images", "epochs", "time as told", "time at your pace"]]
+    rows = [["set", "side", "steps", "images", "epochs", "published time", "time at your speed"]]
     for name, its_side, pictures, steps, told in FOUNDING:
         images = steps * LOW_BATCH
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
@@ -205,12 +204,12 @@ def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
 
 
 def _format_range(ends: list[str]) -> str:
-    """Two ends of a range, or what they both are."""
+    """Return "a to b", or "a" where both are equal."""
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 
 def format_count(value: float) -> str:
-    """A number as people say it: "50,000", "1.5 million", "2.5 billion"."""
+    """Return "50,000", "1.5 million" or "2.5 billion"."""
     for unit, name in ((1e9, " billion"), (1e6, " million")):
         if value >= unit:
             return f"{value / unit:.3g}{name}"

@@ -1,4 +1,4 @@
-"""What this machine makes of the settings: whether it computes in their precision, and has room for what is saved."""
+"""Checks of the machine: precision that the device supports, and disk space for checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOWER = 1.25
 
 
 def check_precision(config: Config, device: torch.device) -> Finding:
-    """Whether the device computes in the precision of the run, and whether that is any faster than fp32: measured."""
+    """Measure whether the device computes in the precision of the run, and faster than in fp32."""
     name = config.training.precision
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -37,15 +37,16 @@ def check_precision(config: Config, device: torch.device) -> Finding:
     compared = f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}"
     if ours > _SLOWER * fp32:
         remedy = f"--precision {'bf16' if name == 'fp16' and _bf16_pays(device, fp32) else 'fp32'}"
-        return Finding("settings.precision", "warning", f"{compared}, which has no fast {name}", remedy, facts)
+        return Finding(
+            "settings.precision", "warning", f"{compared}, which has no fast {name} arithmetic", remedy, facts
+        )
     if name == "fp16" and _bf16_pays(device, fp32):
-        remedy = "--precision bf16 needs no loss scaling, and refuses no steps while the scale is sought"
+        remedy = "--precision bf16 needs no loss scaling, so no steps are skipped"
         return Finding("settings.precision", "hint", f"{compared}, and bf16 is fast here as well", remedy, facts)
     return Finding("settings.precision", "fine", compared, facts=facts)
 
 
 def _fp32(device: torch.device) -> Finding:
-    """fp32 is right everywhere; on a GPU that has bf16 it is needlessly slow."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return Finding(
             "settings.precision", "hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast"
@@ -54,14 +55,14 @@ def _fp32(device: torch.device) -> Finding:
 
 
 def _bf16_pays(device: torch.device, fp32: float) -> bool:
-    """Whether bf16 is native to the device, or at least no slower than fp32."""
+    """Return True where bf16 is native to the device, or faster than fp32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return multiply_seconds(torch.bfloat16, device) < fp32
 
 
 def multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds for one product of two square matrices, the fastest of a few.
+    """Return the seconds of one product of two square matrices, the fastest of several.
 
     Raises:
         RuntimeError: the device has no such arithmetic.
@@ -79,7 +80,6 @@ def multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what it was given; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -87,7 +87,7 @@ def _wait(device: torch.device) -> None:
 
 
 def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
-    """Whether the checkpoints of the run will fit where `folder` is or will be."""
+    """Check that the checkpoints of the run fit on the disk of `folder`."""
     steps = config.training.images // config.training.batch
     room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
     facts = {"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free}
@@ -96,8 +96,8 @@ def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
         f"{room.checkpoints} checkpoints of {format_bytes(room.checkpoint)} make {most} at most, and "
         f"{format_bytes(free)} are free"
     )
-    said += f"; snapshots of averages take {format_bytes(room.snapshots)}" if room.snapshots else ""
+    said += f"; EMA snapshots take {format_bytes(room.snapshots)}" if room.snapshots else ""
     if free > room.maximum:
         return Finding("settings.disk", "fine", said, facts=facts)
-    remedy = "make room, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
+    remedy = "free some space, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
     return Finding("settings.disk", "fatal" if free < room.minimum else "warning", said, remedy, facts)

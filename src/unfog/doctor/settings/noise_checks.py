@@ -1,4 +1,4 @@
-"""What the network will be shown: the range of the images, the noise levels, and where sampling starts."""
+"""Checks of the network's input: value range, timesteps, terminal signal, scale, and sampling steps."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ _FEW_STEPS, _FEW_DDPM_STEPS = 5, 50
 
 
 def evenly_spread_pixels(images: ImageSet, count: int = _IMAGES) -> Tensor:
-    """Evenly spread images of the set, uint8 [B, C, H, W]."""
+    """Return evenly spread images of the set, uint8 [B, C, H, W]."""
     index = np.unique(np.linspace(0, len(images) - 1, min(count, len(images))).astype(np.int64))
     return torch.from_numpy(np.ascontiguousarray(images.pixels.take(index, axis=0)))
 
 
 def check_range(pixels: Tensor, augment: Augment) -> Finding:
-    """Whether these pixels, as the loop takes them, lie in [-1, 1] and on both sides of 0 where they should."""
+    """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 where they should be."""
     with torch.random.fork_rng(devices=[]):
         x0, _ = augment(pixels)
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
     darkest, brightest = int(pixels.min()), int(pixels.max())
     facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}
     said = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
-    # Jitter, and what flows in from the sides when a picture is turned, keep within the range, not to its ends.
+    # Jitter and the padding of rotated images stay inside the range without reaching its ends.
     wrong_side = (darkest < 100 and low >= 0) or (brightest > 155 and high <= 0)
     if x0.dtype != torch.float32 or not -1.001 <= low <= high <= 1.001 or wrong_side:
-        remedy = "the network expects float32 from -1 to 1; this is a fault of the program, so please report it"
+        remedy = "the network expects float32 from -1 to 1; this is a bug: please report it"
         return Finding("settings.range", "fatal", f"{said} ({x0.dtype})", remedy, facts)
     return Finding("settings.range", "fine", f"{said}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
 
 
 def check_timesteps(diffusion: Diffusion) -> Finding:
-    """Whether training meets every timestep of a schedule of T, as whole numbers, 0 and T - 1 among them."""
+    """Check that training meets every timestep of a discrete schedule as a whole number, from 0 to T - 1."""
     schedule, count = diffusion.schedule, diffusion.schedule.steps
     if not count or diffusion.conditioning != "timestep":
         u = torch.linspace(1e-3, 1 - 1e-3, 999)
         told = _told(diffusion, u)
         facts = {"from": float(told.min()), "to": float(told.max())}
         rising = bool(torch.isfinite(told).all() and (told.diff() > 0).all())
-        said = f"noise levels are told as numbers from {facts['from']:.3g} to {facts['to']:.3g}"
+        said = f"the network gets noise levels as numbers from {facts['from']:.3g} to {facts['to']:.3g}"
         if rising or count:
             return Finding("settings.timesteps", "fine", said, facts=facts)
-        return Finding("settings.timesteps", "fatal", f"{said}, and do not rise with the noise", "report it", facts)
+        return Finding("settings.timesteps", "fatal", f"{said}, which do not rise with the noise", "report it", facts)
     told = _told(diffusion, (torch.arange(4 * count) + 0.5) / (4 * count))
     whole = told.round()
     met = torch.unique(whole)
@@ -62,9 +62,7 @@ def check_timesteps(diffusion: Diffusion) -> Finding:
     said = f"{len(met):,} of the {count:,} timesteps of the {schedule.kind} schedule are trained, {facts['from']} to "
     said += f"{facts['to']}"
     if not torch.allclose(told, whole, rtol=0, atol=0.01):
-        said = (
-            f"timesteps of the {schedule.kind} schedule are told as fractions, off by {(told - whole).abs().max():.2g}"
-        )
+        said = f"timesteps of the {schedule.kind} schedule are fractions, off by {(told - whole).abs().max():.2g}"
         return Finding("settings.timesteps", "fatal", said, f"--schedule {schedule.kind}:steps=1000", facts)
     if torch.equal(met, torch.arange(count, dtype=met.dtype)):
         return Finding("settings.timesteps", "fine", f"{said}, whole numbers", facts=facts)
@@ -72,15 +70,14 @@ def check_timesteps(diffusion: Diffusion) -> Finding:
 
 
 def _told(diffusion: Diffusion, u: Tensor) -> Tensor:
-    """What the network is told of these noise quantiles."""
     return diffusion.network_input(torch.zeros(len(u), 1, 1, 1), diffusion.schedule(u))[1]
 
 
 def check_terminal_signal(config: Config) -> Finding:
-    """How much of the image is left in what training shows at the level where sampling starts from nothing but noise.
+    """Check how much of the image is left at the noise level where sampling starts from pure noise.
 
-    Lin et al. 2023, section 3.1: the network learns to read brightness from what is left, and in sampling reads it from
-    noise, so that all pictures come out in medium brightness.
+    The network learns to read the brightness from that signal. In sampling it reads noise instead, so that all samples
+    have medium brightness (Lin et al. 2023, section 3.1).
     """
     diffusion, sampler = config.diffusion, config.sampler
     noisiest = sampler.visits(diffusion.schedule)[:1]
@@ -92,12 +89,12 @@ def check_terminal_signal(config: Config) -> Finding:
         return Finding("settings.terminal_snr", "fine", said, facts=facts)
     remedy = "let the schedule end in noise: --schedule cosine, or linear with its own beta_start and beta_end"
     severity: Severity = "fatal" if signal > _HOPELESS_SIGNAL else "warning"
-    said += ", so that pictures come out washed out"
+    said += ", so samples look washed out"
     return Finding("settings.terminal_snr", severity, said, remedy, facts)
 
 
 def check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
-    """How loud the network's input is, over the noise levels of training, on images x0 [B, C, H, W] in [-1, 1]."""
+    """Check the root mean square of the network's input over all noise levels, for images x0 [B, C, H, W]."""
     u = torch.linspace(1e-3, 1 - 1e-3, 33)
     noise = torch.randn(x0[:1].shape, generator=torch.Generator().manual_seed(0))
     loudness = []
@@ -110,20 +107,20 @@ def check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
     said = f"the network's input has a root mean square from {quietest:.2g} to {loudest:.2g} over the noise levels"
     if loudest <= _LOUDEST:
         return Finding("settings.input_scale", "fine", said, facts=facts)
-    return Finding("settings.input_scale", "warning", f"{said}, which trains badly", "--diffusion.scale-input", facts)
+    return Finding("settings.input_scale", "warning", f"{said}, which slows training", "--diffusion.scale-input", facts)
 
 
 def check_sampler(config: Config) -> Finding:
-    """Whether the sampler takes enough steps for pictures to come out of it."""
+    """Check that the sampler takes enough steps."""
     sampler = config.sampler
-    said = f"pictures are drawn by {sampler.kind} in {sampler.steps} steps"
+    said = f"samples are generated by {sampler.kind} in {sampler.steps} steps"
     facts = {"kind": sampler.kind, "steps": sampler.steps}
     if sampler.kind == "adaptive":
-        said = f"pictures are drawn by adaptive, in as many steps as a tolerance of {sampler.tolerance} takes"
+        said = f"samples are generated by adaptive, with a tolerance of {sampler.tolerance}"
         return Finding("settings.sampler", "fine", said, facts=facts)
     if sampler.steps <= _FEW_STEPS and sampler.grid != "tuned":
-        return Finding("settings.sampler", "hint", f"{said}, which leaves them blurred", "--sampler.steps 20", facts)
+        return Finding("settings.sampler", "hint", f"{said}, which leaves samples blurred", "--sampler.steps 20", facts)
     if sampler.kind == "ddpm" and sampler.steps < _FEW_DDPM_STEPS:
         remedy = "--sampler.kind dpmpp, or --sampler.steps 250"
-        return Finding("settings.sampler", "hint", f"{said}, which leaves noise in them", remedy, facts)
+        return Finding("settings.sampler", "hint", f"{said}, which leaves noise in samples", remedy, facts)
     return Finding("settings.sampler", "fine", said, facts=facts)

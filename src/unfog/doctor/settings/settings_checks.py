@@ -1,7 +1,14 @@
-"""The settings of a run, looked at before it begins: each against the data, the machine, and the length of the run."""
+"""Checks of the settings of a run before it begins: the table of all of them, and how to run them.
+
+To add a check, write a function that returns a Finding in one of the modules beside this one, and give it a line in
+CHECKS, under the code of its finding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,34 +19,66 @@ from unfog.data.augmentation.augment import Augment, to_model_range
 from unfog.data.augmentation.nonleaking import CONDITIONS
 from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
-from unfog.doctor.settings.interval_checks import (
-    check_checkpoints,
-    check_guidance,
-    check_held_out,
-    check_labels,
-    check_run_costs,
-)
-from unfog.doctor.settings.learning_rate_checks import (
-    check_batch,
-    check_clipping,
-    check_ema,
-    check_learning_rate,
-    check_optimizer,
-    check_warmup,
-)
-from unfog.doctor.settings.length_checks import check_length
-from unfog.doctor.settings.machine_checks import check_disk, check_precision
-from unfog.doctor.settings.noise_checks import (
-    check_input_scale,
-    check_range,
-    check_sampler,
-    check_terminal_signal,
-    check_timesteps,
-    evenly_spread_pixels,
-)
+from unfog.doctor.settings import interval_checks, learning_rate_checks, length_checks, machine_checks, noise_checks
 from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.reporting.findings import Finding
+
+
+@dataclass(frozen=True)
+class SettingsInput:
+    """Everything that a check of settings may look at."""
+
+    config: Config
+    """Resolved: network, learning rate, precision, length and intervals are chosen."""
+    prepared: Dataset
+    device: torch.device
+    seconds_per_step: float | None
+    """None where it was not measured."""
+    folder: Path
+    """Folder of the checkpoints, or one above it."""
+    parameters: int
+    """Number of weights of the network."""
+
+    @cached_property
+    def pixels(self) -> Tensor:
+        """Some training images, uint8 [B, C, H, W]."""
+        return noise_checks.evenly_spread_pixels(self.prepared.train)
+
+    @property
+    def network_input(self) -> Tensor:
+        """Some images as the network sees them, [B, C, H, W]."""
+        stored = noise_checks.evenly_spread_pixels(self.prepared.as_network_input.train)[:8]
+        config = self.config
+        if not config.uses_latents:
+            return to_model_range(stored)
+        latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
+        return latents.forward(stored[:, 0])
+
+
+CHECKS: Mapping[str, Callable[[SettingsInput], Finding]] = {
+    "settings.range": lambda x: noise_checks.check_range(x.pixels, Augment.from_settings(x.config.data)),
+    "settings.timesteps": lambda x: noise_checks.check_timesteps(x.config.diffusion),
+    "settings.terminal_snr": lambda x: noise_checks.check_terminal_signal(x.config),
+    "settings.input_scale": lambda x: noise_checks.check_input_scale(x.config.diffusion, x.network_input),
+    "settings.labels": lambda x: interval_checks.check_labels(x.config, x.prepared),
+    "settings.guidance": lambda x: interval_checks.check_guidance(x.config),
+    "settings.batch": lambda x: learning_rate_checks.check_batch(x.config, len(x.prepared.train)),
+    "settings.lr": lambda x: learning_rate_checks.check_learning_rate(x.config, x.parameters),
+    "settings.warmup": lambda x: learning_rate_checks.check_warmup(x.config),
+    "settings.optimizer": lambda x: learning_rate_checks.check_optimizer(x.config),
+    "settings.clip": lambda x: learning_rate_checks.check_clipping(x.config),
+    "settings.ema": lambda x: learning_rate_checks.check_ema(x.config),
+    "settings.length": lambda x: length_checks.check_length(x.config, x.prepared),
+    "settings.asides": lambda x: interval_checks.check_run_costs(
+        x.config, len(x.prepared.held_out), x.seconds_per_step
+    ),
+    "settings.held_out": lambda x: interval_checks.check_held_out(x.config, x.prepared),
+    "settings.sampler": lambda x: noise_checks.check_sampler(x.config),
+    "settings.checkpoints": lambda x: interval_checks.check_checkpoints(x.config, x.seconds_per_step),
+    "settings.precision": lambda x: machine_checks.check_precision(x.config, x.device),
+    "settings.disk": lambda x: machine_checks.check_disk(x.config, x.parameters, x.folder),
+}
 
 
 def check_settings(
@@ -49,57 +88,22 @@ def check_settings(
     seconds_per_step: float | None = None,
     folder: Path = Path(),
 ) -> list[Finding]:
-    """A finding for each thing that is looked at, named settings.*; no training step is taken.
+    """Run all checks, without a training step; see `SettingsInput` for the arguments.
 
-    Args:
-        config: settled: network, learning rate, precision, length and intervals are chosen.
-        prepared: the images.
-        device: where the run will compute.
-        seconds_per_step: pace, where it was measured; what costs time is then told in time.
-        folder: where checkpoints will be written, or one above.
+    Only settings.network is returned where the network does not fit the images.
     """
     network = check_network(config, prepared)
     if network.severity == "fatal":
         return [network]
-    parameters = network.facts["parameters"]
-    pixels = evenly_spread_pixels(prepared.train)
-    return [
-        network,
-        check_range(pixels, Augment.from_settings(config.data)),
-        check_timesteps(config.diffusion),
-        check_terminal_signal(config),
-        check_input_scale(config.diffusion, first_seen(config, prepared)),
-        check_labels(config, prepared),
-        check_guidance(config),
-        check_batch(config, len(prepared.train)),
-        check_learning_rate(config, parameters),
-        check_warmup(config),
-        check_optimizer(config),
-        check_clipping(config),
-        check_ema(config),
-        check_length(config, prepared),
-        check_run_costs(config, len(prepared.held_out), seconds_per_step),
-        check_held_out(config, prepared),
-        check_sampler(config),
-        check_checkpoints(config, seconds_per_step),
-        check_precision(config, device),
-        check_disk(config, parameters, folder),
-    ]
-
-
-def first_seen(config: Config, prepared: Dataset) -> Tensor:
-    """Some images as the network sees them, [B, C, H, W]."""
-    stored = evenly_spread_pixels(prepared.as_network_input.train)[:8]
-    if not config.uses_latents:
-        return to_model_range(stored)
-    return Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data).forward(stored[:, 0])
+    given = SettingsInput(config, prepared, device, seconds_per_step, folder, network.facts["parameters"])
+    return [network, *(check(given) for check in CHECKS.values())]
 
 
 def check_network(config: Config, prepared: Dataset) -> Finding:
-    """Whether the network takes images of this size and these channels, by building it."""
+    """Build the network, to check that it takes images of this size and these channels."""
     channels, height, width = prepared.as_network_input.train.pixels.shape[-3:]
     if config.network is None:
-        raise RequestError("network = auto has to be settled before settings can be examined")
+        raise RequestError("network = auto must be resolved before settings can be checked")
     try:
         config.network.check((height, width))
     except RequestError as error:
