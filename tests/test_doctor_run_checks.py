@@ -272,11 +272,11 @@ def test_a_killed_run_that_saves_rarely_is_told_how_often_to(tmp_path):
     ("reason", "severity", "remedy"),
     [
         ("RunError: training diverged 9 times", "fatal", f"--lr {LR / 10:.2g}"),
-        ("OSError: No space left on device", "warning", "make room"),
+        ("OSError: No space left on device", "warning", "free some space"),
         ("OutOfMemoryError: CUDA out of memory", "warning", "--microbatch 16"),
-        ("OSError: [Errno 28] No space left on device: 'x'", "warning", "make room"),
-        ("RunError: /mnt/disks/data/a.tar cannot be read: Input/output error", "warning", "put that right"),
-        ("RunError: out of memory, with one image at a time (CUDA out of memory)", "warning", "train anew with"),
+        ("OSError: [Errno 28] No space left on device: 'x'", "warning", "free some space"),
+        ("RunError: /mnt/disks/data/a.tar cannot be read: Input/output error", "warning", "fix that"),
+        ("RunError: out of memory, with one image at a time (CUDA out of memory)", "warning", "train again with"),
         ("KeyError: 'x'", "warning", "--debug"),
     ],
 )
@@ -382,7 +382,7 @@ def test_a_gradient_without_noise_or_without_signal_is_no_accident(tmp_path):
     assert "--batch 2 " in still.remedy.replace(",", " ")
     noise = check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)))
     assert (noise.severity, noise.facts["noise_scale"]) == ("hint", None)
-    assert "larger than can be measured" in noise.evidence
+    assert "too large to measure" in noise.evidence
     assert "--batch 256 --microbatch 32" in noise.remedy
     assert check_noise_scale(a_record(tmp_path, drowned(-0.5, 10.0)[:2])) is None
     words = [row | {"gradient_noise": "much"} for row in drowned(1.0, 10.0)]
@@ -466,7 +466,7 @@ def test_one_image_held_out_gives_no_number_of_certainty(tmp_path):
     found = check_overfitting(a_record(tmp_path), np.full((4, 30), 0.3), np.full((4, 1), 0.9))
     assert found.facts["error"] is None
     assert json.dumps(dict(found.facts), allow_nan=False)
-    assert found.evidence.startswith("1 held-out image lose")
+    assert found.evidence.startswith("the loss on 1 held-out image is")
     assert found.severity == "fine"
     behind = check_ema(a_record(tmp_path), np.full((4, 1), 0.9), np.full((4, 1), 0.3), 10, "training images")
     assert behind.facts["error"] is None

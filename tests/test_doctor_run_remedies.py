@@ -88,11 +88,11 @@ def faults(piece: Written) -> list[str]:
             continue
         flag, said = flags[named], (value or "").rstrip(",:.)")
         before = piece.text[: match.start()]
-        if flag.value is not None or FILLED in said or IN_WORDS.search(before):
+        if flag.switch is not None or FILLED in said or IN_WORDS.search(before):
             continue
         try:
             assert said, "no value"
-            flag.read([said], named)
+            flag.parse([said], named)
         except Exception as error:
             found.append(f"{piece.place}: {named} {said}: {error}: {piece.text!r}")
     return found

@@ -238,7 +238,7 @@ def test_metrics_that_take_longer_than_training_are_told(fashion):
     evaluate = {"metrics": ["kid"], "samples": 10_000, "metrics_every": 500}
     found = examined(settled(fashion, evaluate=evaluate), fashion)["settings.asides"]
     assert found.severity == "warning"
-    assert "drawing for metrics" in found.evidence
+    assert "generating for metrics" in found.evidence
     assert "--evaluate.samples" in found.remedy
 
 

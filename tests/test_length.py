@@ -35,7 +35,7 @@ def test_the_guide_counts_steps_epochs_and_hours_for_this_data_and_pace():
     rows = {row[0]: row[1:] for row in found.figures[0].table}
     assert rows["this run"] == ["12.8 million", "200,000", "1,600", "1 d 11 h"]
     assert rows["recognisable"] == ["50,000 to 2 million", "781 to 31,250", "6.2 to 250", "8 min 20 s to 5 h 33 min"]
-    assert "12.8 million in 1 d 11 h, which is where pictures become good" in found.evidence
+    assert "12.8 million in 1 d 11 h, where samples become good" in found.evidence
 
 
 def test_hours_are_left_out_where_the_pace_is_not_known():
@@ -59,7 +59,7 @@ def test_the_usual_table_is_computed_for_this_pace():
 @pytest.mark.parametrize(
     ("images", "place"),
     [
-        (10_000, "too few for anything to be recognised"),
+        (10_000, "too few for recognisable samples"),
         (500_000, "become recognisable"),
         (5_000_000, "beyond where they become recognisable"),
         (30_000_000, "become good"),
@@ -73,8 +73,8 @@ def test_a_length_is_placed(images, place):
 
 def test_small_sets_are_learned_by_heart_before_they_saturate():
     table = {row[0]: row for row in training_length_guide(*case(10**5, pictures=500)).figures[0].table}
-    assert "by heart" in table["saturated"][3]
-    assert "by heart" not in table["recognisable"][3]
+    assert "memorized" in table["saturated"][3]
+    assert "memorized" not in table["recognisable"][3]
 
 
 def test_milestones_follow_one_another_and_the_side():
@@ -134,7 +134,7 @@ def test_weights_that_are_trained_already_have_something_recognisable():
     assert check_length(tuned, prepared).severity == "fine"
     assert "recognised" not in training_length_guide(tuned, prepared).evidence
     long = replace(tuned, training=replace(tuned.training, images=100_000))
-    assert check_length(long, prepared).severity == "warning", "they learn by heart all the same"
+    assert check_length(long, prepared).severity == "warning", "they learn memorized all the same"
 
 
 def test_the_default_hour_of_a_slow_cpu_is_no_fault():

@@ -124,8 +124,8 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
     remedy = (
-        f"sample with the raw weights meanwhile: {record.command('sample', '--weights raw')}; the EMA catches up as the "
-        f"learning rate falls, or with a shorter window: --ema {narrower}"
+        f"sample with the raw weights meanwhile: {record.command('sample', '--weights raw')}; the EMA catches up as "
+        f"the learning rate falls, or with a shorter window: --ema {narrower}"
     )
     severity: Severity = "hint" if record.step < 0.2 * record.steps else "warning"
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
@@ -154,7 +154,7 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
     facts = {"gap": gap, "error": json_values(error), "rose": rose, "lowest_at": lowest_at}
     sure = f" ± {error:.0%}" if np.isfinite(error) else ""
     evidence = (
-        f"{plural(len(b), 'held-out image')} have {gap:+.0%}{sure} loss against {len(a)} training images, "
+        f"the loss on {plural(len(b), 'held-out image')} is {gap:+.0%}{sure} against {len(a)} training images, "
         f"most at noise level {(worst + 0.5) / len(seen):.2f}"
     )
     if len(steps) > 2:
