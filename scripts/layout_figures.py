@@ -1,0 +1,180 @@
+"""Print how easily this code is read, in figures, beside those of an earlier commit: `python scripts/layout_figures.py [--base COMMIT]`.
+
+All figures come from the syntax trees alone, but for the way of a setting, which is followed through a real start.
+`--show` lists the places behind the figures of this checkout instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = "2941532"
+RIDDLES = {"What", "Whether", "Who", "Whoever", "How", "Which", "Where", "As", "Of"}
+BRIEF = 5  # words; so short a docstring repeats the name
+WIDE = 6  # parameters
+LONG = 40  # lines of a function
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+# What somebody reads to understand a training step.
+LOOP = {
+    BASE: ("training/loop.py", "training/protocols.py", "training/passes.py", "training/memory.py", "training/state.py",
+           "training/together.py", "training/distributed.py", "training/guard.py", "training/precision.py", "rows.py"),
+}  # fmt: skip
+
+
+@dataclass
+class Figures:
+    """What is measured of a checkout."""
+
+    lines: int = 0
+    code: int = 0
+    comments: int = 0
+    public: int = 0
+    docstrings: int = 0
+    riddles: list[str] = field(default_factory=list)
+    brief: list[str] = field(default_factory=list)
+    wide: list[str] = field(default_factory=list)
+    long: list[str] = field(default_factory=list)
+    long_modules: list[str] = field(default_factory=list)
+    folders: Counter[str] = field(default_factory=Counter)
+    rings: list[list[str]] = field(default_factory=list)
+    modules: int = 0
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, docstring) of the module and of each class and function in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, (*Function, ast.ClassDef, ast.Module)) and (docstring := ast.get_docstring(node)):
+            yield getattr(node, "name", ""), docstring
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of parameters, without self and cls."""
+    a = function.args
+    return sum(one.arg not in ("self", "cls") for one in (*a.posonlyargs, *a.args, *a.kwonlyargs))
+
+
+def imported(tree: ast.Module, known: set[str]) -> set[str]:
+    """Return the modules that a module imports, wherever the statement stands."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else str(node.module))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & known
+
+
+def rings(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach each other through imports."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            for name in arrows.get(left.pop(), set()) - seen:
+                seen.add(name)
+                left.append(name)
+        return seen
+
+    reach = {name: reached(name) for name in arrows}
+    groups = {frozenset(b for b in arrows if b in reach[a] and a in reach[b]) for a in arrows if a in reach[a]}
+    return sorted((sorted(group) for group in groups), key=len, reverse=True)
+
+
+def measure(root: Path) -> Figures:
+    """Measure the package below `root`/src."""
+    source, figures, trees = root / "src" / "unfog", Figures(), {}
+    for file in sorted(source.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        parts = ("unfog", *file.relative_to(source).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = tree = ast.parse(text)
+        lines = text.splitlines()
+        figures.lines += len(lines)
+        figures.code += sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        figures.comments += sum(token.type == tokenize.COMMENT for token in tokens)
+        figures.public += sum(
+            isinstance(n, (*Function, ast.ClassDef)) and not n.name.startswith("_") for n in tree.body
+        )
+        if len(lines) > 300:
+            figures.long_modules.append(f"{name}: {len(lines)}")
+        if file.name != "__init__.py":
+            figures.folders[str(file.parent.relative_to(source.parent))] += 1
+        for owner, docstring in documented(tree):
+            figures.docstrings += 1
+            where = f"{name}:{owner}: {docstring.splitlines()[0]}"
+            if docstring.split()[0].strip(",:`") in RIDDLES:
+                figures.riddles.append(where)
+            if len(docstring.split()) <= BRIEF:
+                figures.brief.append(where)
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                if parameters(node) >= WIDE:
+                    figures.wide.append(f"{name}:{node.name}: {parameters(node)}")
+                if (length := (node.end_lineno or 0) - node.lineno + 1) > LONG:
+                    figures.long.append(f"{name}:{node.name}: {length}")
+    known = set(trees)
+    packages = {name for name in known if any(other.startswith(f"{name}.") for other in known)}
+    graph = {name: imported(tree, known) - packages - {name} for name, tree in trees.items() if name not in packages}
+    figures.rings, figures.modules = rings(graph), len(trees)
+    return figures
+
+
+ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
+    ("modules in the largest folder", "15", lambda f: f"{f.folders.most_common(1)[0][1]} ({f.folders.most_common(1)[0][0]})"),
+    ("modules", "about 175", lambda f: f.modules),
+    ("lines", "31,000", lambda f: f"{f.lines:,}"),
+    ("import cycles: modules in each", "none", lambda f: ", ".join(str(len(ring)) for ring in f.rings) or "none"),
+    ("public top-level names", "650", lambda f: f"{f.public:,}"),
+    ("functions with 6 or more parameters", "30", lambda f: len(f.wide)),
+    ("functions of more than 40 lines", "", lambda f: len(f.long)),
+    ("modules of more than 300 lines", "", lambda f: len(f.long_modules)),
+    ("docstrings that begin What, Whether, Who, …", "3%", lambda f: f"{100 * len(f.riddles) / f.docstrings:.1f}%"),
+    ("docstrings of five words or fewer", "0", lambda f: len(f.brief)),
+    ("comments per 100 lines of code", "6", lambda f: f"{100 * f.comments / f.code:.1f}"),
+]
+
+
+def check_out(commit: str, place: Path) -> Path:
+    """Write the files of a commit into a folder."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(place, filter="data")
+    return place
+
+
+def main() -> None:
+    """Print the table, or the places."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default=BASE, help="commit to compare with")
+    parser.add_argument("--show", action="store_true", help="list the places instead")
+    asked = parser.parse_args()
+    here = measure(ROOT)
+    if asked.show:
+        for title in ("riddles", "brief", "wide", "long", "long_modules", "rings"):
+            print(f"## {title}", *getattr(here, title), sep="\n")
+        sys.exit()
+    with tempfile.TemporaryDirectory() as place:
+        before = measure(check_out(asked.base, Path(place)))
+    print(f"| measured | {asked.base} | here | aim |\n|---|---|---|---|")
+    for title, aim, value in ROWS:
+        print(f"| {title} | {value(before)} | {value(here)} | {aim} |")
+
+
+if __name__ == "__main__":
+    main()
