@@ -1,4 +1,4 @@
-"""Print how easily this code is read, in figures, beside those of an earlier commit: `python scripts/layout_figures.py [--base COMMIT]`.
+"""Print how easily this code is read, in figures, beside those of an earlier commit (`--base COMMIT`).
 
 All figures come from the syntax trees alone, but for the way of a setting, which is followed through a real start.
 `--show` lists the places behind the figures of this checkout instead.
@@ -136,7 +136,11 @@ def measure(root: Path) -> Figures:
 
 
 ROWS: list[tuple[str, str, Callable[[Figures], object]]] = [
-    ("modules in the largest folder", "15", lambda f: f"{f.folders.most_common(1)[0][1]} ({f.folders.most_common(1)[0][0]})"),
+    (
+        "modules in the largest folder",
+        "15",
+        lambda f: f"{f.folders.most_common(1)[0][1]} ({f.folders.most_common(1)[0][0]})",
+    ),
     ("modules", "about 175", lambda f: f.modules),
     ("lines", "31,000", lambda f: f"{f.lines:,}"),
     ("import cycles: modules in each", "none", lambda f: ", ".join(str(len(ring)) for ring in f.rings) or "none"),

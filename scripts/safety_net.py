@@ -1,9 +1,9 @@
-"""Compare this checkout with an earlier commit, bit for bit: `python scripts/safety_net.py [--base COMMIT] [--only NAME]`.
+"""Compare this checkout with an earlier commit, bit for bit: `python scripts/safety_net.py [--base COMMIT]`.
 
 Both versions do the same on this machine, each in processes of its own: a run of 36 steps, one that is killed and
 resumed, one on two processes, samples of it, and an evaluation. A run that the earlier version left half-way is resumed
-by both. All that they leave (weights, samples, metrics) has to have the same sha256. Hashes are made anew each time, as they
-differ between machines. Takes about four minutes on two cores; exits with 1 at the first difference.
+by both. All that they leave (weights, samples, metrics) has to have the same sha256. Hashes are made anew each time, as
+they differ between machines. Takes about four minutes on two cores; exits with 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ USUAL = {
     "--device": "cpu", "--flip": True, "--data.jitter": 0.1, "--sampler.steps": 3, "--log.every": 1,
     "--preview.every": 12, "--preview.images": 4, "--evaluate.every": 12, "--evaluate.images": 8,
     "--evaluate.levels": 2, "--evaluate.metrics": "sliced", "--evaluate.samples": 16, "--evaluate.reference": 32,
-    "--evaluate.metrics-every": 12, "--checkpoint.every": 6, "--data.held-out": 0.1, "--checkpoint.keep": 100, "--averages.every": 6,
+    "--evaluate.metrics-every": 12, "--checkpoint.every": 6, "--checkpoint.keep": 100,
+    "--data.held-out": 0.1, "--averages.every": 6,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, object]] = {
     "run": {},
@@ -106,7 +107,9 @@ def sha256(data: bytes) -> str:
 def rows_without_clock(file: Path) -> bytes:
     """The metrics of a run, less what a clock measured."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return json.dumps([{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows], sort_keys=True).encode()
+    return json.dumps(
+        [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in rows], sort_keys=True
+    ).encode()
 
 
 def result_of(run: Path) -> dict[str, str]:
@@ -167,7 +170,10 @@ def report(base: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> 
     for case, expected in base.items():
         different = [name for name in expected.keys() | here[case].keys() if expected.get(name) != here[case].get(name)]
         bad += bool(different)
-        print(f"{'DIFFERS' if different else 'same   '} {case}: {', '.join(sorted(different)) or f'{len(expected)} digests'}")
+        verdict, what = (
+            ("DIFFERS", ", ".join(sorted(different))) if different else ("same   ", f"{len(expected)} digests")
+        )
+        print(f"{verdict} {case}: {what}")
     alike = (
         ("killed and resumed", "run"),
         ("resumed from the base's checkpoint", "run"),
