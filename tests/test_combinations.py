@@ -131,8 +131,10 @@ def halves():
 
 
 def each(cells):
-    """Those of QUICK always, the rest where there is time."""
-    return [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow, id="-".join(cell)) for cell in cells]
+    """Those of QUICK always, the rest with `make test-all`."""
+    return [
+        pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.exhaustive, id="-".join(cell)) for cell in cells
+    ]
 
 
 @pytest.mark.parametrize(("network", "seen", "answer"), each(CELLS))

@@ -130,7 +130,7 @@ def test_what_is_asked_for_twice_or_wrongly_is_said(command, photos, tmp_path, c
 def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
     words = ["find-lr", "fashion", "--out", tmp_path / "lr", "--seconds", "60", "--network", "tiny"]
     process = Forked(words, stderr=subprocess.PIPE)
-    time.sleep(6)
+    time.sleep(3)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said

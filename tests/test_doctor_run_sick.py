@@ -51,7 +51,7 @@ def test_slow_data_and_a_preview_at_every_other_step_are_found(tmp_path, monkeyp
         return batch(self, *arguments)
 
     monkeypatch.setattr(ImageStream, "batch", slow)
-    preview = {"every": 2, "images": 96}
+    preview = {"every": 2, "images": 32}
     run = train(pictures(tmp_path / "photos", 200), tmp_path / "run", steps=40, preview=preview)
     found = examined(run, samples=0)
     assert found["run.data_wait"].severity == "warning"

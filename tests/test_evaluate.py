@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import unfog
 from conftest import NETWORK
+from forked import Forked
 from unfog.config.run_requests import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
@@ -345,9 +346,9 @@ def test_two_processes_measure_what_one_does(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
-    words = ("unfog", "evaluate", run.path, "--metrics", "kid", "-n", 160, "--features", "pixels", "--batch", 8)
+    words = ("evaluate", run.path, "--metrics", "kid", "-n", 160, "--features", "pixels", "--batch", 8)
     words = (*words, "--steps", 20, "--device", "cpu")
-    process = command(*words)
+    process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     drawn = run.path / "evaluations" / "drawn"
     deadline = time.monotonic() + 120
     while len(list(drawn.glob("*/*.safetensors"))) < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -357,7 +358,7 @@ def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     assert process.returncode == 3, err
     some = {path: path.stat().st_mtime_ns for path in drawn.glob("*/*.safetensors")}
     assert 3 <= len(some) < 20
-    process = command(*words)
+    process = Forked(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "samples are there already" in err

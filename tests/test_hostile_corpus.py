@@ -22,6 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import forked
 from conftest import NETWORK
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
 from unfog.data.augmentation.augment import Augment
@@ -402,10 +403,8 @@ FLAGS = [
 
 def train(folder: Path, out: Path, *flags: str, steps: int = 3, status: int = 0) -> str:
     """Train by the real command; what it said."""
-    words = [sys.executable, "-m", "unfog", "train", str(folder), *FLAGS, *flags, "--steps", str(steps)]
-    words += ["--out", str(out)]
-    done = subprocess.run(words, capture_output=True, timeout=120)
-    said: str = (done.stdout + done.stderr).decode()
+    done = forked.run(["train", folder, *FLAGS, *flags, "--steps", steps, "--out", out])
+    said: str = done.stdout + done.stderr
     assert done.returncode == status, said
     assert "Traceback" not in said
     return said

@@ -119,7 +119,7 @@ def test_noise_scale_is_logged_under_accumulation_only():
 
 def test_a_preview_that_does_not_fit_is_drawn_in_parts_and_changes_no_step(tmp_path, monkeypatch):
     settings = {"network": NETWORK, "precision": "fp32", "steps": 4, "batch": 8, "sampler": {"steps": 2}}
-    settings |= {"preview": {"images": 20}, "evaluate": {"images": 30}}
+    settings |= {"preview": {"images": 20, "every": 2}, "evaluate": {"images": 30, "every": 2}}
     unfog.train("fashion", out=tmp_path / "whole", **settings)
     forward = UNetModel.forward
 

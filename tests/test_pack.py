@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from forked import Forked
 from unfog.commands.pack import pack
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
@@ -314,8 +315,8 @@ def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path)
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(tmp_path / "one.png")
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), np.uint8)).save(tmp_path / "one.png")
-    words = [sys.executable, "-m", "unfog", "pack", str(tmp_path / "large"), str(tmp_path / "out"), "--size", "512"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    words = ["pack", tmp_path / "large", tmp_path / "out", "--size", "512"]
+    process = Forked(words, stderr=subprocess.PIPE)
     while not (tmp_path / "out/journal.jsonl").exists() or (tmp_path / "out/journal.jsonl").read_text().count("\n") < 3:
         assert process.poll() is None
         time.sleep(0.01)
@@ -323,7 +324,7 @@ def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "images are safe; the same command goes on from there" in said
-    again = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    again = Forked(words, stderr=subprocess.PIPE)
     assert again.stderr is not None
     assert any("going on at image" in line for line in iter(again.stderr.readline, ""))
     again.kill()

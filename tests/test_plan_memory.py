@@ -233,9 +233,10 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
         replace(config(1), classes=tuple(map(str, range(100_000)))),
         config(3, 8, DiT(width=8, depth=1, head_channels=8, patch=1, modulation="block")),
         pytest.param(config(3, 8, MPUNet((8,), attention=(True,), head_channels=8)), marks=pytest.mark.slow),
+        pytest.param(config(4, 64, SIZES["tiny"]), marks=pytest.mark.slow),
         *(
-            pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.slow)
-            for n in ("tiny", "small", "mp-tiny", "dit-tiny")
+            pytest.param(config(4, 64, SIZES[n]), marks=pytest.mark.exhaustive)
+            for n in ("small", "mp-tiny", "dit-tiny")
         ),
     ],
 )
