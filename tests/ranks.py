@@ -25,14 +25,14 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import sharded as joint
 from unfog.training.checkpoints import snapshot
 from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.sharded_tensors import full_tensor
 from unfog.training.distributed.world import SINGLE_PROCESS
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
+from unfog.training.sharded_tensors import full_tensor
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ class Diary(TrainingHooks):
         with torch.no_grad():
             for p, good in zip(state.model.parameters(), self.good):
                 p.copy_(good)
-        guard = {**state.guard.to_dict(), "recent": []}
+        guard = {**state.guard.state_dict(), "recent": []}
         state.roll_back_to({"seen": 0, "updates": 0, "guard": guard, "keys": {}, "scaler": {}})
         return ""
 
@@ -140,7 +140,13 @@ def trained(
     chosen = Training(batch=batch, images=steps * batch, precision=precision, **settings)
     if shard:
         into.due = ["save"]
-    train(chosen, optimizer, EVERY, into, Images(), Augment(flip=True, augment=0.3), loss, diary, world)
+    train(
+        LoopSettings(chosen, optimizer, EVERY),
+        into,
+        Task(Images(), Augment(flip=True, augment=0.3), loss),
+        diary,
+        world,
+    )
     into.found = [full_tensor(t).clone() for part in into.tensors().values() for t in part.values()]
     world.shards = None
     return into, diary
@@ -209,7 +215,7 @@ def noise(world):
         return Loss(per_image, torch.full_like(per_image, 0.5), torch.ones_like(per_image))
 
     settings = Training(batch=10, images=20, microbatch=3, noise="batch")
-    train(settings, OPTIMIZER, EVERY, into, Images(), Augment(), loss, diary, world)
+    train(LoopSettings(settings, OPTIMIZER, EVERY), into, Task(Images(), Augment(), loss), diary, world)
     return diary.rows
 
 
@@ -298,7 +304,7 @@ def goes_back(world):
     diary.once = True
     world.shard_state(into)
     settings, every = Training(batch=8, images=32, patience=2), EVERY._replace(checkpoint=2)
-    train(settings, OPTIMIZER, every, into, Images(), Augment(), loss, diary, world)
+    train(LoopSettings(settings, OPTIMIZER, every), into, Task(Images(), Augment(), loss), diary, world)
     world.shards = None
     held = {file: {name: full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
     saved = {file: checkpoint.read_tensors(diary.saved / f"{file}.safetensors") for file in held}

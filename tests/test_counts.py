@@ -19,8 +19,8 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.generate import default_generation, generate_images
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 
 CPU = torch.device("cpu")
 BATCH, SIDE, STEPS = 8, 8, 3
@@ -106,7 +106,7 @@ def counted_steps(config, monkeypatch, microbatch=0):
         Pixels.copied = 0
         with counting, monkeypatch.context() as patched:
             counting.watch_reads(patched)
-            train(config.training, config.optimizer, Intervals(0, 0, 0, 0), state, stream, augmented, objective, run)
+            train(LoopSettings(config.training, config.optimizer), state, Task(stream, augmented, objective), run)
     assert state.updates == state.seen // BATCH == 2 + STEPS
     return counting
 

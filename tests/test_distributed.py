@@ -141,14 +141,14 @@ def test_who_hangs_is_named_with_what_it_was_at():
 
 CUT_OFF = """
 import time
-from unfog.training.distributed.watchdog import Vigil
+from unfog.training.distributed.watchdog import Watchdog
 
 class Silence:
     def set(self, key, value): pass
     def multi_get(self, keys): time.sleep(60)
 
-with Vigil(1, 2, Silence(), timeout=1.0) as vigil:
-    vigil.set_phase("backward", 3)
+with Watchdog(1, 2, Silence(), timeout=1.0) as watchdog:
+    watchdog.set_phase("backward", 3)
     time.sleep(60)
 """
 

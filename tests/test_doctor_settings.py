@@ -23,19 +23,20 @@ from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
 from unfog.doctor.run.run_checks import usual_learning_rate_of
 from unfog.doctor.settings import learning_rate_checks as rate_checks
 from unfog.doctor.settings import machine_checks as machine
-from unfog.doctor.settings.learning_rate_checks import ema_half_window, ema_share_before, usual_learning_rate
+from unfog.doctor.settings.learning_rate_checks import ema_half_window, ema_share_before
 from unfog.doctor.settings.machine_checks import check_precision
 from unfog.doctor.settings.noise_checks import check_range, check_timesteps, evenly_spread_pixels
 from unfog.doctor.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
 from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import Interrupted, RequestError
+from unfog.models.settings import UNet
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.run_costs import forward_passes
 from unfog.training.ema_schedules import FixedEma, PowerEma
-from unfog.training.optimizer_settings import Muon
+from unfog.training.optimizer_settings import Muon, default_learning_rate
 
 CPU = torch.device("cpu")
 SEVERE = ("fatal", "warning")
@@ -293,9 +294,9 @@ def test_products_are_really_measured():
 def test_the_usual_learning_rate_is_what_is_chosen(fashion, millions, batch):
     config = settled(fashion, network=millions, training={"batch": batch})
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    assert usual_learning_rate(parameters, batch, method=Muon()) == pytest.approx(config.optimizer.lr, rel=0.03)
+    assert default_learning_rate(parameters, batch, UNet(), Muon()) == pytest.approx(config.optimizer.lr, rel=0.03)
     by_adamw = settled(fashion, network=millions, training={"batch": batch}, optimizer={"method": "adamw"})
-    assert usual_learning_rate(parameters, batch) == pytest.approx(by_adamw.optimizer.lr, rel=0.03)
+    assert default_learning_rate(parameters, batch, UNet()) == pytest.approx(by_adamw.optimizer.lr, rel=0.03)
     assert config.optimizer.lr == pytest.approx(2 * by_adamw.optimizer.lr, rel=0.03)
 
 
@@ -462,6 +463,6 @@ def test_leaving_a_lesson_leaves_at_once(fashion):
 
 
 def test_rates_scale_by_both_rules():
-    assert rate_checks.linear_learning_rate(10**6, 128) == pytest.approx(6e-3)
-    assert rate_checks.usual_learning_rate(10**6, 256) == pytest.approx(6e-3)
-    assert rate_checks.linear_learning_rate(10**6, 2048) == pytest.approx(3e-3 * 8 * 2)
+    assert rate_checks.linear_learning_rate(10**6, 128, UNet()) == pytest.approx(6e-3)
+    assert default_learning_rate(10**6, 256, UNet()) == pytest.approx(6e-3)
+    assert rate_checks.linear_learning_rate(10**6, 2048, UNet()) == pytest.approx(3e-3 * 8 * 2)

@@ -212,7 +212,7 @@ def test_extreme_losses_leave_finite_numbers() -> None:
         assert levels.sums.isfinite().all()
         assert levels.log_mean(u).isfinite().all()
         assert all(part.isfinite().all() for part in levels.draw(u, 0.5))
-    assert json.dumps(levels.to_dict(), allow_nan=False)
+    assert json.dumps(levels.state_dict(), allow_nan=False)
     empty = Levels(CPU)
     empty.add(u, torch.zeros(64))
     assert empty.log_mean(u).min().item() == pytest.approx(math.log(1e-6))
@@ -222,11 +222,11 @@ def test_extreme_losses_leave_finite_numbers() -> None:
 def test_it_survives_a_file_to_the_bit_and_an_older_one_lacks_it() -> None:
     levels = trained(EDM, 7)
     again = Levels(CPU)
-    again.restore(json.loads(json.dumps(levels.to_dict())))
+    again.load_state_dict(json.loads(json.dumps(levels.state_dict())))
     assert torch.equal(again.sums, levels.sums)
     assert again.seen == levels.seen
-    again.restore(None)
-    assert again.to_dict() == Levels(CPU).to_dict()
+    again.load_state_dict(None)
+    assert again.state_dict() == Levels(CPU).state_dict()
 
 
 def test_a_share_beyond_one_is_refused() -> None:

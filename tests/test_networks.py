@@ -15,7 +15,6 @@ from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.doctor.settings.learning_rate_checks import usual_learning_rate
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network as Exported
 from unfog.export.diffusers_unet import to_unet2d
@@ -27,8 +26,9 @@ from unfog.planning.flops import count_flops
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
+from unfog.training.optimizer_settings import default_learning_rate
 from unfog.training.settings import Optimizer, Training
 
 CPU = torch.device("cpu")
@@ -321,13 +321,9 @@ def advance(config, state, steps):
     names = [str(i) for i in range(16)]
     images = ImageSet(pixels.numpy(), labels.numpy(), names, ("a", "b"))
     train(
-        config.training,
-        config.optimizer,
-        Intervals(0, 0, 0, 0),
+        LoopSettings(config.training, config.optimizer),
         state,
-        ImageStream(images, 0),
-        Augment.from_settings(config.data),
-        Objective(config.diffusion, 2, 0.2),
+        Task(ImageStream(images, 0), Augment.from_settings(config.data), Objective(config.diffusion, 2, 0.2)),
         Until(),
     )
     return state
@@ -445,8 +441,8 @@ def test_rates_follow_the_kind_and_decay_is_left_to_free_weights():
         assert auto.config.optimizer.weight_decay == (0 if name == "mpunet" else 0.01)
         assert ("optimizer.weight_decay" in [choice.name for choice in auto.choices]) == (name == "mpunet")
     assert rates["mpunet"] > 3 * rates["unet"]
-    assert usual_learning_rate(16 * 10**6, 64, MPUNet()) == pytest.approx(usual_learning_rate(1, 64, MPUNet()) / 2)
-    assert usual_learning_rate(16 * 10**6, 64, DiT()) == pytest.approx(usual_learning_rate(1, 64, DiT()) / 4)
+    assert default_learning_rate(16 * 10**6, 64, MPUNet()) == pytest.approx(default_learning_rate(1, 64, MPUNet()) / 2)
+    assert default_learning_rate(16 * 10**6, 64, DiT()) == pytest.approx(default_learning_rate(1, 64, DiT()) / 4)
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -109,10 +109,10 @@ def test_window_begins_anew_and_survives_a_resume_to_the_bit():
     for i, (part, all_of_it) in enumerate(squares):
         whole.add(torch.tensor(part), 3, torch.tensor(all_of_it), 8)
         if i == 3:
-            resumed.restore(json.loads(json.dumps(whole.to_dict())))
+            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
         elif i > 3:
             resumed.add(torch.tensor(part), 3, torch.tensor(all_of_it), 8)
-    assert resumed.to_dict() == whole.to_dict()
+    assert resumed.state_dict() == whole.state_dict()
     assert resumed.close() == whole.close() != {}
     assert whole.close() == {}  # and nothing is said of a window without any step
     for window in (whole, fresh := NoiseScale(CPU)):

@@ -240,17 +240,6 @@ def test_another_optimiser_on_resume_begins_its_own_moments(tmp_path):
     assert after.non_finite() is None
 
 
-def test_first_checkpoints_said_nothing_of_their_optimiser(tmp_path):
-    before, after = state(), state()
-    step(before)
-    folder = snapshot.write_checkpoint(snapshot.take_snapshot(before, 1), tmp_path / "checkpoints")
-    old = {k: v for k, v in checkpoint.read_state(folder).items() if k not in ("method", "optimizer", "averages")}
-    after.load_optimizer(checkpoint.read_tensors(folder / "optimizer.safetensors"), old)
-    assert same(after.tensors()["optimizer"], before.tensors()["optimizer"])
-    after.load_progress(old)
-    assert after.updates == 1
-
-
 @pytest.mark.parametrize(
     ("path", "arguments", "said"),
     [

@@ -133,8 +133,8 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.pipeline.build import build_state
-from unfog.training.loop import Every, train
-from unfog.training.hooks import Silent
+from unfog.training.loop import LoopSettings, train
+from unfog.training.hooks import Task, TrainingHooks
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
@@ -143,8 +143,8 @@ def run(config):
     pixels = np.zeros((8, 3, config.data.size, config.data.size), np.uint8)
     images = ImageSet(pixels, None, tuple("abcdefgh"), ())
     state = build_state(config, torch.device("cpu"))
-    train(config.training, config.optimizer, Every(0, 0, 0, 0), state, ImageStream(images, 0), Augment(),
-          Objective(config.diffusion), Silent())
+    task = Task(ImageStream(images, 0), Augment(), Objective(config.diffusion))
+    train(LoopSettings(config.training, config.optimizer), state, task, TrainingHooks())
 
 run(config(2, images=2))
 before = status("VmRSS")

@@ -155,14 +155,14 @@ from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.pipeline.build import build_state
-from unfog.training.loop import Every, train
-from unfog.training.distributed.rendezvous import processes
-from unfog.training.hooks import Silent
+from unfog.training.loop import LoopSettings, train
+from unfog.training.distributed.rendezvous import init_world
+from unfog.training.hooks import Task, TrainingHooks
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 
-class Three(Silent):
+class Three(TrainingHooks):
     # No more steps, and no end of a run, at which the first process has the network whole.
     def __init__(self, state):
         self.state = state
@@ -177,11 +177,11 @@ def run(config, world):
         world.shard_state(state)
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
-    train(config.training, config.optimizer, Every(0, 0, 0, 0), state, ImageStream(images, 0), Augment(),
-          Objective(config.diffusion), Three(state), world)
+    task = Task(ImageStream(images, 0), Augment(), Objective(config.diffusion))
+    train(LoopSettings(config.training, config.optimizer), state, task, Three(state), world)
     world.shards = None
 
-with processes() as world:
+with init_world() as world:
     world.init_process_group(CPU, 120.0)
     run(config(8, 32, {shard}, images=800), world)
     gc.collect()

@@ -326,7 +326,7 @@ def test_the_newest_snapshot_stays_wherever_it_is(tmp_path):
 
 
 def test_the_last_step_has_a_snapshot_of_the_averages():
-    every = Intervals(0, 0, 0, 0, averages=4)
+    every = Intervals(0, 0, 0, 0, ema_snapshot=4)
     assert "averages" in every.due(8, last=False)
     assert "averages" not in every.due(9, last=False)
     assert "averages" in every.due(9, last=True)

@@ -25,8 +25,8 @@ from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.ema_snapshots import _to_float16
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import EmaSnapshots, Evaluate
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
@@ -370,8 +370,9 @@ def test_a_step_waits_for_the_device_once(settings):
             return type("Batch", (), {"pixels": pixels, "label": torch.from_numpy(LABELS)[index]})
 
     def until(step):
-        parts = (Images(), Augment.from_settings(config.data), build_loss(config, state.levels), TrainingHooks())
-        train(replace(config.training, images=8 * step), config.optimizer, Intervals(0, 0, 0, 0), state, *parts)
+        task = Task(Images(), Augment.from_settings(config.data), build_loss(config, state.levels))
+        settings = LoopSettings(replace(config.training, images=8 * step), config.optimizer)
+        train(settings, state, task, TrainingHooks())
 
     until(1)  # which makes the tables that are kept
     steps = 4

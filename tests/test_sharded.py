@@ -41,7 +41,6 @@ from unfog.training.checkpoints import sharded as joint
 from unfog.training.checkpoints.shard_files import write_merged
 from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks, shard_network
-from unfog.training.distributed.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
 from unfog.training.ema_schedules import PowerEma
@@ -49,6 +48,7 @@ from unfog.training.micro_batches import _local_micro_batches
 from unfog.training.optimizer_settings import AdamW, Custom, Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, Training
+from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("ended")

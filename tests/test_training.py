@@ -17,13 +17,15 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
 from unfog.training.ema_schedules import FixedEma, PowerEma
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, Stopwatch, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.log_window import LogWindow
+from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.micro_batches import seed_generators, split_range
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.stability.divergence import DivergenceGuard
-from unfog.training.state import LogWindow, TrainState
+from unfog.training.state import TrainState
+from unfog.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 NEVER = Intervals(0, 0, 0, 0)
@@ -57,7 +59,7 @@ class Diary(TrainingHooks):
         self.roll_backs.append(reason)
         state.model.load_state_dict(self.good)
         state.ema = Ema(state.model, state.ema.schedule)
-        state.roll_back_to({"seen": 0, "updates": 0, "guard": DivergenceGuard().to_dict(), "keys": {}, "scaler": {}})
+        state.roll_back_to({"seen": 0, "updates": 0, "guard": DivergenceGuard().state_dict(), "keys": {}, "scaler": {}})
 
     def on_step_end(self, step):
         self.step = step
@@ -81,6 +83,7 @@ def state(model=None, precision="fp32", ema=None, **optimizer):
 def following(into):
     """The same, keeping up the loss by level, as for an objective that follows it."""
     into.levels = Levels(CPU)
+    into.register("levels", into.levels, rolled_back=True)
     return into
 
 
@@ -104,7 +107,7 @@ def denoising(model, x0, label, condition=None):
 def run(into, loss=denoising, diary=None, every=NEVER, **settings):
     diary = diary or Diary()
     settings = Training(**{"batch": 8, "images": 80, "precision": "fp32"} | settings)
-    train(settings, Optimizer(lr=1e-2), every, into, Images(), Augment(), loss, diary)
+    train(LoopSettings(settings, Optimizer(lr=1e-2), every), into, Task(Images(), Augment(), loss), diary)
     return diary
 
 
@@ -247,11 +250,11 @@ def test_levels_are_those_of_accepted_steps_and_go_back_with_the_weights():
     saved = json.loads(json.dumps(broken.progress()))
     again = following(state())
     again.load_progress(saved)
-    assert again.levels.to_dict() == broken.levels.to_dict()
+    assert again.levels.state_dict() == broken.levels.state_dict()
     run(broken, microbatch=3)
-    assert broken.levels.to_dict() == straight.levels.to_dict() != saved["levels"]
+    assert broken.levels.state_dict() == straight.levels.state_dict() != saved["levels"]
     broken.roll_back_to(saved)
-    assert broken.levels.to_dict() == saved["levels"]
+    assert broken.levels.state_dict() == saved["levels"]
     del saved["levels"]  # as in checkpoints of before
     again.load_progress(saved)
     assert again.levels.seen == 0
@@ -262,7 +265,7 @@ def test_states_with_and_without_levels_take_over_and_go_back_to_each_other():
     for into in (plain, followed):
         run(into)
     saved = [json.loads(json.dumps(into.progress())) for into in (plain, followed)]
-    assert saved[0].pop("levels") is None
+    assert "levels" not in saved[0]
     assert saved[1].pop("levels")["seen"] == 80
     assert saved[0] == saved[1]  # it is only watched here
     for into in (plain, followed):
@@ -426,7 +429,9 @@ def test_guard_knows_what_is_usual():
     for i in range(64):
         noisy.update(0.1 + 0.05 * (i % 5))
     assert noisy.update(0.3), "half as much again is nothing where the loss jumps that much by itself"
-    assert DivergenceGuard.from_dict(guard.to_dict()) == guard
+    again = DivergenceGuard()
+    again.load_state_dict(guard.state_dict())
+    assert again == guard
 
 
 def test_overflow_of_the_scale_is_told_apart_from_divergence():

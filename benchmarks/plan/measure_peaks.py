@@ -122,8 +122,8 @@ def measure(case: Case) -> int:
     from unfog.models.settings import UNet
     from unfog.pipeline.build import build_state
     from unfog.training.distributed.rendezvous import init_world
-    from unfog.training.hooks import TrainingHooks
-    from unfog.training.loop import Intervals, train
+    from unfog.training.hooks import Task, TrainingHooks
+    from unfog.training.loop import Intervals, LoopSettings, train
 
     device = torch.device("cpu")
 
@@ -147,7 +147,9 @@ def measure(case: Case) -> int:
         every = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
         augment, objective = Augment(), Objective(config.diffusion)
         few, stream = Few(state, STEPS * config.training.batch), ImageStream(images, 0)
-        train(config.training, config.optimizer, every, state, stream, augment, objective, few, world)
+        train(
+            LoopSettings(config.training, config.optimizer, every), state, Task(stream, augment, objective), few, world
+        )
         world.shards = None
 
     small = UNet(channels=(8, 16), attention=(False, True), norm_groups=4, head_channels=8)

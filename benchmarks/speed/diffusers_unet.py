@@ -43,8 +43,8 @@ from unfog.diffusion.sampler import Sampler
 from unfog.export.diffusers_unet import from_unet2d
 from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.optimizer_settings import AdamW
 from unfog.training.settings import Optimizer, Training
 
@@ -192,7 +192,7 @@ def ours(config: Config, weights: dict[str, Tensor], precision: Any, form: Any) 
 
     def steps(count: int) -> float:
         run.left, started = count, time.perf_counter()
-        train(config.training, config.optimizer, Intervals(0, 0, 0, 0), state, stream, augment, loss, run)
+        train(LoopSettings(config.training, config.optimizer), state, Task(stream, augment, loss), run)
         return (time.perf_counter() - started) / count
 
     return steps

@@ -36,8 +36,8 @@ from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 from unfog.data.webdataset.index_files import save_entry
 from unfog.models.settings import UNet
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 
 CPU = torch.device("cpu")
 SHARDS, FAR = 4, 10**15  # files of an index; a position that a run never reaches
@@ -77,7 +77,7 @@ def step(config: Config, steps: int) -> tuple[float, int]:
     images = ImageSet(np.zeros((100, 3, size, size), np.uint8), None, ["image"] * 100, ())
     stream, run = ImageStream(images, 0), Clock(steps)
     augment, loss = build_augmentation(config), build_loss(config, state.levels)
-    train(config.training, config.optimizer, Intervals(0, 0, 0, 0), state, stream, augment, loss, run)
+    train(LoopSettings(config.training, config.optimizer), state, Task(stream, augment, loss), run)
     return run.seconds(), sum(p.numel() for p in state.model.parameters())
 
 

@@ -35,8 +35,8 @@ from unfog.planning.flops import LAUNCH, count_flops
 from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
@@ -201,7 +201,7 @@ def trained(world: World, batch: int, compress: str = "none") -> tuple[float, fl
     settings = Training(batch=batch, images=STEPS * batch, precision="fp32", noise="batch", compress=compress)
     watch, objective = Watch(), Objective(Diffusion(), interleaved=True)
     never = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
-    train(settings, Optimizer(lr=1e-4), never, state, Images(), Augment(), objective, watch, world)
+    train(LoopSettings(settings, Optimizer(lr=1e-4), never), state, Task(Images(), Augment(), objective), watch, world)
     return watch.median()
 
 

@@ -74,12 +74,12 @@ class Levels:
         count = self.sums[0]
         return torch.where(count > 0, self.sums[1:] / count.clamp_min(1e-30), torch.ones_like(count))
 
-    def to_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which keeps every bit of a float."""
         return {"seen": self.seen, "sums": self.sums.tolist()}
 
-    def restore(self, saved: dict[str, Any] | None) -> None:
-        """Take over what `to_dict` gave; None, of checkpoints that do not hold it, is the beginning."""
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Take over what `state_dict` gave; None, of checkpoints that do not hold it, is the beginning."""
         self.seen = saved["seen"] if saved else 0
         self.sums.copy_(torch.tensor(saved["sums"]) if saved else torch.zeros(3, NODES))
 

@@ -146,7 +146,7 @@ def build_state(
 def build_intervals(config: Config, state: TrainState) -> Intervals:
     """Return the intervals of the hooks, in steps; EMA snapshots only if the EMA profiles are known."""
     every = (config.log.every, config.preview.every, config.evaluate.every, config.checkpoint.every)
-    return Intervals(*every, averages=config.ema_snapshots.every if state.ema_widths else 0)
+    return Intervals(*every, ema_snapshot=config.ema_snapshots.every if state.ema_widths else 0)
 
 
 def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:

@@ -11,9 +11,8 @@ import torch
 from unfog.config.schema import Config
 from unfog.config.validate import parse_duration
 from unfog.data.dataset import ImageSet
-from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError
-from unfog.models.settings import SIZES, Architecture
+from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.accelerators import Device
 from unfog.planning.flops import NetworkCost, TimeRange, count_flops, step_time
@@ -21,6 +20,7 @@ from unfog.planning.intervals import Choice, choose_intervals, with_intervals
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
+from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size
@@ -114,11 +114,11 @@ class AutoSettings:
             return
         # Building is quick in memory; on the "meta" device it would cost a second of imports.
         parameters = sum(p.numel() for p in build_network(self.config).parameters())
-        factor = fine_tuning(self.config)
-        lr = float(f"{factor * usual_learning_rate(parameters, batch, self.config.network, optimizer.method):.2g}")
+        network, tuned = self.config.network or UNet(), bool(self.config.init.folder)
+        lr = float(f"{default_learning_rate(parameters, batch, network, optimizer.method, tuned):.2g}")
         self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
         why = f"for {parameters / 1e6:.2f}M parameters and batches of {batch}"
-        why += f", {factor:g} of the rate for random weights, to keep what these learned" if factor < 1 else ""
+        why += f", {FINE_TUNING_FACTOR:g} of the rate for random weights, to keep what these learned" if tuned else ""
         self._note("optimizer.lr", lr, why)
 
     def resolve_weight_decay(self) -> None:

@@ -24,8 +24,8 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import Interrupted
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, rounded, suggest
 from unfog.reporting.progress import Progress, format_duration
-from unfog.training.hooks import Augmentation, Stream, TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import Optimizer, Training
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
@@ -42,7 +42,6 @@ TRIED = (1.0, 0.3, 0.1)
 """Rates of the first trials, over the rate of the ramp's lowest loss; highest first."""
 MOST_TRIALS = 6
 """With the trials that are added, three times as high or as low."""
-NEVER = Intervals(log=0, preview=0, evaluate=0, checkpoint=0)
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def one_step(subject: LrTestSetup, state: TrainState, lr: float, run: TrainingHo
     training = replace(subject.training, images=state.seen + subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=1, schedule="constant")
     objective = subject.objective.following(state.levels)
-    train(training, optimizer, NEVER, state, subject.stream, subject.augment, objective, run)
+    train(LoopSettings(training, optimizer), state, Task(subject.stream, subject.augment, objective), run)
     if state.seen < training.images:
         raise Interrupted
 
@@ -211,7 +210,7 @@ def run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -
     training = replace(subject.training, images=steps * subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
     objective = subject.objective.following(state.levels)
-    train(training, optimizer, NEVER, state, subject.stream, subject.augment, objective, run)
+    train(LoopSettings(training, optimizer), state, Task(subject.stream, subject.augment, objective), run)
     if state.seen < training.images:
         raise Interrupted
     with state.ema.swapped_into(state.model):

@@ -27,10 +27,10 @@ from unfog.planning.peak_memory import (
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
-from unfog.training.distributed.sharded_tensors import is_sharded, to_local
 from unfog.training.optimizer_settings import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import PrecisionName, Training
+from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 
 TRACED = (2, 4)
@@ -213,7 +213,7 @@ def trace_step(
         recorder.kind = "workspace"
         second = config.ema_snapshots.second_schedule(config.ema)
         state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
-        for average in filter(None, (state.ema, state.second)):
+        for average in filter(None, (state.ema, state.second_ema)):
             recorder.name("average", map(to_local, [*average.parameters, *average.buffers]))
         _allocate_moments(recorder, state)
         if (
@@ -237,7 +237,7 @@ def trace_step(
         state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clips for any norm
         state.optimizer.zero_grad(set_to_none=True)
         state.project()
-        for average in filter(None, (state.ema, state.second)):
+        for average in filter(None, (state.ema, state.second_ema)):
             average.update(1)
 
     with fake_process_group(processes) if apart else nullcontext():

@@ -19,8 +19,8 @@ from unfog.errors import Interrupted
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.reporting.progress import Progress
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 
 TIMED = 64
 """Images that steps are timed with, if none are decoded yet."""
@@ -60,13 +60,11 @@ def seconds_per_step(
     with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested)
         train(
-            replace(config.training, images=10**9 * config.training.batch),
-            config.optimizer,
-            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
+            LoopSettings(replace(config.training, images=10**9 * config.training.batch), config.optimizer),
             state,
-            ImageStream(images, config.training.seed),
-            build_augmentation(config),
-            build_loss(config, state.levels),
+            Task(
+                ImageStream(images, config.training.seed), build_augmentation(config), build_loss(config, state.levels)
+            ),
             clock,
         )
     if stop_requested():

@@ -20,7 +20,8 @@ from unfog.reporting.progress import Progress
 from unfog.runs.context import StoppableHooks
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task
+from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
 
 
@@ -65,16 +66,11 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:
         hooks.progress = progress
-        train(
-            replace(config.training, rollbacks=10**9),  # a limit would end the replay where a resume reset the count
-            config.optimizer,
-            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
-            state,
-            ImageStream(dataset.as_network_input.train, config.training.seed),
-            build_augmentation(config),
-            build_loss(config, state.levels),
-            hooks,
-        )
+        # Without a limit, which would end the replay where a resume reset the count.
+        settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
+        stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+        task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
+        train(settings, state, task, hooks)
     if stop():
         raise Interrupted
     if checkpoint.read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:

@@ -28,8 +28,8 @@ from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import World, is_lost_process
-from unfog.training.hooks import Rank
-from unfog.training.loop import train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
 
 
@@ -127,7 +127,12 @@ def broadcast_config(
 
 
 def run_training_loop(
-    config: Config, state: TrainState, stream: ImageStream, hooks: Rank, world: World, saved: Path | None = None
+    config: Config,
+    state: TrainState,
+    stream: ImageStream,
+    hooks: TrainingHooks,
+    world: World,
+    saved: Path | None = None,
 ) -> None:
     """Train from the state of rank 0, to the end or until one rank is asked to stop.
 
@@ -153,17 +158,9 @@ def run_training_loop(
             if world.size > 1 and (own := world.batch_range(0, config.training.batch)):
                 # Otherwise each rank would prefetch the images of all of them.
                 stream.prefetch_share(own.start, len(own), config.training.batch, state.seen)
-            train(
-                config.training,
-                config.optimizer,
-                build_intervals(config, state),
-                state,
-                stream,
-                build_augmentation(config),
-                build_loss(config, state.levels),
-                hooks,
-                world,
-            )
+            settings = LoopSettings(config.training, config.optimizer, build_intervals(config, state))
+            task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
+            train(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:
             if world.size == 1 or not is_lost_process(error):

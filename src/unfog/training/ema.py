@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unfog.training.distributed.sharded_tensors import to_local
 from unfog.training.ema_schedules import EmaSchedule, PowerEma
+from unfog.training.sharded_tensors import to_local
 
 
 class Ema:
@@ -21,15 +21,15 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, schedule: EmaSchedule):
-        self.profile = schedule
+        self.schedule = schedule
         self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
         self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
 
     @property
     def width(self) -> float:
         """Of its profile, which is a power function. AssertionError if it is not."""
-        assert isinstance(self.profile, PowerEma)
-        return self.profile.width
+        assert isinstance(self.schedule, PowerEma)
+        return self.schedule.width
 
     @torch.no_grad()
     def update(self, update: int) -> None:
@@ -37,7 +37,7 @@ class Ema:
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
         parameters, buffers = self._of
         mine, theirs = list(map(to_local, self.parameters)), list(map(to_local, parameters))
-        torch._foreach_lerp_(mine, theirs, 1 - self.profile.decay(update))
+        torch._foreach_lerp_(mine, theirs, 1 - self.schedule.decay(update))
         for kept, buffer in zip(self.buffers, buffers):
             kept.copy_(buffer)
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.distributed.sharded_tensors import total_norm
 from unfog.training.precision import gradients
+from unfog.training.sharded_tensors import total_norm
 
 
 class NoiseScale:
@@ -64,12 +64,12 @@ class NoiseScale:
         record = {"gradient_signal": signal, "gradient_noise": noise}
         return {"noise_scale": noise_scale([record]), **record}
 
-    def to_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which keeps every bit of a float."""
         return {"sums": self.sums.tolist(), "count": self.count}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_dict` gave."""
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
         self.sums.copy_(torch.tensor(saved["sums"]))
         self.count = saved["count"]
 

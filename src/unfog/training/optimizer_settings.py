@@ -1,11 +1,17 @@
-"""Which optimiser moves the weights: settings only, nothing heavy is imported. `optim` builds them."""
+"""Settings of the optimisers, and the default learning rate. Imports nothing heavy; `optimizers` builds them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from unfog.errors import RequestError
+
+REFERENCE_BATCH = 64
+"""Batch size at which the networks' `reference_lr` was measured."""
+FINE_TUNING_FACTOR = 0.3
+"""Factor on the default learning rate when training starts from trained weights: more would undo what they know."""
 
 
 @dataclass(frozen=True)
@@ -16,16 +22,16 @@ class AdamW:
 
     @property
     def identity(self) -> str:
-        """What its moments can be gone on with by."""
+        """Return the name under which a checkpoint stores the optimiser state; only an equal name can load it."""
         return self.kind
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon (Jordan et al. 2024) for matrices and convolutions, AdamW for embeddings, norms, biases and both ends.
+    """Muon (Jordan et al. 2024) for matrices and convolutions; AdamW for embeddings, norms, biases and both ends.
 
-    Every matrix moves by its momentum with all singular values made about one, times 0.2 sqrt(its longer side), which
-    is as far as AdamW would move it (Liu et al. 2025, "Muon is Scalable"), so that one learning rate serves both.
+    The update of a matrix is its orthogonalised momentum times 0.2 sqrt(longer side). That is as long as an update of
+    AdamW (Liu et al. 2025, "Muon is Scalable"), so that one learning rate serves both.
     """
 
     kind: ClassVar[str] = "muon"
@@ -42,7 +48,7 @@ class Muon:
 
     @property
     def identity(self) -> str:
-        """What its moments can be gone on with by."""
+        """Return the name under which a checkpoint stores the optimiser state; only an equal name can load it."""
         return self.kind
 
 
@@ -61,9 +67,41 @@ class Custom:
 
     @property
     def identity(self) -> str:
-        """What its moments can be gone on with by: what it remembers may depend on any of its arguments."""
+        """Return the name under which a checkpoint stores the optimiser state; only an equal name can load it."""
+        # The state may depend on any of the arguments.
         return f"{self.kind}:{self.path}({', '.join(sorted(self.arguments))})"
 
 
 OptimizerKind = AdamW | Muon | Custom
 OPTIMIZERS = (AdamW, Muon, Custom)
+
+
+class LearningRateTraits(Protocol):
+    """Settings of a network that its default learning rate depends on."""
+
+    reference_lr: ClassVar[float]
+    """Learning rate of AdamW for a million parameters at `REFERENCE_BATCH`."""
+    lr_exponent: ClassVar[float]
+    """The learning rate falls as the number of parameters to the power of minus this."""
+    muon_lr_factor: ClassVar[float]
+    """Learning rate of Muon over that of AdamW."""
+
+
+def default_learning_rate(
+    parameters: int,
+    batch: int,
+    network: LearningRateTraits,
+    optimizer: OptimizerKind | None = None,
+    fine_tuning: bool = False,
+) -> float:
+    """Return the peak learning rate that is used if none is given.
+
+    It grows as the square root of the batch and falls as a power of the number of parameters. That power is 1/2 for
+    most networks. Magnitude-preserving weights have the same length in every size, so theirs is 1/4, which goes
+    through what Karras et al. (2024, table 6) use from 125M to 1.5B parameters.
+    """
+    # Not measured below a million parameters, where the rule would give rates that diverge.
+    millions = max(parameters / 1e6, 1)
+    reference = network.reference_lr * (network.muon_lr_factor if isinstance(optimizer, Muon) else 1.0)
+    rate = reference * math.sqrt(batch / REFERENCE_BATCH) / math.pow(millions, network.lr_exponent)
+    return (FINE_TUNING_FACTOR if fine_tuning else 1.0) * rate

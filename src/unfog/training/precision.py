@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.distributed.sharded_tensors import to_local, total_norm
 from unfog.training.settings import MemoryFormat, PrecisionName
+from unfog.training.sharded_tensors import to_local, total_norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

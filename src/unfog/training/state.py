@@ -1,4 +1,4 @@
-"""Everything that a run changes as it goes: what a checkpoint holds and a resume restores."""
+"""Everything that a run changes as it trains: what a checkpoint holds and a resume restores."""
 
 from __future__ import annotations
 
@@ -13,101 +13,52 @@ from torch import Tensor, nn
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
-from unfog.training.distributed.sharded_tensors import all_finite
 from unfog.training.ema import Ema
 from unfog.training.ema_schedules import EmaSchedule, PowerEma
-from unfog.training.noise_scale import NoiseScale
+from unfog.training.log_window import LogWindow
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer
+from unfog.training.sharded_tensors import all_finite
 from unfog.training.stability.divergence import DivergenceGuard
 
 HELD_OUT_LOSS = "held_out_loss"
-BINS = 10  # of the noise quantile, in which the training loss is logged
 
 
-def best_metric(keys: Mapping[str, str]) -> str:
-    """The name of what the best is chosen by."""
-    return keys.get("best", HELD_OUT_LOSS).partition(":")[0]
+def best_metric(settings_digests: Mapping[str, str]) -> str:
+    """Return the name of the metric by which the best checkpoint is chosen."""
+    return _best(settings_digests).partition(":")[0]
 
 
-def is_better(name: str, value: float, than: float) -> bool:
-    """Whether a value of what the best is chosen by is better than another."""
-    return value > than if name in Evaluate.HIGHER else value < than
+def _best(settings_digests: Mapping[str, str]) -> str:
+    return settings_digests.get("best", HELD_OUT_LOSS)
 
 
-class LogWindow:
-    """Sums since the last log, kept on the device: reading them there would make the host wait."""
+def is_better(metric: str, value: float, than: float) -> bool:
+    """Return whether one value of a metric is better than another."""
+    return value > than if metric in Evaluate.HIGHER else value < than
 
-    def __init__(self, device: torch.device):
-        self.loss = torch.zeros(BINS, device=device)
-        self.count = torch.zeros(BINS, device=device)
-        self.one_hot = torch.eye(BINS, device=device)
-        self.refused = self.overflows = 0
-        self.noise = NoiseScale(device)
 
-    def add(self, per_image: Tensor, u: Tensor, importance: Tensor | None = None) -> None:
-        """Add losses [B], with no graph behind them, at noise quantiles u [B] in (0, 1).
+class StateEntry(Protocol):
+    """An entry of a checkpoint's state.json. Holds plain values; tensors only if they are small, as lists."""
 
-        A product with a one-hot matrix adds in a fixed order; its rows come from a table, as this runs every step, and
-        to make them takes seven operations. Where u is not drawn evenly, its importance [B] makes the mean that of
-        even ones.
-        """
-        one_hot = self.one_hot[(u * BINS).long().clamp_(0, BINS - 1)]
-        if importance is not None:
-            one_hot = one_hot * importance[:, None]
-        self.loss += per_image @ one_hot
-        self.count += one_hot.sum(0)
+    def state_dict(self) -> dict[str, Any]:
+        """Return values that JSON can hold."""
 
-    def close(self) -> dict[str, Any]:
-        """Mean loss, loss by noise level (clean to noisy), steps refused and overflowed in this window; a new begins.
-
-        Losses are NaN where all steps of the window were refused.
-        """
-        loss, count = self.loss.tolist(), self.count.tolist()
-        record = {
-            "loss": sum(loss) / sum(count) if any(count) else float("nan"),
-            "loss_by_level": [value / n if n else None for value, n in zip(loss, count)],
-            "refused": self.refused,
-            "overflows": self.overflows,
-            **self.noise.close(),
-        }
-        self.loss.zero_()
-        self.count.zero_()
-        self.refused = self.overflows = 0
-        return record
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which keeps every bit of a float."""
-        return {
-            "loss": self.loss.tolist(),
-            "count": self.count.tolist(),
-            "refused": self.refused,
-            "overflows": self.overflows,
-            "noise": self.noise.to_dict(),
-        }
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take over what `to_dict` gave."""
-        self.loss.copy_(torch.tensor(saved["loss"]))
-        self.count.copy_(torch.tensor(saved["count"]))
-        self.refused, self.overflows = saved["refused"], saved["overflows"]
-        if "noise" in saved:  # which the first checkpoints did not hold
-            self.noise.restore(saved["noise"])
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the values of `state_dict`."""
 
 
 @runtime_checkable
 class _Projectable(Protocol):
-    """A network whose weights are to stay within a set of values, such as rows of unit length."""
-
     def project(self) -> None:
-        """Bring the weights back to it, in place."""
+        """Bring the weights back to the set that they must stay in, such as rows of unit length, in place."""
 
 
 class TrainState:
-    """Network, optimiser, EMA, loss scaler and where the run is.
+    """Network, optimiser, EMA, loss scaler and the position of the run.
 
     `seen` counts training images and alone determines what comes next: the order of images, noise, dropout, learning
-    rate. `updates` counts the optimiser steps that were taken; a refused step advances `seen` and not `updates`.
+    rate. `updates` counts the optimiser steps that were taken; a skipped step advances `seen` and not `updates`.
     """
 
     def __init__(
@@ -116,7 +67,7 @@ class TrainState:
         optimizer: Optimizer,
         ema: EmaSchedule,
         precision: Precision,
-        second_ema: PowerEma | None = None,
+        second: PowerEma | None = None,
         levels: Levels | None = None,
     ):
         self.model = model
@@ -126,78 +77,102 @@ class TrainState:
         self.optimizer = self.build_optimizer(model)
         self.method = optimizer.method.identity
         self.ema = Ema(model, ema)
-        self.second = Ema(model, second_ema) if second_ema else None
-        """Another average, whose snapshots together with those of the first give averages of any length."""
+        self.second_ema = Ema(model, second) if second else None
+        """Its snapshots, together with those of `ema`, rebuild EMAs of any length."""
         self.in_host_memory = False
         """Whether the tensors are a copy in host memory already, which a snapshot may keep."""
         self.ema_history_known = True
-        """Whether both averages had their profiles since the beginning, so that these are known."""
-        self.guard = DivergenceGuard()
-        self.window = LogWindow(precision.device)
-        self.levels = levels
-        """The loss by noise level, kept up where the objective follows it; None where nobody reads it."""
+        """Whether both EMAs had their schedules since the beginning, so that other EMAs can be rebuilt from them."""
         self.seen = 0
         self.updates = 0
         self.microbatch = 0
-        """Images at once, where memory did not suffice for as many as the settings say; else 0."""
+        """Images of a forward pass if memory did not suffice for as many as the settings say; else 0."""
         self.due: list[str] = []
-        """What the last step has still to be followed by: evaluate, log, preview, save, keep the best."""
+        """Hooks still to be called after the last step: evaluate, log, averages, preview, save, keep the best."""
         self.last: dict[str, float] = {}
-        """Numbers of the last step: gradient_norm, lr, and what the best is chosen by if it was measured."""
+        """Numbers of the last step: gradient_norm, lr, and the best checkpoint's metric if it was measured."""
         self.best: float | None = None
-        """Best value so far of what it is chosen by, since that is measured as it is now."""
+        """Best value so far of that metric, since it is measured as it is now."""
         self.settings_digests: dict[str, str] = {}
-        """Digests of the settings that make it what it is, by purpose: see `runs.changes.keys_of`. "best" begins
-        with the name of what the best is chosen by; the first checkpoints have none, and it is the held-out loss."""
+        """Digests of settings, by purpose: see `settings_digests` in `config.resume_rules`. "best" begins with the
+        name of the metric by which the best checkpoint is chosen."""
         self.lost_shards: dict[str, str] = {}
-        """Name -> reason of the shards that the run goes on without, so that it does after a resume as well."""
+        """Name -> reason of the data shards that the run goes on without, so that a resume does too."""
+
+        self.guard = DivergenceGuard()
+        self.window = LogWindow(precision.device)
+        self.levels = levels
+        """Running mean of the loss by noise level, for objectives that follow it; else None."""
+        self.entries: dict[str, StateEntry] = {}
+        self._rolled_back: set[str] = set()
+        self.register("scaler", precision.scaler, rolled_back=True)
+        self.register("guard", self.guard)
+        self.register("window", self.window)
+        if levels is not None:
+            self.register("levels", levels, rolled_back=True)
+
+    def register(self, name: str, entry: StateEntry, rolled_back: bool = False) -> None:
+        """Add an entry to the checkpoint: its `state_dict` is stored in state.json under `name`.
+
+        Checkpoints that were written without it load, and leave the entry as it is.
+
+        Args:
+            name: key in state.json.
+            entry: what is stored.
+            rolled_back: restore the entry at a roll-back too, rather than at a resume only.
+        """
+        assert name not in self.progress()
+        self.entries[name] = entry
+        if rolled_back:
+            self._rolled_back.add(name)
 
     def advance(self, images: int, accepted: bool, losses: list[Loss]) -> None:
-        """Count one step of `images` images, with its losses by micro-batch.
+        """Count one step of `images` images with the losses of its micro-batches.
 
-        A refused step moves the position on, so that it is not tried for ever; weights, average and updates stay.
+        A skipped step moves the position on, so that it is not tried for ever; weights and EMAs stay as they are.
         """
         self.seen += images
-        if accepted:
-            self.updates += 1
-            self.project()
-            self.ema.update(self.updates)
-            if self.second is not None:
-                self.second.update(self.updates)
-            for loss in losses:
-                self.window.add(loss.measured, loss.u, loss.importance)
-            if losses and self.levels is not None:
-                self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
+        if not accepted:
+            return
+        self.updates += 1
+        self.project()
+        self.ema.update(self.updates)
+        if self.second_ema is not None:
+            self.second_ema.update(self.updates)
+        for loss in losses:
+            self.window.add(loss.measured, loss.u, loss.importance)
+        if losses and self.levels is not None:
+            self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
 
     def project(self) -> None:
-        """What a network asks for after an update; here, so that the forward pass changes no weight, and what is
-        averaged and saved is what the next step begins with."""
+        """Project the weights if the network asks for it."""
+        # After the update and not in the forward pass, so that the EMA and checkpoints hold projected weights.
         if isinstance(self.model, _Projectable):
             self.model.project()
 
     def update_best(self, record: dict[str, Any]) -> bool:
-        """Note what was measured after the last step; whether it is the best so far by what that is chosen by."""
-        chosen = best_metric(self.settings_digests)
-        self.last |= {name: float(record[name]) for name in (HELD_OUT_LOSS, chosen) if name in record}
-        value = self.last[chosen] if chosen in record else math.nan
-        if math.isnan(value) or not (self.best is None or is_better(chosen, value, self.best)):
+        """Note the metrics measured after the last step. Returns whether the best checkpoint's metric improved."""
+        metric = best_metric(self.settings_digests)
+        self.last |= {name: float(record[name]) for name in (HELD_OUT_LOSS, metric) if name in record}
+        value = self.last[metric] if metric in record else math.nan
+        if math.isnan(value) or not (self.best is None or is_better(metric, value, self.best)):
             return False
         self.best = value
         return True
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors by file: model and ema under the network's names, optimizer under "moment/parameter"."""
+        """Return the tensors by file: model, ema and ema2 by parameter, optimizer by "moment/parameter"."""
         moments = optim.optimizer_tensors(self.optimizer, self.model)
         files = {"model": self.model.state_dict(), "ema": self.ema.state_dict(self.model), "optimizer": moments}
-        return files if self.second is None else files | {"ema2": self.second.state_dict(self.model)}
+        return files if self.second_ema is None else files | {"ema2": self.second_ema.state_dict(self.model)}
 
     @property
     def ema_widths(self) -> list[float]:
-        """Of the averages that snapshots are taken of; [] if none are."""
-        return [] if self.second is None or not self.ema_history_known else [self.ema.width, self.second.width]
+        """Widths of the EMAs that snapshots are taken of; [] if none are."""
+        return [] if self.second_ema is None or not self.ema_history_known else [self.ema.width, self.second_ema.width]
 
     def non_finite(self) -> str | None:
-        """The first tensor with a value that is not finite, as "file: name"; None if there is none."""
+        """Return the first tensor with a value that is not finite, as "file: name", or None."""
         named = [
             (f"{file}: {name}", tensor)
             for file, tensors in self.tensors().items()
@@ -207,90 +182,83 @@ class TrainState:
         finite = all_finite([tensor for _, tensor in named])
         return next((name for (name, _), good in zip(named, finite) if not good), None)
 
-    def adopt_settings(self, keys: dict[str, str]) -> None:
-        """Go on under these settings: what was learned about others of its kind is forgotten."""
-        if keys["training"] != self.settings_digests.get("training"):
+    def adopt_settings(self, digests: dict[str, str]) -> None:
+        """Go on under these settings: forget what was learned under others of the same purpose."""
+        before = self.settings_digests
+        if digests["training"] != before.get("training"):
             self.guard.recent, self.guard.roll_backs = [], 0
-        if keys["repeat"] != self.settings_digests.get("repeat"):
+        if digests["repeat"] != before.get("repeat"):
             self.microbatch = 0
-        if keys["measure"] != self.settings_digests.get("measure"):
+        if self.levels is not None and digests.get("objective") != before.get("objective"):
+            self.levels.load_state_dict(None)
+        # Digests without "best" are of the held-out loss.
+        if digests["measure"] != before.get("measure") or _best(digests) != _best(before):
             self.best = None
-        if self.levels is not None and keys.get("objective") != self.settings_digests.get("objective"):
-            self.levels.restore(None)
-        if keys.get("best", HELD_OUT_LOSS) != self.settings_digests.get("best", HELD_OUT_LOSS):
-            self.best = None
-        self.settings_digests = keys
+        self.settings_digests = digests
 
     def progress(self) -> dict[str, Any]:
-        """All but the tensors, in what JSON holds."""
+        """Return everything but the tensors, as stored in state.json."""
         return {
             "seen": self.seen,
             "updates": self.updates,
             "microbatch": self.microbatch,
             "due": list(self.due),
+            # JSON has no NaN.
             "last": {name: value if math.isfinite(value) else None for name, value in self.last.items()},
             "best": self.best,
             "keys": dict(self.settings_digests),
-            "scaler": self.precision.scaler.state_dict(),
-            "guard": self.guard.to_dict(),
-            "window": self.window.to_dict(),
-            "levels": None if self.levels is None else self.levels.to_dict(),
             "averages": self.ema_widths,
             "method": self.method,
             "lost_shards": dict(self.lost_shards),
             "optimizer": optim.optimizer_numbers(self.optimizer, self.model),
+            **{name: entry.state_dict() for name, entry in self.entries.items()},
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
-        """Restore what `progress` gave."""
-        self.seen, self.updates = saved["seen"], saved["updates"]
-        self.microbatch = saved.get("microbatch", 0)  # which the first checkpoints did not hold
+        """Restore the values of `progress`."""
+        self.seen, self.updates, self.microbatch = saved["seen"], saved["updates"], saved["microbatch"]
         self.due, self.best, self.settings_digests = list(saved["due"]), saved["best"], dict(saved["keys"])
-        self.lost_shards = dict(saved.get("lost_shards", {}))  # which earlier checkpoints did not hold
+        self.lost_shards = dict(saved["lost_shards"])
         self.last = {name: math.nan if value is None else value for name, value in saved["last"].items()}
-        self.guard = DivergenceGuard.from_dict(saved["guard"])
-        self.window.restore(saved["window"])
-        if self.levels is not None:
-            self.levels.restore(saved.get("levels"))  # which not every run keeps up
-        # Neither known nor the same where the first checkpoints, or other settings, had none or others.
-        self.ema_history_known = True
-        self.ema_history_known = saved.get("averages") == self.ema_widths
-        self._load_scaler(saved)
+        self.ema_history_known = True  # which `ema_widths` asks for
+        self.ema_history_known = saved["averages"] == self.ema_widths
+        self._load_entries(saved, self.entries)
 
     def load_full(self, tensors: Mapping[str, Mapping[str, Tensor]], saved: dict[str, Any]) -> None:
-        """Take over the `tensors` and the `progress` of another process's state. ValueError if they do not fit."""
+        """Restore the `tensors` and the `progress` of another rank's state. ValueError if they do not fit."""
         self.model.load_state_dict(tensors["model"])
-        for average, file in ((self.ema, "ema"), (self.second, "ema2")):
-            if average is not None:
-                average.load_state_dict(self.model, tensors[file])
+        for ema, file in ((self.ema, "ema"), (self.second_ema, "ema2")):
+            if ema is not None:
+                ema.load_state_dict(self.model, tensors[file])
         self.load_optimizer(dict(tensors["optimizer"]), saved)
         self.load_progress(saved)
 
     def roll_back_to(self, saved: dict[str, Any]) -> None:
-        """After the tensors of an earlier state were loaded: take over what belongs to them.
+        """Restore what belongs to the tensors of an earlier state, once these are loaded.
 
-        The position stays where it is, so that the images that led astray are not met again at once, and so do the
-        sums for the log.
+        The position stays where it is, so that the images that led to the divergence are not met again at once.
         """
         self.updates = saved["updates"]
         self.guard.record_roll_back(saved["guard"], saved["seen"])
-        if self.levels is not None:
-            same = saved["keys"].get("objective") == self.settings_digests.get("objective")
-            self.levels.restore(saved.get("levels") if same else None)
+        self._load_entries(saved, self._rolled_back)
+        if self.levels is not None and saved["keys"].get("objective") != self.settings_digests.get("objective"):
+            self.levels.load_state_dict(None)
         if saved["keys"].get("training") != self.settings_digests.get("training"):
-            self.guard.recent = []  # what was usual before settings changed
-        self._load_scaler(saved)
+            self.guard.recent = []  # losses under other settings say nothing about these
 
-    def _load_scaler(self, saved: dict[str, Any]) -> None:
-        if saved["scaler"]:  # empty where there was none: precision may have been fp32 then
-            self.precision.scaler.load_state_dict(saved["scaler"])
+    def _load_entries(self, saved: dict[str, Any], names: Mapping[str, Any] | set[str]) -> None:
+        for name, entry in self.entries.items():
+            # Empty is what a disabled loss scaler stores, and does not load.
+            if name in names and saved.get(name):
+                entry.load_state_dict(saved[name])
+        if self.levels is not None and not saved.get("levels"):
+            self.levels.load_state_dict(None)  # of a run that did not follow them
 
     def load_optimizer(self, moments: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        """Restore the optimiser's part of `tensors`, and of `progress`. ValueError if it is of another network.
+        """Restore the optimiser from its `tensors` and `progress`. ValueError if they are of another network.
 
-        Moments of another optimiser are of no use to this one, which then begins its own.
+        The state of another kind of optimiser is of no use; then this one starts with none.
         """
-        same = saved.get("method", "adamw") == self.method  # the first checkpoints were all of AdamW
-        optim.load_optimizer_state(
-            self.optimizer, self.model, moments if same else {}, saved.get("optimizer", {}) if same else {}
-        )
+        same = saved["method"] == self.method
+        numbers = saved["optimizer"] if same else {}
+        optim.load_optimizer_state(self.optimizer, self.model, moments if same else {}, numbers)

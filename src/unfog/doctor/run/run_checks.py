@@ -22,7 +22,6 @@ from unfog.doctor.run import color_statistics as colors
 from unfog.doctor.run import cost_checks, status_checks, trend_checks
 from unfog.doctor.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
 from unfog.doctor.run.run_record import RunRecord
-from unfog.doctor.settings.learning_rate_checks import fine_tuning, usual_learning_rate
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import check_memorization_by_pixels
@@ -40,7 +39,7 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.optimizer_settings import Custom
+from unfog.training.optimizer_settings import Custom, default_learning_rate
 
 _COMPARED = 2000  # training images that generated ones are compared with
 
@@ -195,7 +194,8 @@ def usual_learning_rate_of(config: Config) -> float | None:
     if config.network is None or isinstance(method, Custom):
         return None
     parameters = sum(p.numel() for p in build_network(config).parameters())
-    return fine_tuning(config) * usual_learning_rate(parameters, config.training.batch, config.network, method)
+    tuned = bool(config.init.folder)
+    return default_learning_rate(parameters, config.training.batch, config.network, method, tuned)
 
 
 def _check_losses(

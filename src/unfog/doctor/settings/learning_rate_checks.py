@@ -6,17 +6,14 @@ import math
 
 import numpy as np
 
-from unfog.config.schema import Config, Network
-from unfog.models.settings import UNet
+from unfog.config.schema import Config
+from unfog.models.settings import NetworkSettings, UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_number
 from unfog.training.ema_schedules import EmaSchedule
-from unfog.training.optimizer_settings import Custom, Muon, OptimizerKind
+from unfog.training.optimizer_settings import REFERENCE_BATCH, Custom, Muon, OptimizerKind, default_learning_rate
 from unfog.training.settings import learning_rate
 
-REFERENCE_BATCH = 64
-FINE_TUNING = 0.3
-"""Of the usual rate, for weights that are trained already: more would undo what these know."""
 _LINEAR_UP_TO = 512
 """Batch beyond which nobody lets the learning rate grow in proportion."""
 _HIGH, _FAR_TOO_HIGH, _HOPELESS = 3.0, 10.0, 100.0
@@ -26,38 +23,20 @@ _LOW, _FAR_TOO_LOW, _NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def usual_learning_rate(
-    parameters: int, batch: int, network: Network = None, method: OptimizerKind | None = None
-) -> float:
-    """The automatic choice: for a million parameters and 64 images the measured one, by square roots from there.
-
-    The weights of a magnitude-preserving network have the same length in every size, so that its rate falls more
-    slowly: by the fourth root, which goes through what Karras et al. (2024, table 6) use from 125M to 1.5B.
-    """
-    millions, network = max(parameters / 1e6, 1), network or UNet()
-    reference = network.reference_lr * (network.muon_lr_factor if isinstance(method, Muon) else 1.0)
-    return reference * math.sqrt(batch / REFERENCE_BATCH) / math.pow(millions, network.lr_exponent)
-
-
-def fine_tuning(config: Config) -> float:
-    """What the usual learning rate is multiplied by: less than 1 for weights that are trained already."""
-    return FINE_TUNING if config.init.folder else 1.0
-
-
 def linear_learning_rate(
-    parameters: int, batch: int, network: Network = None, method: OptimizerKind | None = None
+    parameters: int, batch: int, network: NetworkSettings, optimizer: OptimizerKind | None = None
 ) -> float:
-    """The same by the linear rule (Goyal et al. 2017), up to 512 images, and by square roots from there."""
+    """Return the default learning rate scaled linearly with the batch up to 512 images (Goyal et al. 2017)."""
     proportional = min(batch, _LINEAR_UP_TO)
-    at_reference = usual_learning_rate(parameters, REFERENCE_BATCH, network, method)
+    at_reference = default_learning_rate(parameters, REFERENCE_BATCH, network, optimizer)
     return at_reference * proportional / REFERENCE_BATCH * math.sqrt(batch / proportional)
 
 
 def check_learning_rate(config: Config, parameters: int) -> Finding:
     """Compare the peak with the larger of two scaling rules, and the mean over the run with the smaller."""
     batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
-    given = parameters, batch, config.network, config.optimizer.method
-    by_root, by_line = (rule(*given) for rule in (usual_learning_rate, linear_learning_rate))
+    given = parameters, batch, config.network or UNet(), config.optimizer.method
+    by_root, by_line = (rule(*given) for rule in (default_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
     if isinstance(config.optimizer.method, Custom):
         said = f"lr {peak:.2g} of {config.optimizer.method.path}, for which no usual rate is known"

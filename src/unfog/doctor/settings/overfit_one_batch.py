@@ -27,8 +27,8 @@ from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
-from unfog.training.hooks import TrainingHooks
-from unfog.training.loop import Intervals, train
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
@@ -81,13 +81,9 @@ def overfit_one_batch(
     with Progress("learning eight images by heart, step", steps) as progress:
         drill.progress = progress
         train(
-            settings,
-            replace(config.optimizer, warmup=20, schedule="constant"),
-            Intervals(log=0, preview=0, evaluate=0, checkpoint=0),
+            LoopSettings(settings, replace(config.optimizer, warmup=20, schedule="constant")),
             state,
-            lesson,
-            lambda pixels: (see(pixels), None),
-            lesson.loss,
+            Task(lesson, lambda pixels: (see(pixels), None), lesson.loss),
             drill,
         )
     if stop():

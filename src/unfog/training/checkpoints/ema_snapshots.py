@@ -46,8 +46,8 @@ def snapshot_interval(every: int, step: int) -> int:
 
 def take_snapshot(state: TrainState, step: int) -> EmaSnapshot:
     """Copy the averages of a state to host memory, rounded."""
-    assert state.second is not None
-    averages = [state.ema, state.second]
+    assert state.second_ema is not None
+    averages = [state.ema, state.second_ema]
     names = [name for name, _ in state.model.named_parameters()]
     tensors = {
         f"{number}/{name}": tensor.to("cpu", copy=True).contiguous()

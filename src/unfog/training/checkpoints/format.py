@@ -278,9 +278,9 @@ def load_tensors(folder: Path, state: TrainState) -> None:
     here, so that nobody holds the whole. RunError if they do not fit."""
     _load_into(folder, "model", state.model.state_dict())
     _load_into(folder, "ema", state.ema.state_dict(state.model))
-    if state.second is not None:
+    if state.second_ema is not None:
         kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"  # as near as an older run comes
-        _load_into(folder, kind, state.second.state_dict(state.model))
+        _load_into(folder, kind, state.second_ema.state_dict(state.model))
     stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
     try:

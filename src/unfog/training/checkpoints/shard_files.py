@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from unfog.errors import RunError
-from unfog.training.distributed.sharded_tensors import first_local_row, is_sharded, to_local
+from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 
 SHARDING = "DCP_SHARDING_INFO"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")

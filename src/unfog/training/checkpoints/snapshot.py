@@ -21,7 +21,7 @@ from torch import Tensor
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.shard_files import sha256, shard_metadata, shard_name
-from unfog.training.distributed.sharded_tensors import first_local_row, is_sharded, to_local
+from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
 FileEntry = dict[str, Any]

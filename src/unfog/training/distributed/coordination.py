@@ -1,11 +1,12 @@
-"""A run on several processes: what leaves traces, the first does; what is decided, all decide alike."""
+"""Coordination of ranks: rank 0 writes files and logs; decisions are all-reduced so that every rank takes the same."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
-from unfog.training.hooks import Rank, Run
+from unfog.training.gradient import Gradient
+from unfog.training.hooks import TrainingHooks
 from unfog.training.micro_batches import MicroBatch
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
@@ -24,147 +26,192 @@ T = TypeVar("T")
 
 
 class RankStatus(NamedTuple):
-    """What a process has to say about a step; the rest follows from what all say."""
+    """Numbers that each rank contributes to a step's decisions, all-reduced with the losses."""
 
     norm: float
-    """Of the gradient of the whole batch, which should be the same everywhere."""
-    part_square: float
-    """Squared norm of the gradient of its first pass, where there were several; of a divided network, of all of
-    their first passes."""
-    part: float
-    """Images that it added to that gradient; 0 where there was only one pass."""
+    """Of the gradient of the whole batch, which should be the same on every rank."""
+    first_square: float
+    """Squared norm of the gradient of the rank's first micro-batch, if there were several."""
+    first_images: float
+    """Images of that micro-batch; 0 if there was only one."""
     stop: float
     save: float
     microbatch: float
-    """Images at once where memory did not suffice for more; else 0."""
+    """Images of a forward pass if memory did not suffice for more; else 0."""
 
 
-class CoordinatedHooks:
-    """A run that several processes train: a `Run` for the loop of each of them.
+class StepResult(NamedTuple):
+    """Loss and gradient norm of a step; the same on every rank."""
 
-    A signal that reaches one process counts for all, at the end of the step: until then nothing cuts through, as the
-    others would wait for ever. Only what the first process does alone can be left in the middle.
+    losses: list[Loss]
+    norm: Tensor
+    """Of the gradient, 0-d, on the device."""
+    norm_value: float
+    relative_loss: float
+    """Loss over the null loss: that of answering 0 at the same noise levels."""
+    first_images: int
+    """Images of the first micro-batch, over all ranks that count."""
+    first_square: Tensor | None
+    """Squared norm of its gradient, for the noise scale; None with a single micro-batch."""
+    may_overflow: bool
+    """Whether fp16's loss scale may be all that made the gradient infinite."""
+
+    @property
+    def outcome(self) -> Literal["accepted", "skipped", "overflow"]:
+        """Whether the step is taken. An overflow of fp16 is not, but nothing is wrong with the network."""
+        if math.isfinite(self.norm_value) and math.isfinite(self.relative_loss):
+            return "accepted"
+        return "overflow" if math.isfinite(self.relative_loss) and self.may_overflow else "skipped"
+
+
+def coordinate(hooks: TrainingHooks, world: World) -> TrainingHooks:
+    """Return hooks that behave as one over all ranks."""
+    return CoordinatedHooks(hooks, world) if world.size > 1 else hooks
+
+
+def reduce_step(
+    settings: Training, state: TrainState, gradient: Gradient, hooks: TrainingHooks, world: World
+) -> StepResult:
+    """Unscale the gradient, and read its norm and the loss from the device, reduced over all ranks."""
+    norm = state.precision.gradient_norm(state.optimizer)
+    losses, first_images, first_square = gradient.losses, gradient.micro_batches[0].images, gradient.first_square
+    if isinstance(hooks, CoordinatedHooks):
+        losses, norm, statuses = hooks.all_reduce_step(settings, state, gradient, norm)
+        numbers = torch.cat([torch.stack([norm, *_sum_losses(losses)]), statuses.flatten()])
+    else:
+        numbers = torch.stack([norm, *_sum_losses(losses)])
+    norm_value, loss, null_loss, *values = numbers.tolist()
+    if isinstance(hooks, CoordinatedHooks):
+        first_images, first_square = hooks.apply_statuses(values, statuses, state)
+    relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
+    return StepResult(losses, norm, norm_value, relative, first_images, first_square, state.precision.may_overflow)
+
+
+class CoordinatedHooks(TrainingHooks):
+    """The hooks of one rank, coordinated with those of the others.
+
+    A signal that reaches one rank counts for all, at the end of the step. Until then it interrupts nothing, as the
+    other ranks would wait forever in a collective. Only what rank 0 does alone can be interrupted.
     """
 
-    def __init__(self, run: Rank, world: World):
-        self.run, self.world = run, world
+    def __init__(self, hooks: TrainingHooks, world: World):
+        self.hooks, self.world = hooks, world
         self.stopping = self.saving = False
 
     def all_reduce_step(
-        self,
-        state: TrainState,
-        settings: Training,
-        passes: Sequence[MicroBatch],
-        losses: Sequence[Loss],
-        norm: Tensor,
-        part_square: Tensor | None,
+        self, settings: Training, state: TrainState, gradient: Gradient, norm: Tensor
     ) -> tuple[list[Loss], Tensor, Tensor]:
-        """From what each has of a step: the losses of the batch, the norm of its gradient, and all `Voice`s."""
+        """Return the losses of the whole batch, the norm of its gradient, and each rank's `RankStatus` as a row."""
         self.world.set_phase("agreeing", state.seen // settings.batch)
-        counts = part_square is not None and passes[0].first in self.world.batch_range(state.seen, settings.batch)
-        part = passes[0].images if counts else 0
-        told = [part, self.run.stop_requested(), self.run.save_requested(), state.microbatch]
-        square = torch.zeros_like(norm) if part_square is None else part_square
-        voice = torch.cat([torch.stack([norm, square]), to_device(torch.tensor(told, dtype=norm.dtype), norm.device)])
-        loss, voices = all_reduce_losses(self.world, state.seen, settings.batch, passes, losses, voice)
-        # The first one's, to the bit; not finite if anybody's is not, so that all refuse the step.
-        return [loss], voices[0, 0] + 0 * voices[:, 0].sum(), voices
+        first, square = gradient.micro_batches[0], gradient.first_square
+        counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
+        told = [
+            first.images if counts else 0,
+            self.hooks.stop_requested(),
+            self.hooks.save_requested(),
+            state.microbatch,
+        ]
+        norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
+        status = torch.cat([norms, to_device(torch.tensor(told, dtype=norm.dtype), norm.device)])
+        batches, losses = gradient.micro_batches, gradient.losses
+        loss, statuses = all_reduce_losses(self.world, state.seen, settings.batch, batches, losses, status)
+        # Rank 0's norm, to the bit; not finite if any rank's is not, so that all ranks skip the step.
+        return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
-    def apply_statuses(self, said: Sequence[float], voices: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
-        """Take over what was agreed on, `voices` as read from the device; returns what the noise scale needs."""
+    def apply_statuses(self, values: Sequence[float], statuses: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
+        """Adopt the decisions that follow from all statuses.
+
+        Args:
+            values: numbers of `statuses`, read from the device.
+            statuses: `RankStatus` of each rank, [size, 6].
+            state: gets the smallest micro-batch size of all ranks.
+
+        Returns:
+            Images of the first micro-batch and squared norm of its gradient, over the ranks that count.
+        """
         width = len(RankStatus._fields)
-        all_said = [RankStatus(*said[i : i + width]) for i in range(0, len(said), width)]
-        self.stopping = any(voice.stop for voice in all_said)
-        self.saving = bool(all_said[0].save)
-        fewest = min((int(voice.microbatch) for voice in all_said if voice.microbatch), default=0)
-        if fewest and fewest != state.microbatch:
-            state.microbatch = fewest
+        ranks = [RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
+        self.stopping = any(rank.stop for rank in ranks)
+        self.saving = bool(ranks[0].save)
+        smallest = min((int(rank.microbatch) for rank in ranks if rank.microbatch), default=0)
+        if smallest and smallest != state.microbatch:
+            state.microbatch = smallest
             self.on_out_of_memory(state)
-        part = int(sum(voice.part for voice in (all_said[:1] if self.world.shards is None else all_said)))
-        return part, voices[0, 1] if part else None
+        # The squared norm of a sharded gradient is already that of all ranks; of a whole one, rank 0's is taken.
+        images = int(sum(rank.first_images for rank in (ranks[:1] if self.world.shards is None else ranks)))
+        return images, statuses[0, 1] if images else None
 
     def log(self, step: int, images: int, record: dict[str, Any]) -> None:
-        """The first process records; the others may have something to tell it."""
-        self.run.log(step, images, record)
+        # On every rank: the others report skipped images to rank 0.
+        self.hooks.log(step, images, record)
 
-    def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
-        """The first process records."""
+    def on_skipped_step(self, state: TrainState, norm: float, report: NanReport | None) -> None:
         if self.world.is_main:
-            self.run.on_skipped_step(state, norm, culprit)
+            self.hooks.on_skipped_step(state, norm, report)
 
     def on_out_of_memory(self, state: TrainState) -> None:
-        """The first process records."""
         if self.world.is_main:
-            self.run.on_out_of_memory(state)
+            self.hooks.on_out_of_memory(state)
 
     def on_step_end(self, step: int) -> None:
-        """The first process shows progress."""
         if self.world.is_main:
-            self.run.on_step_end(step)
+            self.hooks.on_step_end(step)
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        """The first process goes back, and the others get its state; where that is divided, from the same place."""
-        place = self._alone("roll-back", lambda: self.run.roll_back(state, reason))
+        """Roll back rank 0. The others get its state, or their rows of a sharded one from the same checkpoint."""
+        place = self._on_main("roll-back", lambda: self.hooks.roll_back(state, reason))
         if self.world.shards is not None and not self.world.is_main:
             checkpoint.roll_back(Path(place), state)
         self.world.broadcast_state(state)
         return place
 
     def preview(self, state: TrainState) -> None:
-        """The first process draws."""
         with self.world.full_state(state, "ema"):
-            self._alone("preview", lambda: self.run.preview(state))
+            self._on_main("preview", lambda: self.hooks.preview(state))
 
     def save_ema_snapshot(self, state: TrainState) -> None:
-        """The first process stores them."""
         with self.world.full_state(state, "ema", "ema2"):
-            self._alone("averages", lambda: self.run.save_ema_snapshot(state))
+            self._on_main("averages", lambda: self.hooks.save_ema_snapshot(state))
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """The first process measures, and all get the numbers."""
         with self.world.full_state(state, "ema"):
-            return self._alone("evaluation", lambda: self.run.evaluate(state))
+            return self._on_main("evaluation", lambda: self.hooks.evaluate(state))
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
-        """The first process saves; what is divided, all do."""
         if self.world.shards is None:
-            self._alone("checkpoint", lambda: self.run.save(state, for_best))
+            self._on_main("checkpoint", lambda: self.hooks.save(state, for_best))
         else:
-            place = self._alone("checkpoint", lambda: self.run.prepare_save(state))
-            self.run.save_shards(state, for_best, place, self.world.new_shard_status_store())
+            place = self._on_main("checkpoint", lambda: self.hooks.prepare_save(state))
+            self.hooks.save_shards(state, for_best, place, self.world.new_shard_status_store())
 
     def finish(self, state: TrainState) -> None:
-        """At the end of what is trained together: save what no checkpoint holds of a divided state, and have the first
-        process go on with the average alone."""
+        """End training on several ranks: save a sharded state if needed, and leave rank 0 with the EMA alone."""
         if self.world.shards is not None:
-            if self.world.run_on_main("checkpoint", lambda: self.run.needs_final_save(state)):
+            if self.world.run_on_main("checkpoint", lambda: self.hooks.needs_final_save(state)):
                 self.save(state)
             self.world.gather_ema(state)
 
     def save_requested(self) -> bool:
-        """Whether the first process was asked for a checkpoint."""
         return self.saving
 
     def stop_requested(self) -> bool:
-        """Whether all know that one of them was asked to stop."""
         return self.stopping
 
     def defer_interrupts(self) -> AbstractContextManager[None]:
-        """As the run has it."""
-        return self.run.defer_interrupts()
+        return self.hooks.defer_interrupts()
 
-    def _alone(self, phase: str, work: Callable[[], T]) -> T:
-        def opened() -> T:
-            with _allow_interrupts(self.run):
+    def _on_main(self, phase: str, work: Callable[[], T]) -> T:
+        def interruptible() -> T:
+            with _allow_interrupts(self.hooks):
                 return work()
 
-        return self.world.run_on_main(phase, opened)
+        return self.world.run_on_main(phase, interruptible)
 
 
 @contextmanager
-def _allow_interrupts(run: Run) -> Iterator[None]:
-    """A stretch inside `run.defer_interrupts()` in which an interruption is let through again."""
-    around = run.defer_interrupts()
+def _allow_interrupts(hooks: TrainingHooks) -> Iterator[None]:
+    """Let interrupts through again, inside `hooks.defer_interrupts()`."""
+    around = hooks.defer_interrupts()
     around.__exit__(None, None, None)
     try:
         yield
@@ -173,27 +220,38 @@ def _allow_interrupts(run: Run) -> Iterator[None]:
 
 
 def all_reduce_losses(
-    world: World, first: int, batch: int, passes: Sequence[MicroBatch], losses: Sequence[Loss], voice: Tensor
+    world: World, first: int, batch: int, batches: Sequence[MicroBatch], losses: Sequence[Loss], status: Tensor
 ) -> tuple[Loss, Tensor]:
-    """The losses of the whole batch, in order, and what all processes say, [size, len(voice)].
-
-    Everybody adds zeros to what is not theirs, so each number arrives to the bit, and all decide by the same. One
-    message a step, however many numbers; the device is not waited for.
+    """All-reduce the losses of a batch and the ranks' statuses in one message, without waiting for the device.
 
     Args:
+        world: the ranks.
         first: position of the batch's first image.
-        passes: of this process, with their losses; those beyond the share of this process do not count.
+        batch: images of the batch.
+        batches: this rank's micro-batches; those outside its share of the batch do not count.
+        losses: of each micro-batch.
+        status: this rank's `RankStatus`.
+
+    Returns:
+        The losses of the whole batch in order, and the statuses [size, len(status)].
     """
-    rows, share = torch.zeros(4, batch, device=voice.device), world.batch_range(first, batch)
-    for one, loss in zip(passes, losses):
+    rows, share = torch.zeros(4, batch, device=status.device), world.batch_range(first, batch)
+    for one, loss in zip(batches, losses):
         if one.first in share:
             importance = torch.ones_like(loss.u) if loss.importance is None else loss.importance
             numbers = torch.stack([loss.measured, loss.u, loss.null_loss, importance])
             rows[:, one.first - first : one.first - first + one.images] = numbers
-    voices = torch.zeros(world.size, len(voice), device=rows.device)
-    voices[world.rank] = voice
-    flat = world.all_reduce(torch.cat([rows.flatten(), voices.flatten()]))
-    rows, voices = flat[: rows.numel()].view_as(rows), flat[rows.numel() :].view_as(voices)
+    statuses = torch.zeros(world.size, len(status), device=rows.device)
+    statuses[world.rank] = status
+    # Every rank adds zeros to the numbers of others, so each number arrives to the bit.
+    flat = world.all_reduce(torch.cat([rows.flatten(), statuses.flatten()]))
+    rows, statuses = flat[: rows.numel()].view_as(rows), flat[rows.numel() :].view_as(statuses)
     even = all(loss.importance is None for loss in losses)
-    measured, u, reference, importance = rows
-    return Loss(measured, u, reference, None, None if even else importance), voices
+    measured, u, null_loss, importance = rows
+    return Loss(measured, u, null_loss, None, None if even else importance), statuses
+
+
+def _sum_losses(losses: Sequence[Loss]) -> tuple[Tensor, Tensor]:
+    """Return the sums of weighted squared errors and of null losses of a step, 0-d."""
+    loss, null_loss = [loss.measured.sum() for loss in losses], [loss.null_loss.sum() for loss in losses]
+    return (loss[0], null_loss[0]) if len(losses) == 1 else (torch.stack(loss).sum(), torch.stack(null_loss).sum())

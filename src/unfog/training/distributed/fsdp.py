@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.distributed.sharded_tensors import full_tensor, is_sharded, to_local
 from unfog.training.ema import Ema
+from unfog.training.sharded_tensors import full_tensor, is_sharded, to_local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,8 +60,8 @@ class ShardedState:
         shard_network(state.model, build_mesh(device, world.size), gathers_in_bf16(state.precision.name, device))
         state.model.to_empty(device=state.precision.device)
         state.optimizer = state.build_optimizer(state.model)
-        state.ema = Ema(state.model, state.ema.profile)
-        state.second = state.second and Ema(state.model, state.second.profile)
+        state.ema = Ema(state.model, state.ema.schedule)
+        state.second_ema = state.second_ema and Ema(state.model, state.second_ema.schedule)
         state.in_host_memory = False
         world.set_phase("sharing weights")
         if told["saved"] is None:
@@ -88,12 +88,12 @@ class ShardedState:
             files: the tensors that are wanted, "model" or averages; what is not asked for is not looked at. A network
                 whose own are not gets the average.
         """
-        kept = state.model, state.ema, state.second
+        kept = state.model, state.ema, state.second_ema
         self.gather(state, *files)
         try:
             yield
         finally:
-            state.model, state.ema, state.second = kept
+            state.model, state.ema, state.second_ema = kept
 
     def gather(self, state: TrainState, *files: str) -> None:
         """Make network and averages whole in the first process's host memory, for good; arguments as of `whole`."""
@@ -105,7 +105,7 @@ class ShardedState:
         model = copy.deepcopy(self._empty).train(state.model.training)
         model.load_state_dict(found.get("model", average), assign=True)
         state.ema = state.ema.with_tensors(model, average)
-        state.second = state.second and state.second.with_tensors(model, found.get("ema2", average))
+        state.second_ema = state.second_ema and state.second_ema.with_tensors(model, found.get("ema2", average))
         state.model = model
 
     def _gather_tensors(self, state: TrainState, files: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:

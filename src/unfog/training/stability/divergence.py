@@ -1,4 +1,4 @@
-"""Tells a run that diverges from the ordinary jumps of a training loss, and how often it has had to go back."""
+"""Detection of divergence: tells a diverging run from the ordinary jumps of a training loss."""
 
 from __future__ import annotations
 
@@ -7,55 +7,51 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-_HISTORY = 64
-"""Ordinary steps that make up what is usual."""
-_MIN_HISTORY = 4
-"""Fewer than this say nothing yet."""
-_MAX_RELATIVE_LOSS = 2.0
-"""Relative loss that is above the bound in any case. Answering nothing has an expected one of 1 at most."""
+_HISTORY = 64  # ordinary steps whose losses the threshold follows
+_MIN_HISTORY = 4  # fewer losses than this say nothing yet
+_MAX_RELATIVE_LOSS = 2.0  # the expected relative loss of a network that answers 0 is at most 1
 
-# Fields that state.json holds under other keys, as written by version 1.
+# Fields that state.json holds under other keys, which must keep loading.
 _KEYS = {"anomalous": "strange", "skipped": "refused", "rollback_images": "anchor"}
 
 
 @dataclass
 class DivergenceGuard:
-    """Watches the relative loss of each step: its loss over the loss of answering 0 at the same noise levels.
+    """Watches the relative loss of each step: its loss over the null loss, that of answering 0 at equal noise levels.
 
     The ratio means the same for every objective, and stays near 1 or below unless the network is worse than none. A
-    step is out of bounds beyond half as much again as the median of the recent ones and beyond ten of their deviations
-    (by the median absolute deviation, which outliers do not move). One such step is chance; many in a row are a
-    divergence.
+    step is anomalous beyond 1.5 times the median of the recent steps and beyond ten median absolute deviations, which
+    outliers do not move. One such step is chance; many in a row are a divergence.
     """
 
     recent: list[float] = field(default_factory=list)
     """Relative losses of the last ordinary steps, newest last."""
     anomalous: int = 0
-    """Steps in a row, up to now, that were refused or out of bounds."""
+    """Steps in a row, up to now, that were skipped or beyond the threshold."""
     skipped: int = 0
-    """Steps in a row, up to now, that were refused."""
+    """Steps in a row, up to now, that were skipped."""
     ordinary: int = 0
     """Ordinary steps since the last roll-back, or since the start."""
     rollback_images: int = 0
-    """Images that the state of the last roll-back had seen."""
+    """Images that the checkpoint of the last roll-back had seen."""
     roll_backs: int = 0
-    """How often this run has gone back to its last good weights."""
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate is multiplied by: halved by each roll-back."""
+        """Factor on the learning rate: halved by each roll-back."""
         return float(0.5**self.roll_backs)
 
     def threshold(self) -> float:
-        """Relative loss up to which a step is ordinary."""
+        """Return the relative loss up to which a step is ordinary."""
         if len(self.recent) < _MIN_HISTORY:
             return _MAX_RELATIVE_LOSS
         middle = median(self.recent)
+        # 1.4826 makes the median absolute deviation of a normal distribution its standard deviation.
         deviation = 1.4826 * median(abs(value - middle) for value in self.recent)
         return min(_MAX_RELATIVE_LOSS, max(1.5 * middle, middle + 10 * deviation))
 
     def update(self, relative: float) -> bool:
-        """Count a step by its relative loss, NaN if it was refused. True if it was an ordinary one."""
+        """Count a step by its relative loss, NaN if it was skipped. Returns whether it was ordinary."""
         self.skipped = self.skipped + 1 if math.isnan(relative) else 0
         if not relative <= self.threshold():
             self.anomalous += 1
@@ -66,20 +62,19 @@ class DivergenceGuard:
         return True
 
     def record_roll_back(self, saved: dict[str, Any], images: int) -> None:
-        """Note a roll-back to a state that was saved when all was well, after so many images."""
+        """Count a roll-back to a checkpoint with the state `saved`, which had seen so many images."""
         self.recent, self.anomalous, self.skipped, self.ordinary = list(saved["recent"]), 0, 0, 0
         self.rollback_images = images
         self.roll_backs += 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which keeps every bit of a float."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values; JSON keeps every bit of a float."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> DivergenceGuard:
-        """What `to_dict` gave. ValueError or TypeError for anything else."""
-        names = {key: name for name, key in _KEYS.items()}
-        guard = cls(**{names.get(key, key): value for key, value in saved.items()})
-        if not all(math.isfinite(value) for value in guard.recent):
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the values of `state_dict`. Raises ValueError, TypeError or KeyError for anything else."""
+        for name in asdict(self):
+            setattr(self, name, saved[_KEYS.get(name, name)])
+        self.recent = list(self.recent)
+        if not all(math.isfinite(value) for value in self.recent):
             raise ValueError("a relative loss is not finite")
-        return guard
