@@ -44,7 +44,7 @@ from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks,
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
 from unfog.training.ema_schedules import PowerEma
-from unfog.training.micro_batches import _local_micro_batches
+from unfog.training.micro_batches import local_micro_batches
 from unfog.training.optimizer_settings import AdamW, Custom, Muon
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, Training
@@ -316,7 +316,7 @@ def test_all_take_part_in_as_many_passes(batch, microbatch, size):
     for rank in range(size):
         world = World(rank, size)
         world.shards = object()
-        passes, own = _local_micro_batches(world, settings, Seen(), drawn)
+        passes, own = local_micro_batches(world, settings, Seen(), drawn)
         counts.add(len(passes))
         seen += [place for one in passes[:own] for place in range(one.first, one.first + one.images)]
         idle = [one.first for one in passes[own:]]
