@@ -31,11 +31,11 @@ from unfog.runs.saver import Saver
 from unfog.runs.workers import run_training_loop
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.log_window import Stopwatch
 from unfog.training.loop import run_due_hooks
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
-from unfog.training.stopwatch import Stopwatch
 
 
 class Session(StoppableHooks):

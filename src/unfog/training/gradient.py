@@ -13,12 +13,12 @@ from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.log_window import Stopwatch
 from unfog.training.micro_batches import MicroBatch, local_micro_batches, rng_batch_size, seed_generators, with_own_seed
 from unfog.training.noise_scale import squared_gradient_norm
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
 from unfog.training.state import TrainState
-from unfog.training.stopwatch import Stopwatch
 
 
 class Gradient(NamedTuple):

@@ -11,12 +11,12 @@ from unfog.training.distributed.coordination import StepResult, coordinate, redu
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.log_window import Stopwatch
 from unfog.training.micro_batches import rng_batch_size, split_batch
 from unfog.training.settings import Optimizer, Training, learning_rate
 from unfog.training.stability.nan_debug import NanReport, find_nan_source
 from unfog.training.stability.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
-from unfog.training.stopwatch import Stopwatch
 
 
 class Intervals(NamedTuple):
