@@ -172,7 +172,7 @@ def test_a_search_for_a_rate_begins_with_the_weights(photos, tmp_path, monkeypat
 
     old = unfog.train(photos, out=tmp_path / "old", size=8, **QUICK | {"network": NETWORK, "lr": 1e-2})
     search, subjects = find_lr.run_lr_range_test, []
-    monkeypatch.setattr(find_lr, "find_lr_range", lambda subject, s: subjects.append(subject) or search(subject, s))
+    monkeypatch.setattr(find_lr, "run_lr_range_test", lambda subject, s: subjects.append(subject) or search(subject, s))
     unfog.find_lr(photos, init=tmp_path / "old", seconds=1e-3, **QUICK)
     begun = subjects[0].fresh().model.state_dict()
     assert all(torch.equal(value, begun[name]) for name, value in old.network.state_dict().items())

@@ -147,10 +147,9 @@ class Session(StoppableHooks):
 
     def attach(self, recorder: Recorder) -> None:
         """Record to `recorder` from now on."""
-        context = self.context
         self.recorder = recorder
-        self.saver = Saver(context, self.config, recorder)
-        context.heartbeat.step, context.heartbeat.steps = self.step, self.steps
+        self.saver = Saver(self.context, self.config, recorder)
+        self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
 
     def _open_recorder(self) -> Recorder:
         # The line of a log that is still due will be written again, so the record is cut before it.
@@ -216,11 +215,7 @@ class Session(StoppableHooks):
             self.saver.wait()  # without a checkpoint on disk, the first steps could be lost
 
     def _conclude(self) -> bool:
-        """Draw the last image and wait for the last checkpoint, or save where a stop was requested.
-
-        Returns:
-            True at the end of the run.
-        """
+        """Draw the last image, or save where a stop was requested. Returns True at the end of the run."""
         done = self.done
         if done:
             with suppress(Interrupted):  # the image is optional: `unfog sample --strip` makes it as well
@@ -295,10 +290,7 @@ class Session(StoppableHooks):
         self.saver.take_snapshot(state, for_best, post)
 
     def needs_final_save(self, state: TrainState) -> bool:
-        """Return True if the run ends before its end and the newest checkpoint is older; nothing interrupts from here.
-
-        A step that could not be saved, as it was not finite, counts as saved.
-        """
+        """Return True if the run stops early and the newest checkpoint is older; nothing interrupts from here."""
         if not self.done:
             self.stop.silence()
         return not self.done and self.saver.saved != (self.step, state.due)
