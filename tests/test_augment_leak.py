@@ -14,6 +14,8 @@ from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 
+pytestmark = pytest.mark.slow
+
 NETWORK = UNet(channels=(16, 32), attention=(False, False), mid_attention=True, head_channels=16, norm_groups=4)
 SIDE = 8
 DIFFUSION = Diffusion()
@@ -55,7 +57,6 @@ def off(drawn: Tensor) -> float:
     return 1 - ((left > 0.3) & (right < -0.3)).float().mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_one_sided_images_keep_their_side_if_the_network_is_told_and_only_then(told: bool) -> None:
     torch.manual_seed(0)
@@ -66,7 +67,6 @@ def test_one_sided_images_keep_their_side_if_the_network_is_told_and_only_then(t
     assert drawn < 0.05 if told else drawn > 0.2  # measured 0.01 and 0.31
 
 
-@pytest.mark.slow
 def test_solid_images_stay_solid_and_of_their_colours() -> None:
     torch.manual_seed(0)
     drawn = samples(solid(256), 0.5, True, 500)

@@ -26,6 +26,8 @@ from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
 from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, psnr, standard_normal_kl
 
+pytestmark = pytest.mark.slow
+
 SMALL = Autoencoder(factor=4, latent_channels=3, channels=(8, 16), norm_groups=4)
 
 

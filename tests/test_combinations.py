@@ -49,6 +49,8 @@ from unfog.training.settings import Evaluate, Optimizer
 from unfog.training.stability.nan_debug import find_nan_source
 from unfog.training.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = {"unet": UNet, "mpunet": MPUNet, "dit": DiT}
 NETWORKS = {
@@ -156,7 +158,6 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
         assert not np.array_equal(guided, pictures)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("network", "seen", "answer"), [*QUICK, ("unet", "latents", "learned")])
 def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
     monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 4)

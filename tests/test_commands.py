@@ -15,6 +15,8 @@ from conftest import NETWORK
 from forked import Forked
 from unfog.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--network", NETWORK, "--precision", "fp32", "--batch", "8", "--size", "16")
 
 
@@ -126,7 +128,6 @@ def test_what_is_asked_for_twice_or_wrongly_is_said(command, photos, tmp_path, c
     assert "is missing" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_search_that_is_stopped_leaves_nothing(tmp_path):
     words = ["find-lr", "fashion", "--out", tmp_path / "lr", "--seconds", "60", "--network", "tiny"]
     process = Forked(words, stderr=subprocess.PIPE)

@@ -34,7 +34,7 @@ from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
 from unfog.training.micro_batches import seed_generators, split_batch, with_own_seed
 
-pytestmark = pytest.mark.usefixtures("ended")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 # Weights move by 1e-3 a step; rounding by 1e-7.
 CLOSE = {"plain": 1e-6, "uneven": 1e-6, "few": 1e-6, "adaptive": 1e-6, "accumulated": 1e-6, "dropout": 1e-6}
@@ -66,7 +66,6 @@ def test_two_processes_do_what_one_does_and_decide_alike(tmp_path):
     assert found["memory"] == {"microbatch": 1, "shrinks": 1, "same": 32, "rows": 4}
 
 
-@pytest.mark.slow
 def test_four_processes_do_what_one_does(tmp_path):
     names = ["plain", "uneven", "few", "accumulated"]
     check_equal(cases(tmp_path, 4, names), names)
@@ -214,7 +213,6 @@ def test_a_device_is_given_to_each_process_of_a_machine(monkeypatch):
         assert local_device("cpu") == "cpu"
 
 
-@pytest.mark.slow
 def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
     alone("train", tmp_path / "one", "--steps", 24, *SETTINGS)
     several = tmp_path / "several"
@@ -232,7 +230,6 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     calm, hit = tmp_path / "calm", tmp_path / "hit"
     output(launched(2, "train", calm, "--steps", 24, *SETTINGS))

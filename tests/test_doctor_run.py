@@ -17,6 +17,8 @@ from unfog.reporting.findings import write_findings
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 
+pytestmark = pytest.mark.slow
+
 STEPS = 200
 SMALL = "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4"
 

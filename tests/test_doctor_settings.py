@@ -38,6 +38,8 @@ from unfog.planning.run_costs import forward_passes
 from unfog.training.ema_schedules import FixedEma, PowerEma
 from unfog.training.optimizer_settings import Muon, default_learning_rate
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SEVERE = ("fatal", "warning")
 
@@ -341,7 +343,6 @@ def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, s
     return overfit_one_batch(config, state, objective, images, 1e6, stop, steps)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DIFFUSIONS)
 def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
     found = lesson(fashion, DIFFUSIONS[name])

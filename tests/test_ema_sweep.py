@@ -19,6 +19,8 @@ from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints.posthoc_ema import list_snapshots
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY = 48, 2
 SETTINGS = {
     "network": NETWORK, "precision": "fp32", "device": "cpu", "batch": 8, "size": 8, "lr": 3e-3,

@@ -40,6 +40,8 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report
 from unfog.training.distributed.world import World
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "network": NETWORK,
     "device": "cpu",
@@ -331,7 +333,6 @@ def values(folder: Path) -> list[dict]:
     return json.loads(path.read_text())["measured"]
 
 
-@pytest.mark.slow
 def test_two_processes_measure_what_one_does(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     asked = ("--metrics", "kid,coverage,held_out", "-n", 50, "--features", "pixels", "--batch", 8, "--device", "cpu")
@@ -344,7 +345,6 @@ def test_two_processes_measure_what_one_does(run, tmp_path):
     assert values(other) == values(run.path)
 
 
-@pytest.mark.slow
 def test_a_signal_ends_it_with_3_and_the_same_command_goes_on(run):
     words = ("evaluate", run.path, "--metrics", "kid", "-n", 160, "--features", "pixels", "--batch", 8)
     words = (*words, "--steps", 20, "--device", "cpu")

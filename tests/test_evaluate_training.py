@@ -34,6 +34,8 @@ from unfog.runs.metrics_hook import MIN_SAMPLES, TARGET_TIMES, Costs, fit_to_bud
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
+pytestmark = pytest.mark.slow
+
 METRICS = {"images": 8, "levels": 2, "every": 4, "metrics": ["kid", "sliced"], "samples": 20, "reference": 60}
 SETTINGS = {
     "network": NETWORK,
@@ -234,7 +236,6 @@ def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 
 
-@pytest.mark.slow
 def test_overfitting_is_said_once_with_the_best_step(tmp_path, capsys):
     """Noise cannot be learned but by heart."""
     noise = np.random.default_rng(0).integers(0, 256, (130, 8, 8), dtype=np.uint8)

@@ -32,6 +32,8 @@ from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

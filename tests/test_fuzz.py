@@ -35,6 +35,8 @@ from unfog.reporting.report import write_report
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def fuzz(examples: int):
     """So many examples, each within twenty seconds; the tests' folders may be used again by each."""

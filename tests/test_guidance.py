@@ -28,6 +28,8 @@ from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "network": NETWORK,
     "device": "cpu",

@@ -37,7 +37,10 @@ from unfog.errors import RequestError
 from unfog.pipeline.data_report import write_data_report
 from unfog.process.run_folder import RunFolder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="most of these files cannot exist there")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="most of these files cannot exist there"),
+]
 
 MEMORY = Data(size=16, cache="memory")
 RAMP = np.arange(256, dtype=np.uint8).reshape(16, 16)

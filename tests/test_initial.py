@@ -25,6 +25,8 @@ from unfog.runs.diffusers_scheduler import objective_from_scheduler
 from unfog.runs.dry_run_parts import randomized
 from unfog.runs.init_weights import recipe_from_weights
 
+pytestmark = pytest.mark.slow
+
 QUICK = {
     "device": "cpu",
     "precision": "fp32",

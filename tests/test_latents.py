@@ -39,6 +39,8 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs.resume import resume
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SETTINGS = {
     "network": "unet:channels=8/16,attention=0/0,mid_attention=0,norm_groups=4",
@@ -423,7 +425,6 @@ def test_plan_counts_latents(photos, codec):
     assert planned.memory.peak < pixels.memory.peak
 
 
-@pytest.mark.slow
 def test_doctor_rehearses_a_run_on_latents(photos, codec, tmp_path):
     findings = unfog.doctor(photos, out=tmp_path / "page", codec=str(codec.folder), steps=12, **SETTINGS)
     by_code = {finding.code: finding for finding in findings}
@@ -432,7 +433,6 @@ def test_doctor_rehearses_a_run_on_latents(photos, codec, tmp_path):
     assert not [finding for finding in findings if finding.severity == "fatal"]
 
 
-@pytest.mark.slow
 def test_doctor_examines_a_run_on_latents(trained, tmp_path):
     codes = {finding.code for finding in unfog.doctor(trained.path, out=tmp_path / "page", device="cpu")}
     assert {"run.state", "run.tint"} <= codes

@@ -17,6 +17,8 @@ from unfog.config.toml import update
 from unfog.runs import session
 from unfog.runs.train import train
 
+pytestmark = pytest.mark.slow
+
 GROWTH = 4e6  # bytes that the memory of the process may differ by, of allocators and of what Python keeps to itself
 SMALL = "dit:width=8,depth=1,head_channels=4,patch=8"
 
@@ -70,7 +72,6 @@ def watch(folder, steps):
     print(json.dumps(seen))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("steps", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_many_steps_hold_no_more_than_the_first_ones(tmp_path, steps):

@@ -20,6 +20,8 @@ from unfog.training.loop import Intervals
 from unfog.training.noise_scale import noise_scale
 from unfog.training.stability.out_of_memory import is_out_of_memory
 
+pytestmark = pytest.mark.slow
+
 
 class Refused(Diary):
     def __init__(self):
@@ -164,7 +166,6 @@ main(sys.argv[3:])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the address space as Linux does")
 def test_a_batch_that_the_system_refuses_is_trained_on_in_pieces(tmp_path):
     out = tmp_path / "run"

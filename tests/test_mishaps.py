@@ -15,6 +15,8 @@ import unfog
 from conftest import NETWORK
 from unfog.errors import RequestError, RunError
 
+pytestmark = pytest.mark.slow
+
 FLAGS = [
     *("--network", NETWORK, "--precision", "fp32", "--device", "cpu", "--batch", "4", "--size", "16", "--steps", "4"),
     *("--sampler.steps", "2", "--preview.images", "2", "--preview.every", "-1", "--evaluate.every", "-1"),

@@ -12,6 +12,8 @@ from conftest import NETWORK, without_clock
 from unfog.runs.dry_run_parts import export_difference
 from unfog.training.checkpoints import format as checkpoint
 
+pytestmark = pytest.mark.slow
+
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 COMMON = {
     "network": NETWORK,

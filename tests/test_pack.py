@@ -36,6 +36,8 @@ from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.errors import RequestError, RunError
 
+pytestmark = pytest.mark.slow
+
 ASKED = Data(size=16)
 
 
@@ -307,7 +309,6 @@ def test_two_do_not_make_the_same_pack(photos: Path, tmp_path: Path) -> None:
     assert verify_pack(tmp_path / "out") == []
 
 
-@pytest.mark.slow
 def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path) -> None:
     """With pictures large enough that it is at work when the signal comes."""
     for i in range(1500):

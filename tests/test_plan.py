@@ -28,6 +28,8 @@ from unfog.planning.step_benchmark import seconds_per_step
 from unfog.planning.timing import format_time, run_times, time_finding
 from unfog.training.settings import Evaluate, Optimizer, Training
 
+pytestmark = pytest.mark.slow
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = UNet((8,), attention=(True,), mid_attention=False, norm_groups=4, head_channels=8)
 
@@ -160,7 +162,6 @@ def test_what_was_asked_for_and_does_not_fit_is_fatal_and_what_fits_is_said(auto
     assert (kept.config.training.microbatch, none) == (fits, [])
 
 
-@pytest.mark.slow
 def test_checkpointing_is_asked_for_by_its_name_and_a_device_by_its_own(auto):
     small = MemoryEstimator(auto(12 * GB, CPU, 32, batch=2)[0].config, "cpu")
     one, again = small.training(1, False), small.training(1, True)
@@ -230,7 +231,6 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
     assert disk.bytes_to_decode(prepared, config) == 0
 
 
-@pytest.mark.slow
 def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
@@ -243,7 +243,6 @@ def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
     assert planned.config.data.cache == "auto"
 
 
-@pytest.mark.slow
 def test_a_plan_for_this_machine_measures_it():
     planned = plan(asked(device="cpu", precision="fp32"))
     assert not planned.estimated

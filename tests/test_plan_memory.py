@@ -28,6 +28,8 @@ from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microba
 from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, find_peak
 from unfog.training.settings import EmaSnapshots, Training
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = UNet((8, 16), attention=(False, True), mid_attention=False, norm_groups=4, head_channels=8, dropout=0.1)
 
@@ -90,7 +92,6 @@ def test_traces_of_different_computations_are_not_continued():
         few.extrapolate(8, more, 2, 4)
 
 
-@pytest.mark.slow
 def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
     full = MemoryEstimator(config(32), "cpu").step(32, False).parts["activations"]
     half = MemoryEstimator(config(32, precision="bf16"), "cpu").step(32, False).parts["activations"]
@@ -214,7 +215,6 @@ def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch
     assert told == ["microbatch"]
 
 
-@pytest.mark.slow
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
     given = config(4, 32)
     one, recomputed = (MemoryEstimator(given, "cpu").training(1, again) for again in (False, True))
@@ -284,7 +284,6 @@ print(json.dumps([done, folder.read_config().training.microbatch]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited and counted as Linux does")
 def test_a_batch_that_does_not_fit_is_trained_in_parts(tmp_path):
     script = LIMITED.format(
@@ -310,7 +309,6 @@ def test_where_the_system_says_nothing_a_little_is_taken_to_be_there(monkeypatch
     assert memory.available_memory(CPU) == memory.UNTOLD
 
 
-@pytest.mark.slow
 def test_available_memory_is_limited_by_the_address_space():
     script = (
         "import resource, torch; from unfog.planning.peak_memory import available_memory as a;"

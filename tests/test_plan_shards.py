@@ -22,7 +22,7 @@ from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.microbatch import MARGIN, memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
-pytestmark = pytest.mark.usefixtures("ended")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 CPU = torch.device("cpu")
 DEPTH = 3

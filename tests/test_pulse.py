@@ -16,6 +16,8 @@ from unfog.process import heartbeat as module
 from unfog.process.heartbeat import Heartbeat, read_heartbeat
 from unfog.process.signals import StopSignals
 
+pytestmark = pytest.mark.slow
+
 
 def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds

@@ -26,6 +26,8 @@ from unfog.runs import replay, session
 from unfog.runs.dry_run import dry_run
 from unfog.runs.dry_run_parts import shortened
 
+pytestmark = pytest.mark.slow
+
 ATTENTIVE = "unet:channels=8/8,attention=0/1,mid_attention=1,norm_groups=4,head_channels=4"
 CPU = torch.device("cpu")
 RUN = ["training", "ema", "preview", "evaluation", "checkpoint", "report"]

@@ -41,6 +41,8 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
 from unfog.reporting.settings import Log
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("aiohttp")
 
 N = SHARDS * EACH
@@ -499,7 +501,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
 def test_a_run_loses_a_shard_says_so_once_and_goes_on_after_a_stop_as_if_there_had_been_none(
     web: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
 from unfog.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 

@@ -29,6 +29,8 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import EmaSnapshots, Evaluate
 
+pytestmark = pytest.mark.slow
+
 IMAGES = np.random.default_rng(0).integers(0, 256, (120, 8, 8, 1), dtype=np.uint8)
 LABELS = np.arange(len(IMAGES)) % 3
 MPUNET = "mpunet:channels=8/16,blocks=1,attention=0/1,head_channels=8"

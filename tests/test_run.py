@@ -25,6 +25,8 @@ from unfog.planning.intervals import round_down_to_125
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "network": NETWORK,
     "device": "cpu",

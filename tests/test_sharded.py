@@ -51,7 +51,7 @@ from unfog.training.settings import Checkpoint, Optimizer, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
 
-pytestmark = pytest.mark.usefixtures("ended")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
 CPU = torch.device("cpu")
 DIT = DiT(width=40, depth=2, head_channels=8)  # as the cases have it
@@ -135,13 +135,11 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and a[name].equal(b[name]) for name in a)
 
 
-@pytest.mark.slow
 def test_four_processes_that_divide_a_network_do_what_one_does(tmp_path):
     # More processes than images, and than rows of some weights; weights without rows; the scaler of fp16.
     check_equal(cases(tmp_path, 4, ["divided", "divided few", "divided mp", "divided muon", "divided fp16"]))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divided_or_not(tmp_path):
     flags = dict(zip(SETTINGS[::2], SETTINGS[1::2], strict=True)) | {
@@ -169,7 +167,6 @@ def test_a_divided_run_that_is_killed_goes_on_with_any_number_of_processes_divid
     assert len(list((several / "averages").iterdir())) == len(list((one / "averages").iterdir())) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("flags", [("--training.shard",), pytest.param((), marks=pytest.mark.exhaustive)])
 def test_compiled_on_two_processes_divided_or_not(tmp_path, flags):
@@ -223,7 +220,6 @@ def test_a_process_that_is_killed_in_the_middle_of_a_checkpoint_leaves_the_one_b
     assert [path.name for path in checkpoints.iterdir()] == ["00000000"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_divided_run_is_killed_stopped_and_damaged_and_goes_on(tmp_path):
     run = tmp_path / "run"

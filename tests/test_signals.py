@@ -14,7 +14,7 @@ import pytest
 from unfog.errors import Interrupted
 from unfog.process.signals import StopSignals
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="signals as POSIX has them")]
 
 PRELUDE = """
 import os, signal, sys, threading, time

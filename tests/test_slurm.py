@@ -25,7 +25,7 @@ from unfog.config.requests import SlurmRequest
 from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 
-pytestmark = pytest.mark.usefixtures("ended")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 DOCS = Path(__file__).parents[1] / "docs" / "distributed.md"
 # Runs the words on two nodes, and hands a signal to every process of the step.
 SRUN = f"""#!{sys.executable}
@@ -155,7 +155,6 @@ def test_the_documented_file_is_the_one_that_is_written(here):
     assert script.replace(str(here), "/home/me").replace(sys.executable, "/home/me/.venv/bin/python") == shown
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for srun looks into /proc")
 def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):

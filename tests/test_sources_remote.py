@@ -29,6 +29,8 @@ from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("aiohttp")
 pytest.importorskip("s3fs")
 

@@ -27,6 +27,8 @@ from unfog.runs import session
 from unfog.runs.resume import resume
 from unfog.runs.train import train
 
+pytestmark = pytest.mark.slow
+
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
 HELP = [
