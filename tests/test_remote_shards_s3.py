@@ -75,12 +75,12 @@ def test_one_deleted_and_one_written_over_are_given_up_and_so_after_a_resume(buc
     kept = [*range(EACH), *range(3 * EACH, 4 * EACH)]
     assert [row for i, row in enumerate(rows.tolist()) if i in kept] == kept
     assert set(rows.tolist()) == set(kept)
-    again = opened(failed_before=shards.failed)
+    again = opened(begun=shards.failed)
     assert again.fingerprint == images.fingerprint
     assert again.take(np.arange(len(images))).rows.tolist() == rows.tolist()
     with pytest.raises(RunError, match=r"2 of 4 shards of s3://album.* cannot be used"):
         strict.take(np.arange(len(images)))
-    assert opened(failed_before={}).fingerprint != images.fingerprint, "what is written over is taken for other images"
+    assert opened(begun={}).fingerprint != images.fingerprint, "what is written over is taken for other images"
 
 
 def test_a_server_that_restarts_is_waited_for(bucket: Bucket) -> None:
