@@ -128,7 +128,7 @@ def test_refused_steps_that_a_resume_trained_again_are_not_counted(tmp_path):
         run.event("step_refused", 5)
         run.event("step_refused", 30)
         run.event("resumed", 20)
-    assert "steps refused\n1\n" in "\n".join(page(tmp_path).texts)
+    assert "steps skipped\n1\n" in "\n".join(page(tmp_path).texts)
 
 
 def test_samples_are_the_last_grid_and_twelve_over_time(run_dir):

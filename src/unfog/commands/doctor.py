@@ -1,4 +1,4 @@
-"""`unfog doctor`: all that can be found out about images, settings and machine before a run, or about a run."""
+"""`unfog doctor`: check images, settings and machine before a run, or check a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST
 from unfog.doctor.images.image_checks import check_images
 from unfog.doctor.run.run_checks import check_run
@@ -37,18 +36,18 @@ from unfog.text import sanitize
 
 
 def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
-    """Examine images, settings and machine before a run; says what it found, and writes it down.
+    """Check images, settings and machine before a run; print the findings and write a page.
 
     Args:
-        config: as for training; what is left open is chosen as it would be.
-        out: folder for report.html and findings.json; None is a free one under `doctor/`.
+        config: as for training; open settings are resolved in the same way.
+        out: folder for report.html and findings.json; None chooses a new one under `doctor/`.
         quick: leave out the dry run and the overfit test.
 
     Returns:
-        The page, and the findings.
+        Path of the page, and the findings.
 
     Raises:
-        RequestError: there is no such source, none of its images can be used, or `out` will not do.
+        RequestError: no such source, no usable images, or an unsuitable `out`.
         Interrupted: a stop was requested.
     """
     check_request(config)
@@ -57,23 +56,26 @@ def examine_source(config: Config, out: Path | None = None, quick: bool = False)
     device = choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         prepared, config = load_images(config, stop)
-        findings = [*_images(prepared, config, stop), *_prospects(prepared, config, device, stop, quick)]
-    return _tell(page, f"What training on {sanitize(config.source)} will meet", findings), findings
+        findings = [
+            *_check_source_images(prepared, config, stop),
+            *_check_planned_run(prepared, config, device, stop, quick),
+        ]
+    return _publish(page, f"Checks before training on {sanitize(config.source)}", findings), findings
 
 
 def examine_run_folder(
     run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
 ) -> tuple[Path, list[Finding]]:
-    """Examine a run that goes on, has ended or has failed; says what it found, and writes it down outside the run.
+    """Check a running, finished or failed run; print the findings and write a page outside the run.
 
     Args:
         run: the run.
         out: as for `examine_source`.
-        quick: draw no pictures, which takes longest.
-        device: where to measure and to draw.
+        quick: generate no samples, which takes longest.
+        device: device for losses and samples.
 
     Raises:
-        RequestError: it is no run, or `out` will not do.
+        RequestError: not a run, or an unsuitable `out`.
         Interrupted: a stop was requested.
     """
     run.check_is_run()
@@ -81,12 +83,11 @@ def examine_run_folder(
     check_out(page, what="the folder of the findings")
     with StopSignals(saves=False):
         findings = check_run(run, device, samples=0 if quick else 64)
-    return _tell(page, f"What became of {run.path}", findings), findings
+    return _publish(page, f"Checks of {run.path}", findings), findings
 
 
-def _images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
-    """What can be said of the images alone, and how the network sees them."""
-    with Progress("looking at the images", None) as progress:
+def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
+    with Progress("checking images", None) as progress:
 
         def update(done: int, total: int) -> None:
             stop.leave_if_requested()
@@ -95,13 +96,13 @@ def _images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Findin
 
         findings = check_images(prepared, config, update)
         if (Path(config.source) / MANIFEST).is_file():
-            findings.append(_pack(Path(config.source), update))
+            findings.append(_check_pack(Path(config.source), update))
     sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
-    return [*findings, Finding("data.seen", "fine", "what the network will see is on the page", figures=(sheet,))]
+    return [*findings, Finding("data.seen", "fine", "the contact sheet shows the network's input", figures=(sheet,))]
 
 
-def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
-    """Whether every byte of a pack is as it was written."""
+def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
+    """Verify the checksums of a pack."""
     troubles = verify_pack(path, progress)
     if not troubles:
         return Finding("data.pack", "fine", f"the checksums of {path} are right")
@@ -109,15 +110,14 @@ def _pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
     return Finding("data.pack", "fatal", said, "pack the originals again with `unfog pack`", {"troubles": troubles})
 
 
-def _prospects(
+def _check_planned_run(
     prepared: Dataset, config: Config, device: torch.device, stop: StopSignals, quick: bool
 ) -> list[Finding]:
-    """What the settings will make of these images, on this machine."""
     auto = AutoSettings(config, prepared.as_network_input.train, device, stop)
     try:
         auto.resolve()
         resolve_metrics(auto, prepared.train, device)
-    except RequestError as error:  # with these images they will not do
+    except RequestError as error:  # the settings do not suit these images
         return [Finding("settings.request", "fatal", str(error))]
     for choice in auto.choices:
         say(f"  {choice}")
@@ -135,8 +135,7 @@ def _prospects(
     return findings
 
 
-def _tell(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
-    """Say the findings, write the page, and return its path."""
+def _publish(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
     print_findings(findings)
     return write_findings(folder, title, findings)
 

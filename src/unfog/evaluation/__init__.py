@@ -1,1 +1,1 @@
-"""How good a network is, in numbers. Works on arrays and callables; knows no run, no file and no sampler."""
+"""Metrics of generated images and held-out loss. Works on arrays and callables; knows no runs and no samplers."""

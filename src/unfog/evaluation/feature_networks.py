@@ -1,4 +1,4 @@
-"""Networks that measure, read from TorchScript files."""
+"""Feature networks, loaded from TorchScript files."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RANGES = {
     "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
     "bytes": (0.0, 1.0),
 }
-"""What is taken from a pixel, and what it is divided by: 0 to 1; -1 to 1; Inception's; mean 0 and deviation 1 of
-ImageNet's channels; 0 to 255."""
+"""(offset subtracted from a pixel, divisor): to 0 to 1; to -1 to 1; as Inception; by ImageNet's mean and standard
+deviation; 0 to 255."""
 
 
 @dataclass(frozen=True)
 class NetworkInput:
-    """What a network wants to see."""
+    """Input that a network expects."""
 
     path: str
     size: int = 224
@@ -47,7 +47,7 @@ class NetworkInput:
 
 @dataclass(frozen=True)
 class TorchScriptNetwork:
-    """A loaded network and what it is fed: float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
+    """A loaded network and its input settings: float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
 
     network: torch.jit.ScriptModule
     name: str
@@ -56,14 +56,12 @@ class TorchScriptNetwork:
 
     @property
     def resize(self) -> str:
-        """In words."""
         if not self.settings.size:
             return "none"
         how = {"tf1": "TF1 bilinear", "bicubic": "bicubic antialiased"}[self.settings.resize]
         return f"{how} {self.settings.size}"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Resize, scale, run."""
         size = self.settings.size
         if size and x.shape[2:] != (size, size):
             x = tf1_bilinear(x, size) if self.settings.resize == "tf1" else antialiased(x, size)
@@ -84,7 +82,6 @@ class KnownNetwork:
 
     @property
     def digest(self) -> str:
-        """See `Features.digest`."""
         return _digest(self.sha256, self.settings)
 
 
@@ -97,16 +94,16 @@ INCEPTION = KnownNetwork(INCEPTION_SHA256, NetworkInput(INCEPTION_FILE, 299, "in
 
 
 def inception_path() -> Path:
-    """Where the Inception network is looked for: $UNFOG_INCEPTION, else in Unfog's cache folder."""
+    """Return the path of the Inception network: $UNFOG_INCEPTION, else in Unfog's cache folder."""
     chosen = os.environ.get("UNFOG_INCEPTION")
     return Path(chosen).expanduser() if chosen else cache_folder() / INCEPTION_FILE
 
 
 def load_inception(device: torch.device) -> TorchScriptNetwork:
-    """The Inception network of FID, from `inception_path`.
+    """Load the Inception network of FID from `inception_path`.
 
     Raises:
-        RequestError: it is not there, or is another file.
+        RequestError: the file is missing, or has another SHA-256.
     """
     path = inception_path()
     if not path.is_file():
@@ -121,7 +118,7 @@ def load_inception(device: torch.device) -> TorchScriptNetwork:
 
 
 def load_torchscript(settings: NetworkInput, device: torch.device, only_known: bool) -> TorchScriptNetwork:
-    """The network of a file; Inception is recognised whatever the file is called, and fed as it must be.
+    """Load the network of a file; Inception is recognised under any file name, and gets its own input settings.
 
     Raises:
         RequestError: there is no such file, it is no TorchScript, or `only_known` and it is not Inception.
@@ -174,7 +171,7 @@ def _read(path: Path) -> bytes:
 
 
 def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptModule:
-    """From the bytes that were checked, and not from a file that may have changed since."""
+    # From the bytes that were hashed, as the file may have changed since.
     try:
         network: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(content), map_location=device)  # type: ignore[no-untyped-call]
         return network.eval()

@@ -1,7 +1,6 @@
-"""Features of many pictures: computed in chunks, kept on disk, shared between processes, gone on with when interrupted.
+"""Features of many images: computed in chunks, cached on disk, shared between processes and resumed after a kill.
 
-A chunk is CHUNK pictures from a place that is a multiple of it, whoever computes it, so one process, several, and one
-that was killed and started again all end with the same numbers.
+Chunks always start at multiples of CHUNK, so any number of processes, and a resumed one, end with the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from unfog.cache_folder import cache_folder
 from unfog.errors import RequestError, RunError
-from unfog.evaluation.chunks import blocks
 from unfog.evaluation.features import Features
 from unfog.evaluation.frechet_distance import FeatureStatistics, feature_statistics
 
@@ -32,7 +30,7 @@ CHUNK = 500
 
 
 class PixelSource(Protocol):
-    """uint8 [N, C, H, W] by slices: an array, a pack, or something that draws picture i when it is asked for it."""
+    """uint8 [N, C, H, W] by slices: an array, a pack, or images generated on demand."""
 
     def __len__(self) -> int: ...
 
@@ -48,7 +46,7 @@ def compute_features(
     world: int = 1,
     barrier: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Features of all pictures, float32 [N, D] on the CPU, the same on every rank.
+    """Compute features of all images, float32 [N, D] on the CPU, the same on every rank.
 
     `cache_key` says which pictures these are: the data's fingerprint, which covers their size, or a hash of all that
     drawn ones depend on. Chunks found under it are not asked of `pixels` again. None keeps nothing. `progress` is told
@@ -86,7 +84,7 @@ def compute_features(
 
 
 def compute_statistics(x: Tensor, features: Features, cache_key: str) -> FeatureStatistics:
-    """Mean and covariance of features [N, D] that `features_of` gave under this key; from disk where they are kept."""
+    """Return mean and covariance of features [N, D] that `compute_features` gave under this key, cached on disk."""
     folder = features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
@@ -101,22 +99,22 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
 
 
 def features_folder(cache_key: str, count: int, features: Features) -> Path:
-    """The folder that keeps features of these pictures by this extractor; it need not exist."""
+    """Return the cache folder of features of these images by this extractor; it need not exist."""
     name = hashlib.sha256(repr((FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
     return cache_folder() / "features" / name
 
 
 def delete_features(cache_key: str, count: int, features: Features) -> None:
-    """Remove what is kept of features of these pictures, as far as it can be; no process may still be reading it."""
+    """Delete the cached features of these images; no process may still be reading them."""
     shutil.rmtree(features_folder(cache_key, count, features), ignore_errors=True)
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
-    """Features of a chunk, some pictures at a time; how many does not depend on the rank, so neither does rounding."""
+    # The number of images at once is the same on every rank, and so is the rounding.
     chunk = torch.from_numpy(np.ascontiguousarray(pixels[first : min(first + CHUNK, len(pixels))]))
     # On a CPU 50 at a time took a third longer than 25, to the same bits: every layer waits for fresh pages then.
     at_once = 25 if features.device.type == "cpu" else 250
-    made = torch.cat([features(part).cpu() for part in blocks(chunk, at_once)])
+    made = torch.cat([features(part).cpu() for part in torch.split(chunk, at_once)])
     if not made.isfinite().all():
         raise RunError(f"features = {features.name} gave what is no number for pictures {first} to {first + len(made)}")
     return made
@@ -127,7 +125,7 @@ def _chunk(folder: Path, first: int) -> Path:
 
 
 def _load(path: Path, count: int) -> Tensor | None:
-    """A chunk as it was kept; None if it is not there, or is not whole."""
+    """Load a cached chunk; None if it is missing or damaged."""
     with suppress(OSError, SafetensorError, KeyError):
         x: Tensor = load_file(path)["features"]
         if x.dtype == torch.float32 and x.ndim == 2 and len(x) == count and bool(x.isfinite().all()):
@@ -145,7 +143,7 @@ def _of_another(folder: Path, first: int, count: int) -> Tensor:
 
 
 def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: bool) -> None:
-    """Keep a chunk; a full disk is a reason to stop only where other processes wait for it."""
+    # A full disk stops the run only where other processes wait for the chunk.
     try:
         _write(_chunk(folder, first), {"features": chunk}, features)
     except OSError as error:
@@ -154,7 +152,6 @@ def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: boo
 
 
 def _write(path: Path, tensors: dict[str, Tensor], features: Features) -> None:
-    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

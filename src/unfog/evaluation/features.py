@@ -1,4 +1,4 @@
-"""What pictures are compared by: numbers that a network, or simple arithmetic, makes of each.
+"""Feature extractors of metrics: networks, or simple arithmetic.
 
 `inception` is the network of the literature's FID, read from a file that is known by its SHA-256. `texture` and
 `pixels` need no file. Any other TorchScript file is named by its path, with options: `net.pt:size=224,range=imagenet`.
@@ -31,7 +31,7 @@ class Features:
     """An extractor: uint8 pixels [N, C, H, W], one channel or three, to float32 [N, D] on `device`."""
 
     name: str
-    """As it is printed; of a file that is not Inception, with the first eight digits of its SHA-256."""
+    """Printed name; for a file that is not Inception, with the first eight digits of its SHA-256."""
 
     resize: str
     """What is done to the size of the pixels."""
@@ -45,7 +45,7 @@ class Features:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Features of pixels; grey is made RGB. In full float32, whatever autocast or TF32 is allowed around it.
+        """Extract features; grey is made RGB. Always in full float32, whatever autocast or TF32 settings are active.
 
         Raises:
             RequestError: these are no such pixels, or the network does not answer with [N, D].
@@ -64,7 +64,7 @@ class Features:
 
 
 def open_features(name_or_path: str, device: torch.device | str = "cpu", only_known: bool = False) -> Features:
-    """The extractor of that name: `inception`, `texture`, `pixels`, or the path of a TorchScript file with options.
+    """Return an extractor: `inception`, `texture`, `pixels`, or the path of a TorchScript file with options.
 
     A TorchScript file is a program, and PyTorch has no safe way to load one. Naming a file is taken for consent to
     run it. Where the name comes out of something that a stranger may have written, such as the settings of a run that
@@ -90,7 +90,7 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
 
 
 def is_inception(features: Features | None) -> bool:
-    """Whether a Frechet distance of these features is what the literature calls FID."""
+    """Return True where a Frechet distance of these features is FID as in the literature."""
     return features is not None and features.digest == INCEPTION.digest
 
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.evaluation.chunks import blocks
-
 ROWS = 4096
 
 
@@ -39,11 +37,11 @@ class Distance(NamedTuple):
 def feature_statistics(x: Tensor) -> FeatureStatistics:
     """Statistics of features [N, D], N > 1; in two passes over blocks, as one pass would cancel."""
     mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
-    for part in blocks(x, ROWS):
+    for part in torch.split(x, ROWS):
         mean += part.double().sum(0)
     mean /= len(x)
     covariance = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
-    for part in blocks(x, ROWS):
+    for part in torch.split(x, ROWS):
         centred = part.double() - mean
         covariance.addmm_(centred.T, centred)
     return FeatureStatistics(len(x), mean, covariance / (len(x) - 1))
@@ -123,7 +121,7 @@ def _influence(x: Tensor, own: FeatureStatistics, other_mean: Tensor, transport:
     """Variance over the pictures of what each does to FD."""
     matrix = torch.eye(len(transport), dtype=transport.dtype, device=x.device) - transport
     moved = []
-    for part in blocks(x, ROWS):
+    for part in torch.split(x, ROWS):
         centred = part.double() - own.mean
         moved.append(((centred @ matrix) * centred).sum(1) + 2 * centred @ (own.mean - other_mean))
     return float(torch.cat(moved).var())

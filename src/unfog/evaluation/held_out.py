@@ -1,7 +1,7 @@
-"""Loss on images that are not trained on, with the same noise at the same levels each time.
+"""Held-out loss, with the same noise at the same levels each time.
 
-A training loss jumps with every draw of the noise level; this one moves only when the network does, so two checkpoints
-can be compared, and a rise means overfitting.
+A training loss jumps with the drawn noise levels. This one changes only with the network, so checkpoints can be
+compared, and a rise means overfitting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LossAt = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]
 
 
 class HeldOut(NamedTuple):
-    """What is measured: images float [N, C, H, W] in [-1, 1], labels [N] or None, noise quantiles [L]."""
+    """Held-out images and noise levels: float [N, C, H, W] in [-1, 1], labels [N] or None, noise quantiles [L]."""
 
     x0: Tensor
     label: Tensor | None
@@ -28,13 +28,13 @@ class HeldOut(NamedTuple):
     def losses(
         self, loss_at: LossAt, batch: int, seed: int = 0, progress: Callable[[int], None] = lambda images: None
     ) -> Tensor:
-        """float64 [2, L, N]: loss, and squared error of the noise, at each level, clean to noisy, of each image.
+        """Return float64 [2, L, N]: loss and squared noise error of each image at each level, clean to noisy.
 
-        `progress` is told of every pass how many images it had.
+        `progress` is called with the images of each pass.
         """
         table = torch.zeros(2, len(self.levels), len(self.x0), dtype=torch.float64)
         for level, u in enumerate(self.levels):
-            # All noise of a level at once, so that it is the same whatever the batch.
+            # All noise of a level is drawn at once, so that it does not depend on the batch.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + level)
             noises = torch.randn(self.x0.shape, generator=generator)
             for first in range(0, len(self.x0), batch):
@@ -48,7 +48,7 @@ class HeldOut(NamedTuple):
 
     def measure(self, loss_at: LossAt, batch: int, seed: int = 0) -> dict[str, float | list[float]]:
         """Mean loss over images and levels, by level from clean to noisy, and the noise-prediction error by level."""
-        # Added up pass by pass, so that the last bit stays what it was when no more than these sums were kept.
+        # Summed batch by batch: another order would change the last bit of recorded losses.
         totals = torch.zeros(2, len(self.levels), dtype=torch.float64)
         for part in torch.split(self.losses(loss_at, batch, seed), batch, dim=2):
             for row, of_level in enumerate(part):

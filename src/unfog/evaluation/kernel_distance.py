@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.evaluation.chunks import blocks
-
 BLOCK = 5000
 ROWS = 1024
 
@@ -59,7 +57,7 @@ def _one(x: Tensor, y: Tensor) -> Discrepancy:
 def _row_sums(x: Tensor, y: Tensor, skip_self: bool = False) -> Tensor:
     """Sum of k(x_i, y_j) over j, [N], by blocks of rows."""
     y = y.double()
-    sums = torch.cat([((part.double() @ y.T) / x.shape[1] + 1).pow_(3).sum(1) for part in blocks(x, ROWS)])
+    sums = torch.cat([((part.double() @ y.T) / x.shape[1] + 1).pow_(3).sum(1) for part in torch.split(x, ROWS)])
     if skip_self:
         sums -= (x.double().square().sum(1) / x.shape[1] + 1).pow(3)
     return sums

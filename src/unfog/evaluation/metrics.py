@@ -1,4 +1,4 @@
-"""Figures that compare drawn pictures with real ones, each with what is needed to know what it is worth."""
+"""Figures that compare generated with real images, with intervals and notes on bias."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MetricResult:
 
 @dataclass(frozen=True, eq=False)
 class _FeatureSets:
-    """What is compared: features of real pictures [N, D] and of drawn ones [M, D]; what several metrics need, once."""
+    """Features of real images [N, D] and generated ones [M, D], with cached results that several metrics share."""
 
     real: Tensor
     fake: Tensor
@@ -63,34 +63,33 @@ class _FeatureSets:
 
     @cached_property
     def frechet(self) -> Distance:
-        """Frechet distance of all pictures."""
         return frechet_with_error(self.real, self.fake, self.reference)
 
     @cached_property
     def in_real(self) -> dict[int, BallCounts]:
-        """What of the drawn lies among the real, by 3 neighbours (Kynkaanniemi) and 5 (Naeem)."""
+        """Generated images in the balls of real ones, for k = 3 (Kynkaanniemi) and 5 (Naeem)."""
         return count_in_balls(self.real, self.fake, (3, 5))
 
     @cached_property
     def in_drawn(self) -> dict[int, BallCounts]:
-        """What of the real lies among the drawn."""
+        """Real images in the balls of generated ones, for k = 3."""
         return count_in_balls(self.fake, self.real, (3,))
 
     @cached_property
     def alike(self) -> tuple[Tensor, Tensor]:
-        """As many of the real as of the drawn, evenly spread, as either may come class by class."""
+        """Equal numbers of both sets, evenly spread, because images may be sorted by class."""
         n = min(len(self.real), len(self.fake))
         real, fake = (x[torch.arange(n, device=x.device) * len(x) // n] for x in (self.real, self.fake))
         return real, fake
 
     @property
     def unequal(self) -> str:
-        """A word on how many were taken of each, where that is not all."""
+        """Note on the number of images of each set where not all are used, else ""."""
         return "" if len(self.real) == len(self.fake) else f"of {len(self.alike[0]):,} of each"
 
 
 class _Value(NamedTuple):
-    """What a metric finds."""
+    """Value and interval of a metric."""
 
     value: float | None
     low: float | None = None
@@ -107,10 +106,10 @@ def compare_features(
     features: Features | None = None,
     reference: FeatureStatistics | None = None,
 ) -> list[MetricResult]:
-    """Compare features of real pictures [N, D] with those of drawn ones [M, D], by these metrics (see METRICS).
+    """Compare features of real images [N, D] with those of generated ones [M, D], by the named METRICS.
 
-    `features` is only told, and decides whether a Frechet distance is called fid or fd. `reference` are the statistics
-    of `real`, where they are known. `seed` is of how sets are cut into parts.
+    `features` names the extractor in the results, and decides whether a Frechet distance is called fid or fd.
+    `reference` are the statistics of `real`, where they are known. `seed` determines how sets are split.
 
     A Frechet distance of n pictures (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
     it at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
@@ -142,7 +141,7 @@ def compare_features(
 
 
 def check_count(metric: str, n: int, picture: Tensor, features: Features, option: str) -> None:
-    """Refuse what `measure` would refuse of n pictures: at once, rather than after drawing them.
+    """Reject what `compare_features` would reject for n images, before they are generated.
 
     Args:
         metric: of METRICS. None but the Frechet distance is refused.

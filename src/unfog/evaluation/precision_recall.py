@@ -1,4 +1,4 @@
-"""Fidelity and diversity apart: which pictures of one set lie among those of the other, by nearest neighbours.
+"""Precision, recall, density and coverage: images of one set in the nearest-neighbour balls of the other.
 
 Precision and recall: Kynkaanniemi et al. 2019, eq. 1 and 2. Density and coverage: Naeem et al. 2020, eq. 4 and 5.
 """
@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.evaluation.chunks import blocks
-
 Z = 1.959964
 """Standard errors from a normal distribution's mean to the ends of its middle 95%."""
 ENTRIES = 2**24
@@ -21,17 +19,17 @@ ENTRIES = 2**24
 
 
 class BallCounts(NamedTuple):
-    """For balls around centres [N] that reach to their k-th neighbour, and queries [M]: what lies in what."""
+    """Balls around centres [N] up to their k-th neighbour, and the queries [M] inside them."""
 
     by_query: Tensor
-    """int64 [M], how many balls hold this query."""
+    """int64 [M], number of balls that contain each query."""
 
     centre_reached: Tensor
-    """bool [N], whether any query is in this ball."""
+    """bool [N], True for balls that contain a query."""
 
 
 class Estimate(NamedTuple):
-    """A mean of what is counted by picture, and its 95% interval, given the other set."""
+    """A mean over images with its 95% interval, given the other set."""
 
     value: float
     low: float
@@ -47,7 +45,7 @@ def count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) 
     """
     if len(centres) <= max(neighbours):
         raise ValueError(f"{len(centres)} pictures have no {max(neighbours)}th neighbour; give more")
-    # Distances do not change, and their rounding becomes that of the spread, not of the place.
+    # Centring keeps all distances and makes their rounding relative to the spread of the features.
     origin = centres.double().mean(0)
     centres, queries = centres.double() - origin, queries.double() - origin
     most = max(neighbours) + 1  # the nearest is the picture itself
@@ -81,6 +79,6 @@ def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     norms = y.square().sum(1)
     rounding = 1e-13 * float(norms.max())
     rows = max(1, ENTRIES // len(y))
-    for part in blocks(x, rows):
+    for part in torch.split(x, rows):
         distance = torch.addmm(norms, part, y.T, alpha=-2).add_(part.square().sum(1)[:, None])
         yield distance.masked_fill_(distance < rounding, 0)

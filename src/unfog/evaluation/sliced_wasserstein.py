@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unfog.errors import RequestError
-from unfog.evaluation.chunks import blocks
 from unfog.evaluation.metrics import MetricResult
 
 PIXEL_METRICS = ("sliced",)
@@ -49,7 +48,9 @@ def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, f
         mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=1e-6)
         a, b = (((patches - mean[:, None]) / deviation[:, None]).flatten(1) for patches in cut)
         directions = F.normalize(torch.randn(DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
-        apart = [((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean() for d in blocks(directions, 16)]
+        apart = [
+            ((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean() for d in torch.split(directions, 16)
+        ]
         found[side] = 1000 * float(torch.stack(apart).mean())
     return found
 
@@ -77,7 +78,7 @@ def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
 
 
 def _sides(side: int) -> list[int]:
-    """Sides of the levels, the pictures' own first."""
+    """Return the sides of all levels, the largest first."""
     sides = [side]
     while (half := -(-sides[-1] // 2)) >= SMALLEST:  # of an odd side one more than the other half is kept
         sides.append(half)
@@ -85,11 +86,11 @@ def _sides(side: int) -> list[int]:
 
 
 def _patches(pictures: Tensor, side: int, generator: torch.Generator) -> Tensor:
-    """Patches of one level of pixels [N, C, H, W], at random places: [M, C, PATCH * PATCH]."""
+    """Cut patches from one level of pixels [N, C, H, W], at random places: [M, C, PATCH * PATCH]."""
     count = max(1, min(32, PATCHES // len(pictures)))
     offsets = torch.arange(PATCH)
     cut = []
-    for part in blocks(pictures, ROWS):
+    for part in torch.split(pictures, ROWS):
         level = _level(part.float(), side)
         height, width = level.shape[2:]
         y = torch.randint(height - PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets[:, None]
@@ -101,7 +102,7 @@ def _patches(pictures: Tensor, side: int, generator: torch.Generator) -> Tensor:
 
 
 def _level(x: Tensor, side: int) -> Tensor:
-    """What the level of that side shows: what is lost on the way to half of it; of the last, all that is left."""
+    """Return one level of the Laplacian pyramid of x; the last level is the low-pass residual."""
     while min(x.shape[2:]) > side:
         x = _smooth(x)[:, :, ::2, ::2]
     if -(-side // 2) < SMALLEST:

@@ -1,4 +1,4 @@
-"""What pictures are made of, without a network: strength of detail by scale, direction, colour and place."""
+"""Texture features without a network: strength of detail by scale, direction, colour and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether drawn pictures are copies of training images: by their pixels, and by the features that metrics compare."""
+"""Memorization checks: generated images that copy training images, by pixels and by metric features."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 
 REAL = 256
-"""Real images that say how near to the training images an unseen one usually comes."""
+"""Number of real images that show how near unseen images usually are."""
 DRAWN = 500
-"""Drawn pictures that are looked at."""
+"""Generated images that are checked, at most."""
 ENOUGH = 20
-"""Held-out images, of fewer of which nothing can be said."""
+"""Fewest held-out images for a comparison."""
 
 
 class UnseenImages:
-    """Real images to compare with: held-out ones; with too few of those, training images among the others."""
+    """Real images to compare with: held-out images, or too few of those, training images among the others."""
 
     def __init__(self, prepared: Dataset):
         self.enough = len(prepared.held_out) >= ENOUGH
@@ -44,12 +44,12 @@ class UnseenImages:
 
     @property
     def own(self) -> list[int]:
-        """Which training image each of them is; -1 for none."""
+        """Index of each among the training images; -1 for none."""
         return [-1] * len(self.rows) if self.enough else self.rows.tolist()
 
 
 def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Callable[[int], None]) -> Finding:
-    """By pixels, against all training images; drawn: [N, H, W, C]. `progress` is told how many images are searched."""
+    """Compare generated images [N, H, W, C] with all training images by pixels."""
     unseen, train = UnseenImages(prepared), prepared.train
     queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
     both = find_nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
@@ -61,25 +61,24 @@ def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Cal
 def check_memorization_by_features(
     drawn: Pixels, features: Tensor, real: Tensor, rows: NDArray[np.int64], unseen: Tensor, prepared: Dataset
 ) -> Finding:
-    """By features of the drawn pictures [N, D], of the training images `rows` [R, D], and of those of `Unseen`."""
+    """Compare features of generated images [N, D], of training images `rows` [R, D], and of `UnseenImages`."""
     usual = UnseenImages(prepared)
     place = {int(row): i for i, row in enumerate(rows)}
     own = [place.get(row, -1) for row in usual.own]
     both = find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
     found, other = _split_queries(both, len(features))
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
-    # What the same picture is at in this scale: a thousandth of how far real ones are from their next.
+    # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
     return check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
 
 
 def enough_images(prepared: Dataset) -> bool:
-    """Whether there are enough training images to tell copies from likeness."""
+    """Return True where there are enough training images to tell copies from similar images."""
     return len(prepared.train) >= FEWEST
 
 
 def _split_queries(both: NearestImages, count: int) -> tuple[NearestImages, NearestImages]:
-    """Those of the first `count` queries, and of the rest."""
     return (
         NearestImages(both.distance[:count], both.image[:count]),
         NearestImages(both.distance[count:], both.image[count:]),

@@ -1,6 +1,4 @@
-"""Whether a network draws its training images: the nearest of them to each drawn picture, against how near real ones
-that it has not seen come to them.
-"""
+"""Nearest training images of generated images, compared with those of unseen real images, to detect memorization."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, labelled_strip
 
 SIDE = 16
-"""Pictures are compared at so many pixels a side, averaged down, so that a pixel's shift hardly counts."""
+"""Images are compared as averages at this side, so that a shift by a pixel hardly counts."""
 NEIGHBOURS = 50
 """The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
 of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
@@ -29,11 +27,11 @@ RELATED, LOWEST, NEARER = 0.1, 0.05, 0.4
 comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
 have come 0.7 times as near."""
 SAME = 0.5
-"""Levels of 255 at which two pictures are the same one, whatever others there are."""
+"""Levels of 255 below which two images count as the same."""
 FEWEST = 4
-"""Of fewer training images nothing can be said: all are near."""
+"""Fewest training images for a comparison: among fewer, all are near."""
 MOST = 100_000
-"""Training images that are compared with; of more, as many evenly spread."""
+"""Most training images that are searched; of more, as many evenly spread."""
 SHOWN = 8
 CHUNK = 2048
 
@@ -63,7 +61,7 @@ class NearestImages(NamedTuple):
 
 
 def _pixel_features(pixels: Tensor) -> Tensor:
-    """uint8 [N, C, H, W] -> float32 [N, D]: what is compared."""
+    """Average uint8 [N, C, H, W] down to float32 [N, D]."""
     side = (min(SIDE, pixels.shape[2]), min(SIDE, pixels.shape[3]))
     small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
     return small.flatten(1)
@@ -75,7 +73,7 @@ def find_nearest(
     rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> NearestImages:
-    """The images nearest to each query, mirrored or not, of FEWEST or more; reads them chunk by chunk.
+    """Find the images nearest to each query, mirrored or not, reading them chunk by chunk.
 
     Args:
         queries: uint8 [Q, C, H, W].
@@ -106,8 +104,10 @@ def find_nearest(
 
 
 def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> NearestImages:
-    """The same by features [Q, D] of the queries and [N, D] of the images, of any extractor, whose distances have its
-    own scale; an extractor that is to find mirrored copies must not tell them apart."""
+    """Find the nearest images by features [Q, D] of the queries and [N, D] of the images.
+
+    Distances have the scale of the extractor; mirrored copies are found only by an extractor that ignores mirroring.
+    """
     kept = 1 + min(NEIGHBOURS, max(2, len(reference) // 6))
     own = None if rows is None else torch.tensor(rows)[:, None]
     found = []
@@ -122,7 +122,7 @@ def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
     """Root mean square differences [A, B] of features [A, D] and [B, D]."""
-    a, b = a.double(), b.double()  # in float32 the product would leave a copy at a distance of rounding errors
+    a, b = a.double(), b.double()  # in float32, rounding would give an exact copy a distance
     squared = a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
@@ -167,16 +167,16 @@ def check_memorization(
     }
     exhibits = (_pairs_figure(drawn, matches, ratio), _ratio_figure(ratio, usual, what, limit))
     evidence = (
-        f"{copies} of {len(ratio)} drawn pictures copy a training image (nearest at less than {limit:.2g} of the "
+        f"{copies} of {len(ratio)} generated images copy a training image (nearest at less than {limit:.2g} of the "
         f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
     )
-    remedy = "train on more pictures, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
+    remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
     if certain and share - expected >= 0.1:
         return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
     if certain and copies > 1:
         return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
     evidence = (
-        f"drawn pictures come about as near to training images as {what} do: the nearest is at "
+        f"generated images are about as near to training images as {what}: the nearest is at "
         f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
         f"for {len(usual)} {what}, of {searched:,} searched"
     )
@@ -186,34 +186,33 @@ def check_memorization(
 def copy_shares(
     found: NearestImages, unseen: NearestImages, limit: float, same: float = SAME
 ) -> tuple[float, float, bool]:
-    """Shares of drawn and of unseen pictures that are as near as copies are, and whether the first is larger for sure.
+    """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
 
-    A copy is what is nearer than `limit` by the ratio, or the same picture.
+    A copy has a ratio below `limit`, or is the same image.
     """
     copied, usual = (
         (of.ratio < limit) | ((of.distance[:, 0] < same).numpy() & (of.ratio < COPY)) for of in (found, unseen)
     )
     share, expected = float(copied.mean()), float(usual.mean())
-    # Standard error of the difference of two shares, as if one more of each were a copy, so that none is no certainty.
+    # Standard error of the difference of two shares, with one more copy in each, so that 0 copies are not certain.
     spread = max(expected, 1 / (len(usual) + 2))
     error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
     return share, expected, share - expected > 3 * error
 
 
 def _pairs_figure(drawn: Pixels, matches: Pixels, ratio: Floats) -> Figure:
-    """The most suspicious pictures over the training images that are nearest to them."""
+    """Show the generated images with the lowest ratios over their nearest training images."""
     order = np.argsort(ratio)[:SHOWN]
     captions = [f"{ratio[i]:.2f}" for i in order]
     picture = labelled_strip(
-        {"drawn": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1])
+        {"generated": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1])
     )
-    caption = "Over each pair: the distance of the two over that of the drawn one to the next training images."
-    return Figure("Drawn pictures and the training images nearest to them", picture, caption=caption)
+    caption = "Over each pair: its distance over that of the generated image to the next training images."
+    return Figure("Generated images and their nearest training images", picture, caption=caption)
 
 
 def _ratio_figure(ratio: Floats, usual: Floats, what: str, limit: float) -> Figure:
-    """Share of pictures below each ratio."""
-    curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("drawn", ratio), (what, usual))}
+    curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("generated", ratio), (what, usual))}
     chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
-    caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means that training images return."
+    caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means memorization."
     return Figure("How near to the training images", svg=chart, caption=caption)

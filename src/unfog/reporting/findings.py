@@ -1,4 +1,4 @@
-"""What an examination found: for the terminal a line or two each, and a page with the pictures that prove it."""
+"""Findings of checks: printed in a line each, and written to findings.json and an HTML page with figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from unfog.reporting.records import write_atomic
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
 SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
-"""From "training makes no sense" over "this will cost you" and "you may want to" to "looked at, and well"; and the
-style that a terminal shows each in."""
+"""Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine."""
 
 
 @dataclass(frozen=True, eq=False)
 class Figure:
-    """A picture, a chart or a table that shows what a finding says."""
+    """An image, a chart or a table that shows what a finding says."""
 
     title: str
     image: Pixels | None = None
@@ -44,20 +43,20 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     code: str
-    """What it is called for ever, "area.thing": "data.duplicates", "settings.lr"; for scripts and tests."""
+    """Stable name for scripts and tests, "area.thing": "data.duplicates", "settings.lr"."""
 
     severity: Severity
     evidence: str
-    """What was seen, with its numbers and names, in a sentence without a full stop."""
+    """Observation with its numbers and names, as a sentence without a full stop."""
 
     remedy: str = ""
-    """What to do about it, with the command or setting; "" where nothing is to be done."""
+    """What to do, with the command or setting; "" for nothing."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The numbers behind it, as plain values for JSON."""
+    """Numbers of the evidence, as plain values for JSON."""
 
     figures: tuple[Figure, ...] = ()
 
@@ -67,17 +66,17 @@ class Finding:
 
 
 def sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
-    """The gravest first; those of one severity in the order in which they were found."""
+    """Sort the worst first; findings of one severity keep their order."""
     return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))
 
 
 def has_fatal(findings: Sequence[Finding]) -> bool:
-    """Whether one of them says that training makes no sense."""
+    """Return True where a finding makes training pointless."""
     return any(finding.severity == "fatal" for finding in findings)
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Tell a person what needs a thought, the gravest first, and how many there are of each severity."""
+    """Print all findings that are not fine, the worst first, and the number of each severity."""
     for finding in sort_by_severity(findings):
         if finding.severity != "fine":
             say(f"  {finding}", style=SEVERITIES[finding.severity])
@@ -85,15 +84,15 @@ def print_findings(findings: Sequence[Finding]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each severity: "1 warning, 2 hints, 14 fine"."""
+    """Count findings by severity: "1 warning, 2 hints, 14 fine"."""
     counts = Counter(finding.severity for finding in findings)
     plural = {"fatal": "fatal", "warning": "warnings", "hint": "hints", "fine": "fine"}
     named = [f"{counts[s]} {s if counts[s] == 1 else plural[s]}" for s in SEVERITIES if counts[s]]
-    return ", ".join(named) or "nothing was looked at"
+    return ", ".join(named) or "nothing was checked"
 
 
 def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
-    """Write findings.json and report.html, which needs no other file, into a folder; returns the page."""
+    """Write findings.json and a self-contained report.html into a folder; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [
         {
@@ -113,7 +112,7 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
 
 
 def json_values(value: Any) -> Any:
-    """The same for JSON, which knows neither NaN nor infinity: None in their place."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {str(key): json_values(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -122,7 +121,7 @@ def json_values(value: Any) -> Any:
 
 
 def render(title: str, findings: Sequence[Finding]) -> str:
-    """The HTML page of the findings; it makes no request."""
+    """Render the findings as an HTML page that makes no requests."""
     shown = [
         {"finding": one, "figures": [_shown(figure) for figure in one.figures]} for one in sort_by_severity(findings)
     ]
@@ -133,6 +132,6 @@ def _shown(exhibit: Figure) -> dict[str, object]:
     uri = ""
     if exhibit.image is not None:
         uri = f"data:image/png;base64,{base64.b64encode(encode_png(exhibit.image)).decode()}"
-    # Our own charts escape every text that they are given.
+    # Safe as markup: charts escape all text they are given.
     drawn = {"uri": uri, "svg": Markup(exhibit.svg), "table": exhibit.table}
     return {"title": exhibit.title, "caption": exhibit.caption, **drawn}

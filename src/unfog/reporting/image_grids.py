@@ -1,4 +1,4 @@
-"""Pictures of pictures: the sample grid, the denoising strip, and PNG files that are whole or absent."""
+"""Image grids, labelled strips and PNG files that are written atomically."""
 
 from __future__ import annotations
 

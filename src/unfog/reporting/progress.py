@@ -1,6 +1,6 @@
-"""All that is printed: messages, results and progress.
+"""Printing: messages, results and progress.
 
-Results (paths, numbers asked for) go to stdout, so that they can be piped; everything said to a person goes
+Results (paths, numbers asked for) go to stdout, so that they can be piped; messages go
 to stderr. On a terminal, progress is a live line; elsewhere it is plain lines without control characters, at
 a rate that a log file bears. Nothing here runs in a thread: a line moves when its work reports.
 """
@@ -24,9 +24,9 @@ _live: Bars | None = None  # every live line that is shown, one below the other
 
 
 def say(text: str, style: str = "") -> None:
-    """Tell a person something, on stderr, above the live line where there is one; in a rich `style` there."""
+    """Print a message to stderr, above a live progress line; on a terminal in a rich `style`."""
     text = _printable(text)
-    with suppress(OSError):  # the terminal or the reader has gone, which is no reason to stop working
+    with suppress(OSError):  # the terminal or pipe is closed, which must not stop the work
         if _is_terminal():
             console = _live.console if _live else Console(stderr=True)
             console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -36,23 +36,23 @@ def say(text: str, style: str = "") -> None:
 
 
 def warn(text: str) -> None:
-    """Say something that needs attention."""
+    """Print a warning to stderr."""
     say(f"warning: {text}", style="yellow")
 
 
 def print_result(text: str) -> None:
-    """Print what was asked for, on stdout."""
+    """Print a requested value to stdout."""
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError:
-        # The reader has gone, or its disk is full, and the work is done all the same. Python would complain once more
-        # when it flushes at exit, and change the exit status.
+        # The pipe is closed or its disk full. Python would fail again when it flushes at exit, and change the exit
+        # status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a person says them: "8 s", "3 min 20 s", "5 h 02 min", "2 d 04 h"; "?" when not finite."""
+    """Return seconds as text: "8 s", "3 min 20 s", "5 h 02 min", "2 d 04 h"; "?" when not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -66,20 +66,20 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people say them: "0.2 MB", "340 MB", "1.6 GB"."""
+    """Return bytes as text: "0.2 MB", "340 MB", "1.6 GB"."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e7 else f"{count / 1e6:,.1f} MB"
 
 
 def plural(number: int, thing: str = "image") -> str:
-    """A number of things: "1 image", "2,000 classes"."""
+    """Return a count with its noun: "1 image", "2,000 classes"."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith("s") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
 
 
 def format_number(value: float) -> str:
-    """A number to three digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
+    """Return a number with three significant digits, and all digits before the point: "0.0123", "4.57", "5,210"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -226,7 +226,7 @@ def _remove(task: TaskID) -> None:
 
 @atexit.register
 def _close_live() -> None:
-    """Give the terminal its cursor back."""
+    # Shows the cursor of the terminal again.
     global _live
     if _live is not None:
         _live.stop()

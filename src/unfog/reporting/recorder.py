@@ -1,4 +1,4 @@
-"""The one object that a training run talks to; behind it the record on disk, the sinks, the progress line."""
+"""Recorder of a training run: writes the record on disk, the trackers and the progress line."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ class Recorder:
         self.start_progress()
 
     def start_progress(self) -> None:
-        """Let the time left count from now on: what came before were preparations."""
+        """Estimate the time left from now on, without the time of preparations."""
         self.progress = Progress("step", self._total, start=self._step, delay=0.0)
 
     def update_progress(self, step: int) -> None:
-        """`step` steps are done: moves the progress line and nothing else, cheap enough for each step."""
+        """Move the progress line to `step`; cheap enough for every step."""
         self._step = step
         self.progress.update(step)
 
     def log(self, step: int, images: int, **values: Value) -> None:
-        """A line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
+        """Write a line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
 
         `seconds`, the wall time of the run over all its resumes, is added. Sinks get the numbers, and a list
         as name/0, name/1, ...
@@ -96,24 +96,24 @@ class Recorder:
         self.progress.update(step, ", ".join(self._notes.values()))
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        """A picture, uint8 [H, W, 3], saved as RUN/<name>/<step>.png; "samples" are the preview grids."""
+        """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
         path = self.run_dir / name / f"{step:08d}.png"
         self._pictures[path] = encode_png(pixels)
         self._write(self._write_pictures)
         self._each_sink(lambda sink: sink.log_image(step, name, pixels))
 
     def event(self, kind: str, step: int, **fields: object) -> None:
-        """A line of events; everything written so far is made to survive a power cut."""
+        """Write a line of events and synchronise everything written so far."""
         self._write(lambda: self._events.write(kind, step, fields))
         self.sync()
         self._write(self._write_pictures)
 
     def sync(self) -> None:
-        """Make the lines of metrics so far survive a power cut."""
+        """Synchronise the metrics with the disk, so that they survive a power cut."""
         self._write(self._metrics.sync)
 
     def warn(self, step: int, message: str) -> None:
-        """Say a warning and record it as an event."""
+        """Print a warning and record it as an event."""
         warn(message)
         self.event("warning", step, message=message)
 
@@ -164,7 +164,7 @@ class Recorder:
             del self._pictures[path]
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Do without the disk where it refuses, and say so once."""
+        """Keep data in memory while the disk refuses it, and warn once."""
         try:
             with self._defer_interrupts():
                 write()
@@ -173,13 +173,12 @@ class Recorder:
                 self._disk_refused = True
                 self.warn(
                     self._step,
-                    f"{error.filename or self.run_dir} cannot be written ({error.strerror}): pictures and lines wait "
-                    "in memory; put that right, and they will be written",
+                    f"{error.filename or self.run_dir} cannot be written ({error.strerror}): images and lines wait "
+                    "in memory until the disk accepts them",
                 )
 
 
 def _scalars(values: Mapping[str, Value]) -> dict[str, float]:
-    """Flatten lists into numbered names."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         array = np.asarray(value, np.float64)

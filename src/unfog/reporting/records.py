@@ -1,8 +1,7 @@
-"""The record of a run: metrics.jsonl and events.jsonl, one JSON object a line, appended and never held back.
+"""Record of a run: metrics.jsonl and events.jsonl, one JSON object a line, flushed at once.
 
-A process may be killed anywhere, also in the middle of a line. So a line that does not parse is left out when
-reading and, at the end, removed when the file is opened again, and whatever the disk refuses stays in memory and
-is written, in order, as soon as the disk takes it.
+A process may be killed in the middle of a line. So a line that does not parse is skipped when reading, and removed
+from the end of the file when it is opened again. Lines that the disk refuses wait in memory and are written in order.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 
 
 def write_atomic(path: Path, data: bytes, private: bool = False) -> None:
-    """Put `data` at `path`, whole or not at all (OSError): written beside it, synchronised, then renamed.
-
-    What is `private` can be read by nobody else.
-    """
+    """Write `data` to `path` atomically: to a file beside it, synchronised, then renamed. `private` sets mode 0600."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that holds all it shows, made from the run folder alone."""
+"""Report of a run: one self-contained HTML file, made from the run folder alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run folder says, read once."""
+    """Contents of a run folder for the report."""
 
     name: str
     metrics: list[Row]
@@ -106,12 +106,11 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def render_report(runs: Sequence[RunData]) -> str:
-    """The HTML page of the runs, in order; needs no other file and makes no request."""
+    """Render the runs, in order, as a self-contained HTML page that makes no requests."""
     return render_template("report.html", runs=[_view(run) for run in runs])
 
 
 def _view(run: RunData) -> dict[str, object]:
-    """What the template shows of a run."""
     state, detail = _state(run)
     film = _pictures(_evenly(run.samples, _FILMSTRIP), _THUMBNAIL)
     return {
@@ -134,7 +133,6 @@ def _view(run: RunData) -> dict[str, object]:
 
 
 def _evaluated(one: StoredEvaluation) -> dict[str, object]:
-    """What the template shows of an evaluation."""
     pairs = [
         (severity, said, _last(_pictures([(one.step, path)] if path else [], _LARGE)))
         for severity, said, path in one.memorization
@@ -150,16 +148,16 @@ def _evaluated(one: StoredEvaluation) -> dict[str, object]:
 
 
 def _state(run: RunData) -> tuple[str, str]:
-    """The state of the run in a word, and what there is to say about it."""
+    """Return the state of the run in a word, and details."""
     last = _last(_of_kind(run, *SESSION_STARTS, *SESSION_ENDS))
     if last is None or last["kind"] not in SESSION_ENDS:
-        # A running one, or one that was killed and could not say so: the reader knows best.
+        # Running, or killed without a last event; the record alone cannot tell which.
         return "not ended", f"last line written {run.written:%Y-%m-%d %H:%M UTC}"
     return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
 
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
-    """Headline numbers: label, value, remark."""
+    """Return the headline numbers as (label, value, remark)."""
     facts = []
     if run.metrics:
         last = run.metrics[-1]
@@ -183,7 +181,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     events = drop_undone_events(run.events)
     refused = sum(event.get("kind") == "step_refused" for event in events)
     if refused:
-        facts.append(("steps refused", f"{refused:,}", "not finite; weights untouched"))
+        facts.append(("steps skipped", f"{refused:,}", "not finite; weights untouched"))
     rolled_back = sum(event.get("kind") == "rolled_back" for event in events)
     if rolled_back:
         facts.append(("roll-backs", f"{rolled_back:,}", "to earlier weights, as the run diverged"))
@@ -247,12 +245,12 @@ def _text(value: object, depth: int = 0) -> str:
 
 
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """The files or folders named by a step, in order of steps."""
+    """Return the files or folders whose names are steps, in order of steps."""
     return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder, which a run that goes on may remove meanwhile."""
+    """Return the bytes of the files in a folder; a running process may delete files meanwhile."""
     size = 0
     for file in folder.glob("*"):
         with suppress(OSError):
@@ -261,14 +259,14 @@ def _size(folder: Path) -> int:
 
 
 def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:
-    """At most `most` items, the first and the last among them."""
+    """Return at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def _pictures(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, object]]:
-    """The pictures that can be read: step, data URI, pixels across, and across how many they are shown."""
+    """Return the readable images: step, data URI, width in pixels, and displayed width."""
     pictures: list[dict[str, object]] = []
     for step, path in files:
         picture = None

@@ -11,7 +11,7 @@ SINKS = ("tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class Log:
-    """What is recorded, how often, and where to besides the run folder."""
+    """Logging interval and trackers."""
 
     every: int = 0
     """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""

@@ -1,4 +1,4 @@
-"""What `unfog evaluate` has stored in a run folder, for its report: figures, and the nearest training images."""
+"""Evaluations that `unfog evaluate` stored in a run folder, for the report: metrics and nearest training images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 20  # evaluations shown, the latest
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """One evaluation, as text."""
+    """Texts of one evaluation."""
 
     step: int
     sampling: str

@@ -1,6 +1,6 @@
 """Trackers that a run is copied to: TensorBoard and Weights & Biases, each imported only where asked for.
 
-The record on disk is the truth; a sink is a convenience. So a sink may raise, and the Recorder drops it.
+The record on disk is authoritative. A tracker may raise any exception; the Recorder then drops it.
 """
 
 from __future__ import annotations
@@ -73,17 +73,14 @@ class TensorBoard:
             self._writer.add_event(Event(wall_time=time.time(), step=start + 1, session_log=log))
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self._add(step, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        """See Sink."""
         height, width, _ = pixels.shape
         image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels))
         self._add(step, [self._summary.Value(tag=name, image=image)])
 
     def close(self) -> None:
-        """See Sink."""
         self._writer.close()
 
     def _add(self, step: int, values: list[object]) -> None:
@@ -120,15 +117,12 @@ class WandB:
         )
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self._run.log(dict(values), step=step)
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        """See Sink."""
         self._run.log({name: self._image(np.ascontiguousarray(pixels))}, step=step)
 
     def close(self) -> None:
-        """See Sink."""
         self._run.finish()
 
 

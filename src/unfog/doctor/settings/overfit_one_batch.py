@@ -1,7 +1,6 @@
-"""Whether the network can learn at all: a few images, always with the same noise, have to be learned by heart.
+"""Overfit-one-batch test: a working setup memorizes eight images with fixed noise within seconds.
 
-Whatever keeps a run from learning (a gradient that does not arrive, a target that the answer is not compared with, a
-learning rate of nothing) keeps it from this as well, and shows in seconds rather than hours.
+Whatever keeps a run from learning, such as a missing gradient, a wrong target or a tiny learning rate, fails this test.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def overfit_one_batch(
     see: _ToImages = to_model_range,
     show: _ToImages = lambda x0: x0,
 ) -> Finding:
-    """Learn a few images by heart in the real loop: the run's network, objective, optimiser and precision.
+    """Overfit eight images in the real training loop, with the run's network, objective, optimiser and precision.
 
     Args:
         config: settled.
@@ -78,7 +77,7 @@ def overfit_one_batch(
     lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
     drill = OverfitMonitor(lesson, seconds, steps, stop)
     settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
-    with Progress("learning eight images by heart, step", steps) as progress:
+    with Progress("overfitting eight images, step", steps) as progress:
         drill.progress = progress
         train(
             LoopSettings(settings, replace(config.optimizer, warmup=20, schedule="constant")),
@@ -94,7 +93,7 @@ def overfit_one_batch(
 
 @dataclass(eq=False)
 class OverfitBatch:
-    """The images to be learned, with their labels, noise levels and noise: a stream, and the loss on it."""
+    """Eight images with labels, noise levels and noise; serves as data stream and as loss function."""
 
     x0: Tensor
     """float32 [B, C, H, W]."""
@@ -116,7 +115,7 @@ class OverfitBatch:
     def of(
         cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToImages = to_model_range
     ) -> OverfitBatch:
-        """Eight images of a set, or all where there are fewer; label dropout would hide what is to be learned."""
+        """Take eight evenly spread images of a set, without label dropout, which would hide labels."""
         index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
         index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
         taken, labels, _ = images.take(index)
@@ -130,25 +129,23 @@ class OverfitBatch:
 
     @property
     def count(self) -> int:
-        """How many images."""
         return len(self.x0)
 
     def batch(self, first: int, size: int) -> Batch:
-        """The images again and again."""
         self.place = first % self.count
         part = slice(self.place, self.place + size)
         label = None if self.label is None else self.label[part]
         return Batch(first, self.pixels[part], label, torch.arange(self.count)[part])
 
     def loss(self, network: nn.Module, x0: Tensor, label: Tensor | None, condition: Tensor | None = None) -> Loss:
-        """The run's own, at the levels and with the noise that belong to the images."""
+        """Return the loss of the run's objective, with the fixed level and noise of each image."""
         part = slice(self.place, self.place + len(x0))
         loss = self.objective(network, x0, label, u=self.u[part], noise=self.noise[part])
         self.latest[part] = loss.measured.detach().cpu()
         return loss
 
     def pixelwise_loss(self) -> Tensor:
-        """Loss [B] of the best answer that looks at each pixel alone: drawn towards the mean image.
+        """Return the loss [B] of the best prediction from each pixel alone, which shrinks towards the mean image.
 
         For pixels of variance s^2 about a mean m that is x0 = m + alpha s^2 / (alpha^2 s^2 + sigma^2) (x_t - alpha m).
         """
@@ -166,9 +163,9 @@ class OverfitBatch:
         return loss.measured
 
     def answers(self, network: nn.Module, exchanged: str = "") -> Tensor:
-        """What the network says to the images, [B, C, H, W], with one of its inputs exchanged: image, level or label.
+        """Return the outputs [B, C, H, W], optionally with one input exchanged: image, level or label.
 
-        Images and levels are passed on to the next one, labels are hidden.
+        Images and levels are rotated among the batch; labels are hidden.
         """
         diffusion = self.objective.diffusion
         logsnr = diffusion.schedule(self.u)
@@ -185,14 +182,14 @@ class OverfitBatch:
         return torch.cat(answer)
 
     def ignored_inputs(self, network: nn.Module) -> list[str]:
-        """The inputs that make no difference to the answers."""
+        """Return the names of inputs that do not change the outputs."""
         answers = self.answers(network)
         inputs = ["image", "level", *([] if self.label is None else ["label"])]
         limit = HEEDED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 
     def image_grid(self, network: nn.Module) -> Pixels:
-        """A column for each image: clean, as shown to the network, and what it makes of that."""
+        """Return a grid with a column for each image: clean, noisy, and denoised by the network."""
         diffusion = self.objective.diffusion
         logsnr = diffusion.schedule(self.u)
         x_t = diffusion.add_noise(self.x0, self.noise, logsnr)
@@ -201,12 +198,12 @@ class OverfitBatch:
         x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
         rows = self.show(torch.cat([self.x0, x_t, guess]))
         pixels: Pixels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-        names = [name for name in ("images", "with noise", "guessed") for _ in range(self.count)]
+        names = [name for name in ("images", "noisy", "denoised") for _ in range(self.count)]
         return grid(pixels, columns=self.count, labels=names)
 
 
 class OverfitMonitor(TrainingHooks):
-    """A run that watches the loss, and ends when the images are learned or the time is up."""
+    """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
     def __init__(self, lesson: OverfitBatch, seconds: float, steps: int, stop: Callable[[], bool]):
         self.lesson, self.steps, self.interrupted = lesson, steps, stop
@@ -250,7 +247,6 @@ def ratio(loss: Tensor, other: Tensor) -> float:
 
 
 def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: OverfitMonitor) -> Finding:
-    """What came of it."""
     steps, (relative, fallen) = len(drill.relative), drill.reached
     facts: dict[str, Any] = {"steps": steps, "images": IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
@@ -265,34 +261,30 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: Ove
 
     if steps and not math.isfinite(fallen):
         refused = steps - state.updates
-        said = f"in {steps} steps of {IMAGES} images at {lr} the loss became infinite, and {refused} steps were refused"
+        said = f"in {steps} steps of {IMAGES} images at {lr} the loss became infinite, and {refused} steps were skipped"
         return finding("fatal", said, "a lower --lr, or --precision fp32")
     if (fallen > FROZEN and steps >= FROZEN_AFTER) or (fallen > STUCK and steps >= STUCK_AFTER):
         remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
-        return finding("fatal", f"{said}, so nothing is learned", remedy if fallen <= 1.01 else "a lower --lr")
+        return finding("fatal", f"{said}, so the network learns nothing", remedy if fallen <= 1.01 else "a lower --lr")
     unheeded = lesson.ignored_inputs(state.model)
     if unheeded and fallen < FROZEN:
-        said = (
-            f"{said}, but the network's answer does not depend on the {' nor on the '.join(unheeded)} that it is given"
-        )
-        return finding("fatal", said, "look at how the network is wired; if it is one of Unfog's own, report it")
+        said = f"{said}, but the network's output does not depend on its {' or its '.join(unheeded)}"
+        return finding("fatal", said, "check how the network uses its inputs; if it is one of Unfog's own, report it")
     if relative < LEARNED:
-        return finding(
-            "fine", f"{said}, {format_number(100 * relative)}% of what looking at each pixel alone would lose"
-        )
-    remedy = "nothing to worry about with a low --lr or a slow machine; a longer test would tell more"
-    return finding("hint", f"{said} when the time was up, which is learning, though not yet by heart", remedy)
+        return finding("fine", f"{said}, {format_number(100 * relative)}% of the loss of predicting each pixel alone")
+    remedy = "normal with a low --lr or a slow machine"
+    return finding("hint", f"{said} when the time was up: it learns, but has not memorized them yet", remedy)
 
 
 def _exhibits(lesson: OverfitBatch, drill: OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = range(1, len(drill.relative) + 1)
     curves = {
         "of the first step": (list(steps), drill.fallen),
-        "of looking at each pixel alone": (list(steps), drill.relative),
+        "of predicting each pixel alone": (list(steps), drill.relative),
     }
     curve = line_chart(curves, "step", "loss, as a share", log_y=True)
     caption = "Eight images at noise levels from clean (left) to noisy, always with the same noise."
     return (
-        Figure("Learned by heart", image=lesson.image_grid(network), caption=caption),
-        Figure("Loss while learning by heart", svg=curve, caption="Geometric mean over the images."),
+        Figure("Overfitted images", image=lesson.image_grid(network), caption=caption),
+        Figure("Loss while overfitting", svg=curve, caption="Geometric mean over the images."),
     )
