@@ -13,6 +13,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation.augment import Augment
 from unfog.data.dataset import Dataset
+from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST
 from unfog.doctor.images.image_checks import check_images
 from unfog.doctor.run.run_checks import check_run
