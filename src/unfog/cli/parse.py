@@ -11,6 +11,7 @@ import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
 import tyro
@@ -147,6 +148,7 @@ class ParsedArgs:
         table[flag.path[-1]] = flag.parse(words, spelled)
 
 
+@cache  # resolving the annotations of all settings takes longer than reading a command
 def flags_of(kind: type) -> dict[str, Flag]:
     """Return every flag of a command by its spelling, short names included."""
     flags: dict[str, Flag] = {}
