@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.data.augmentation.affine import warp
-from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.augmentation.nonleaking import CONDITIONS, Geometry, draw_geometry
+from unfog.data.augmentation import CONDITIONS, Augment, _draw_geometry, _Geometry, _warp, to_model_range
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.training.micro_batches import seed_generators
@@ -31,8 +29,8 @@ def points(height: int, width: int) -> tuple[Tensor, Tensor]:
     return x.expand(height, width), y[:, None].expand(height, width)
 
 
-def nothing(n: int) -> Geometry:
-    return Geometry(torch.zeros(n, 2), torch.zeros(n), torch.zeros(n), torch.zeros(n, 2), torch.zeros(n, 2))
+def nothing(n: int) -> _Geometry:
+    return _Geometry(torch.zeros(n, 2), torch.zeros(n), torch.zeros(n), torch.zeros(n, 2), torch.zeros(n, 2))
 
 
 def matrix(a: float, b: float, c: float, d: float) -> Tensor:
@@ -128,7 +126,7 @@ def test_a_crop_is_a_square_of_the_image_enlarged() -> None:
     assert len({bytes(one.numpy()) for one in cropped}) == n
 
 
-# The warp.
+# The _warp.
 
 
 @pytest.mark.parametrize(("height", "width"), [(4, 4), (16, 16), (7, 12)])
@@ -140,13 +138,13 @@ def test_what_needs_no_interpolation_is_exact(height: int, width: int) -> None:
         return matrix(*numbers).expand(3, 2, 2)
 
     same = {"rtol": 0, "atol": 1e-5}
-    torch.testing.assert_close(warp(x, every(1, 0, 0, 1), still), x, **same)
-    torch.testing.assert_close(warp(x, every(-1, 0, 0, 1), still), x.flip(3), **same)
-    torch.testing.assert_close(warp(x, every(1, 0, 0, -1), still), x.flip(2), **same)
+    torch.testing.assert_close(_warp(x, every(1, 0, 0, 1), still), x, **same)
+    torch.testing.assert_close(_warp(x, every(-1, 0, 0, 1), still), x.flip(3), **same)
+    torch.testing.assert_close(_warp(x, every(1, 0, 0, -1), still), x.flip(2), **same)
     right_and_up = F.pad(x, (3, 0, 0, 2), mode="reflect")[:, :, 2:, :-3]
-    torch.testing.assert_close(warp(x, every(1, 0, 0, 1), torch.tensor([[-3.0, 2]] * 3)), right_and_up, **same)
+    torch.testing.assert_close(_warp(x, every(1, 0, 0, 1), torch.tensor([[-3.0, 2]] * 3)), right_and_up, **same)
     if height == width:
-        torch.testing.assert_close(warp(x, every(0, 1, -1, 0), still), x.rot90(-1, (2, 3)), **same)  # clockwise
+        torch.testing.assert_close(_warp(x, every(0, 1, -1, 0), still), x.rot90(-1, (2, 3)), **same)  # clockwise
 
 
 def test_far_out_an_image_goes_on_as_its_reflections() -> None:
@@ -155,7 +153,7 @@ def test_far_out_an_image_goes_on_as_its_reflections() -> None:
     for shift in (-23, 8, 100):
         expected = period[..., (torch.arange(5) + shift) % 8]
         torch.testing.assert_close(
-            warp(x, matrix(1, 0, 0, 1), torch.tensor([[shift, 0.0]])), expected, rtol=0, atol=1e-5
+            _warp(x, matrix(1, 0, 0, 1), torch.tensor([[shift, 0.0]])), expected, rtol=0, atol=1e-5
         )
 
 
@@ -163,10 +161,10 @@ def test_each_image_has_its_own_map_and_each_channel_the_same() -> None:
     x = to_model_range(photos(2, 3))
     linear = torch.cat([matrix(0.8, 0.1, -0.2, 1.1), matrix(1.2, 0.3, 0.1, 0.9)])
     shift = torch.tensor([[1.5, -0.3], [0.2, 4.1]])
-    both = warp(x, linear, shift)
+    both = _warp(x, linear, shift)
     for i in range(2):
         for c in range(3):
-            alone = warp(x[i : i + 1, c : c + 1], linear[i : i + 1], shift[i : i + 1])
+            alone = _warp(x[i : i + 1, c : c + 1], linear[i : i + 1], shift[i : i + 1])
             torch.testing.assert_close(both[i : i + 1, c : c + 1], alone, rtol=0, atol=1e-6)
 
 
@@ -183,7 +181,7 @@ def test_a_known_picture_lands_where_it_should_and_sharper_than_by_plain_interpo
 
     for frequency, most in ((1.0, 0.012), (3.0, 0.1)):
         picture = smooth(frequency * x, frequency * y)[None, None]
-        ours = (warp(picture, linear, shift)[0, 0] - mapped(frequency))[3:-3, 3:-3].abs().mean()
+        ours = (_warp(picture, linear, shift)[0, 0] - mapped(frequency))[3:-3, 3:-3].abs().mean()
         grid = F.affine_grid(
             torch.cat([linear, 2 / side * shift[:, :, None]], 2), [1, 1, side, side], align_corners=False
         )
@@ -200,7 +198,7 @@ def test_a_known_picture_lands_where_it_should_and_sharper_than_by_plain_interpo
 def test_no_chance_is_no_change_and_tells_nothing() -> None:
     x = to_model_range(photos(16))
     torch.manual_seed(0)
-    geometry = draw_geometry(x, 0.0)
+    geometry = _draw_geometry(x, 0.0)
     assert torch.equal(geometry.apply(x), x)
     assert torch.equal(geometry.condition(), torch.zeros(16, CONDITIONS))
 
@@ -221,7 +219,7 @@ def test_images_that_nothing_is_done_to_stay_as_they_are_and_the_others_are_told
 def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> None:
     torch.manual_seed(0)
     n, p = 40_000, 0.25
-    geometry = draw_geometry(torch.empty(n, 1, 32, 64), p)
+    geometry = _draw_geometry(torch.empty(n, 1, 32, 64), p)
     condition = geometry.condition()
 
     def share(rows: Tensor) -> float:
@@ -229,7 +227,7 @@ def test_chances_and_spreads_are_those_of_edm_and_whole_shifts_come_on_top() -> 
 
     # EDM's x-flip is told and a fair coin at any p, its y-flip a fair coin with probability p.
     assert [share(geometry.flip[:, i]) for i in range(2)] == pytest.approx([1 / 2, p / 2], abs=0.01)
-    assert share(draw_geometry(torch.empty(n, 1, 4, 4), 0.001).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
+    assert share(_draw_geometry(torch.empty(n, 1, 4, 4), 0.001).flip[:, 0]) == pytest.approx(1 / 2, abs=0.01)
     for part in (geometry.zoom, geometry.angle, geometry.stretch[:, 0]):
         assert share(part) == pytest.approx(p, abs=0.01)
     assert geometry.zoom[geometry.zoom != 0].std().item() == pytest.approx(1, abs=0.03)
@@ -311,7 +309,7 @@ def test_stretch_is_along_its_direction_and_shrinks_across(direction: float) -> 
 
 def test_all_changes_together_are_made_in_their_order() -> None:
     x, y = points(48, 48)
-    geometry = Geometry(
+    geometry = _Geometry(
         torch.tensor([[1.0, 0]]),
         torch.tensor([1.0]),
         torch.tensor([0.7]),
@@ -334,7 +332,7 @@ def test_a_solid_colour_stays_what_it_is() -> None:
     torch.manual_seed(0)
     levels = torch.linspace(-0.98, 0.98, 64).view(-1, 1, 1, 1)
     solid = levels.expand(64, 3, 16, 16)
-    changed = draw_geometry(solid, 1.0).apply(solid)
+    changed = _draw_geometry(solid, 1.0).apply(solid)
     assert (changed - solid).abs().max() < 1e-5
 
 

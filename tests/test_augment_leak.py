@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective

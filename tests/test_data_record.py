@@ -17,7 +17,7 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.config.schema import Config
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source

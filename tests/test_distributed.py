@@ -22,7 +22,7 @@ from launches import (
     weights,
     workers,
 )
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from unfog.models.dit import Attention, Block, DiTModel, RMSNorm, SwiGLU, rotate, rotations
+from unfog.models.dit import DiTModel, _Attention, _Block, _RMSNorm, _rotate, _rotations, _SwiGLU
 from unfog.models.settings import DiT
 
 MICRO = DiT(width=32, depth=2, head_channels=8)
@@ -25,14 +25,14 @@ def filled(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_rms_norm_is_torchs(dtype, tolerance):
     torch.manual_seed(0)
-    ours, theirs = filled(RMSNorm(24)), nn.RMSNorm(24, eps=1e-6)
+    ours, theirs = filled(_RMSNorm(24)), nn.RMSNorm(24, eps=1e-6)
     theirs.load_state_dict(ours.state_dict())
     x = (3 * torch.randn(5, 7, 24)).to(dtype).requires_grad_()
     y = ours(x)
     assert y.dtype == dtype
     torch.testing.assert_close(y.float(), theirs(x.float()), atol=3 * tolerance, rtol=tolerance)
     torch.testing.assert_close(
-        RMSNorm(24, learned=False)(x).float(), F.rms_norm(x.float(), (24,)), atol=3 * tolerance, rtol=tolerance
+        _RMSNorm(24, learned=False)(x).float(), F.rms_norm(x.float(), (24,)), atol=3 * tolerance, rtol=tolerance
     )
     weight = torch.randn(5, 7, 24)
     mine = torch.autograd.grad((y.float() * weight).sum(), x)[0]
@@ -42,13 +42,13 @@ def test_rms_norm_is_torchs(dtype, tolerance):
 
 def test_swiglu_is_its_formula():
     torch.manual_seed(0)
-    layer = SwiGLU(24)
+    layer = _SwiGLU(24)
     gate, value = layer.enter.weight.double().chunk(2)
     x = torch.randn(3, 24).double()
     inner = x @ gate.T
     expected = (inner / (1 + (-inner).exp()) * (x @ value.T)) @ layer.out.weight.double().T
     torch.testing.assert_close(layer.double()(x), expected)
-    assert sum(p.numel() for p in SwiGLU(96).parameters()) == 8 * 96**2  # as of a plain layer of 4 times the width
+    assert sum(p.numel() for p in _SwiGLU(96).parameters()) == 8 * 96**2  # as of a plain layer of 4 times the width
 
 
 def complex_rotation(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -65,31 +65,31 @@ def complex_rotation(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def test_rotary_positions_are_products_of_complex_numbers():
     x = torch.randn(3 * 5, 16).double()
-    angles = rotations(3, 5, 16, x.device)
+    angles = _rotations(3, 5, 16, x.device)
     assert angles.shape == (15, 8)
-    torch.testing.assert_close(rotate(x, angles.double()), complex_rotation(x, 3, 5), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rotate(x, angles.double()).norm(dim=1), x.norm(dim=1))
+    torch.testing.assert_close(_rotate(x, angles.double()), complex_rotation(x, 3, 5), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(_rotate(x, angles.double()).norm(dim=1), x.norm(dim=1))
 
 
 def test_products_depend_on_the_distance_only():
     q, k = torch.randn(2, 16).double()
-    angles = rotations(6, 7, 16, q.device).double()
-    product = rotate(q.expand(42, 16), angles) @ rotate(k.expand(42, 16), angles).T
+    angles = _rotations(6, 7, 16, q.device).double()
+    product = _rotate(q.expand(42, 16), angles) @ _rotate(k.expand(42, 16), angles).T
     product = product.unflatten(0, (6, 7)).unflatten(2, (6, 7))  # by row and column of the query, of the key
     torch.testing.assert_close(product[1, 2, 3, 5], product[2, 3, 4, 6], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(product[5, 6, 3, 1], product[3, 6, 1, 1], atol=1e-5, rtol=1e-5)
     assert abs(product[1, 2, 3, 5] - product[1, 2, 5, 3]) > 1e-3  # rows are not columns
     assert abs(product[1, 2, 3, 5] - product[3, 2, 1, 5]) > 1e-3  # nor is above below
     # A larger picture turns the same places by the same angles: any resolution is another crop of the same plane.
-    larger = rotations(9, 9, 16, q.device).unflatten(0, (9, 9))[:6, :7].flatten(0, 1)
+    larger = _rotations(9, 9, 16, q.device).unflatten(0, (9, 9))[:6, :7].flatten(0, 1)
     assert torch.equal(larger.double(), angles)
 
 
 def test_without_positions_tokens_may_be_permuted():
     torch.manual_seed(0)
-    block, x, condition = filled(Block(MICRO)), torch.randn(2, 12, 32), torch.randn(2, 6 * 32)
+    block, x, condition = filled(_Block(MICRO)), torch.randn(2, 12, 32), torch.randn(2, 6 * 32)
     order = torch.randperm(12)
-    angles = rotations(3, 4, 8, x.device)
+    angles = _rotations(3, 4, 8, x.device)
     with torch.no_grad():
         y, none = block(x, condition, angles), torch.zeros_like(angles)
         torch.testing.assert_close(block(x[:, order], condition, angles[order]), y[:, order], atol=1e-5, rtol=1e-5)
@@ -101,8 +101,8 @@ def test_without_positions_tokens_may_be_permuted():
 
 def test_attention_does_not_care_where_on_the_plane_it_is():
     torch.manual_seed(0)
-    layer, x = filled(Attention(MICRO)), torch.randn(1, 12, 32)
-    plane = rotations(9, 9, 8, x.device).unflatten(0, (9, 9))
+    layer, x = filled(_Attention(MICRO)), torch.randn(1, 12, 32)
+    plane = _rotations(9, 9, 8, x.device).unflatten(0, (9, 9))
     with torch.no_grad():
         corner, middle = (layer(x, plane[r : r + 3, c : c + 4].flatten(0, 1)) for r, c in ((0, 0), (5, 3)))
     torch.testing.assert_close(corner, middle, atol=1e-5, rtol=1e-5)
@@ -110,8 +110,8 @@ def test_attention_does_not_care_where_on_the_plane_it_is():
 
 def test_queries_and_keys_are_normalised():
     torch.manual_seed(0)
-    layer, x = filled(Attention(MICRO)), torch.randn(2, 12, 32)
-    angles = rotations(3, 4, 8, x.device)
+    layer, x = filled(_Attention(MICRO)), torch.randn(2, 12, 32)
+    angles = _rotations(3, 4, 8, x.device)
     y = layer(x, angles)
     with torch.no_grad():
         layer.qkv.weight[:64] *= 7  # queries and keys; values are the rest
@@ -121,9 +121,9 @@ def test_queries_and_keys_are_normalised():
 @pytest.mark.parametrize("modulation", ["shared", "block"])
 def test_a_block_is_its_formula(modulation):
     torch.manual_seed(0)
-    block = filled(Block(DiT(width=32, depth=1, head_channels=8, modulation=modulation)))
+    block = filled(_Block(DiT(width=32, depth=1, head_channels=8, modulation=modulation)))
     x, condition = torch.randn(2, 12, 32), torch.randn(2, 6 * 32 if modulation == "shared" else 32)
-    angles = rotations(3, 4, 8, x.device)
+    angles = _rotations(3, 4, 8, x.device)
     if modulation == "shared":
         six = (condition + block.modulation.offset).unflatten(1, (6, 1, 32))
     else:

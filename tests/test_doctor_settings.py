@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import unfog.data.augmentation.augment
+import unfog.data.augmentation
 from conftest import NETWORK
 from unfog.config.presets import preset
 from unfog.config.toml import update
@@ -192,10 +192,10 @@ def test_labels_beyond_the_classes_are_fatal(fashion):
 
 
 def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monkeypatch):
-    augment = unfog.data.augmentation.augment.Augment()
+    augment = unfog.data.augmentation.Augment()
     assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fine"
     for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
-        monkeypatch.setattr(unfog.data.augmentation.augment, "to_model_range", wrong)
+        monkeypatch.setattr(unfog.data.augmentation, "to_model_range", wrong)
         assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fatal"
 
 

@@ -15,7 +15,7 @@ from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
 from unfog.config.schema import Network
 from unfog.config.spec_strings import parse_spec, registry_of
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.diffusion import Diffusion

@@ -25,7 +25,7 @@ from PIL import Image
 import forked
 from conftest import NETWORK
 from test_data_profiles import P3, PILLOW_SRGB, grey_profile, inks
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare

@@ -21,8 +21,8 @@ from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings
 from unfog.config.toml import update
 from unfog.data import latents
-from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.cache_space import remove_stale_entries
+from unfog.data.augmentation import Augment, to_model_range
+from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.latents import EncodeJob, Normalise, latent_image_sets, load_or_encode, statistics
 from unfog.data.prepare import prepare

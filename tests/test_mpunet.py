@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from unfog.models import edm2_layers as mp_layers
-from unfog.models.edm2_layers import (
-    MPAttention,
-    MPBlock,
-    MPConv,
-    MPEmbedding,
-    MPLinear,
-    Weights,
-    mp_cat,
-    mp_silu,
-    mp_sum,
+from unfog.models import edm2_unet
+from unfog.models.edm2_unet import (
+    MPUNetModel,
+    _mp_cat,
+    _mp_silu,
+    _mp_sum,
+    _MPAttention,
+    _MPBlock,
+    _MPConv,
+    _MPEmbedding,
+    _MPLinear,
+    _Weights,
 )
-from unfog.models.edm2_unet import MPUNetModel
 from unfog.models.layers import sinusoids, unit_rms
 from unfog.models.settings import MPUNet
 from unfog.training.ema_schedules import PowerEma
@@ -39,15 +39,15 @@ def test_silu_is_divided_by_what_it_makes_of_a_normal_distribution():
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     density = (-x.square() / 2).exp() / math.sqrt(2 * math.pi)
     second_moment = torch.trapezoid(F.silu(x).square() * density, x)
-    assert math.sqrt(second_moment) == pytest.approx(mp_layers.SILU_RMS, abs=5e-4)
-    torch.testing.assert_close(mp_silu(x) * mp_layers.SILU_RMS, x / (1 + (-x).exp()))
+    assert math.sqrt(second_moment) == pytest.approx(edm2_unet._SILU_RMS, abs=5e-4)
+    torch.testing.assert_close(_mp_silu(x) * edm2_unet._SILU_RMS, x / (1 + (-x).exp()))
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 0.5, 1.0])
 def test_a_sum_of_two_keeps_the_magnitude_in_these_shares(t):
     # Orthogonal vectors of unit magnitude, so that the identity is exact.
     a, b = torch.tensor([1.0, 1, 1, 1]).double(), torch.tensor([1.0, -1, 1, -1]).double()
-    mixed = mp_sum(a, b, t)
+    mixed = _mp_sum(a, b, t)
     assert rms(mixed) == pytest.approx(1)
     assert float(mixed @ b / (mixed @ a).clamp_min(1e-30)) * (1 - t) == pytest.approx(t) or t == 1
 
@@ -55,7 +55,7 @@ def test_a_sum_of_two_keeps_the_magnitude_in_these_shares(t):
 @pytest.mark.parametrize("t", [0.3, 0.5])
 def test_joined_channels_share_the_magnitude_however_many_there_are(t):
     a, b = unit_rms(torch.randn(2, 4, 3, 3).double(), (1, 2, 3)), unit_rms(torch.randn(2, 12, 3, 3).double(), (1, 2, 3))
-    joined = mp_cat(a, b, t)
+    joined = _mp_cat(a, b, t)
     assert joined.shape == (2, 16, 3, 3)
     assert rms(joined) == pytest.approx(1)
     shares = joined[:, :4].square().sum(), joined[:, 4:].square().sum()
@@ -75,10 +75,10 @@ def test_unit_rms_is_its_formula_and_its_gradient_orthogonal():
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
-        (MPLinear(24, 64), torch.randn(256, 24)),
-        (MPConv(6, 32, 3), torch.randn(8, 6, 16, 16)),
-        (MPConv(48, 32, 1), torch.randn(8, 48, 8, 8)),
-        (MPEmbedding(4, 40), torch.arange(4).repeat(8)),
+        (_MPLinear(24, 64), torch.randn(256, 24)),
+        (_MPConv(6, 32, 3), torch.randn(8, 6, 16, 16)),
+        (_MPConv(48, 32, 1), torch.randn(8, 48, 8, 8)),
+        (_MPEmbedding(4, 40), torch.arange(4).repeat(8)),
     ],
 )
 def test_a_layer_keeps_the_magnitude_whatever_its_weights_are_stored_at(layer, x):
@@ -99,14 +99,14 @@ def test_a_layer_keeps_the_magnitude_whatever_its_weights_are_stored_at(layer, x
 
 
 def test_a_convolution_is_that_with_weights_over_the_root_of_their_number():
-    layer, x = MPConv(5, 3, 3), torch.randn(2, 5, 6, 6)
+    layer, x = _MPConv(5, 3, 3), torch.randn(2, 5, 6, 6)
     torch.testing.assert_close(layer(x), F.conv2d(x, layer.weight / math.sqrt(45), padding=1), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(layer(x, torch.tensor(0.25)), layer(x) / 4)
 
 
 def test_attention_goes_by_the_cosine():
     torch.manual_seed(0)
-    layer, x = MPAttention(16, 8), torch.randn(2, 16, 3, 4)
+    layer, x = _MPAttention(16, 8), torch.randn(2, 16, 3, 4)
     flat = layer.qkv(x).flatten(2)  # [B, 3 * heads * D, N]
     mixed = []
     for head in range(2):
@@ -115,7 +115,7 @@ def test_attention_goes_by_the_cosine():
         cosine = torch.einsum("bdn,bdm->bnm", q, k) / 8
         assert cosine.abs().max() <= 1.001
         mixed.append(torch.einsum("bnm,bdm->bdn", (cosine * math.sqrt(8)).softmax(-1), v))
-    expected = mp_sum(x, layer.out(torch.cat(mixed, 1).unflatten(2, (3, 4))), 0.3)
+    expected = _mp_sum(x, layer.out(torch.cat(mixed, 1).unflatten(2, (3, 4))), 0.3)
     torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -130,7 +130,7 @@ def magnitudes(model: MPUNetModel) -> dict[str, float]:
     hooks = [
         module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: rms(o)}))
         for name, module in model.named_modules()
-        if isinstance(module, MPBlock | MPAttention)
+        if isinstance(module, _MPBlock | _MPAttention)
     ]
     with torch.no_grad():
         model(torch.randn(8, 3, 32, 32), torch.rand(8) * 1000, torch.arange(8) % 5)
@@ -169,7 +169,7 @@ def test_magnitudes_after_training():
     for name, value in magnitudes(model).items():
         assert 0.6 < value < 1.6, f"{name}: {value}"
     for name, module in model.named_modules():
-        if isinstance(module, Weights):
+        if isinstance(module, _Weights):
             row = module.weight.detach().flatten(1).square().mean(1).sqrt()
             torch.testing.assert_close(row, torch.ones_like(row), atol=1e-5, rtol=0, msg=name)
     assert float(model.gain_out.detach()) != 0
@@ -183,7 +183,7 @@ def test_weights_grow_unless_they_are_projected():
     model = MPUNetModel(MICRO, 3, 4)
     model.project = lambda: None
     trained(model, 20, 0.05)
-    lengths = [rms(m.weight.detach()) for m in model.modules() if isinstance(m, Weights)]
+    lengths = [rms(m.weight.detach()) for m in model.modules() if isinstance(m, _Weights)]
     assert min(lengths) > 0.999
     assert sum(lengths) / len(lengths) > 1.03
 

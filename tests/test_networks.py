@@ -10,7 +10,7 @@ import torch
 from unfog.config import spec_strings as kinds
 from unfog.config.schema import Config, Network
 from unfog.config.toml import from_toml, to_toml
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream

@@ -20,9 +20,9 @@ from unfog.commands import find_lr
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
 from unfog.data import lazy
-from unfog.data import prefetch as ahead
 from unfog.data import prepare as preparing
-from unfog.data.augmentation.augment import Augment, to_model_range
+from unfog.data import stream as ahead
+from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels, _RowIndex
 from unfog.data.prepare import prepare

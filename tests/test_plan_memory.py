@@ -129,7 +129,7 @@ import sys, torch, numpy as np
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 from test_plan_memory import config
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective

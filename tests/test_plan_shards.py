@@ -150,7 +150,7 @@ sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
 import numpy as np
 from test_plan_shards import CPU, config
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective

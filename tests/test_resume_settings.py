@@ -16,7 +16,7 @@ from unfog.config.presets import default
 from unfog.config.resume_rules import _walk, check_changes, settings_digests
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.settings import UNREAD
 from unfog.diffusion.weighting import Elbo
 from unfog.errors import RequestError

@@ -115,7 +115,7 @@ def measure(case: Case) -> int:
     import torch
 
     from unfog.config.schema import Config
-    from unfog.data.augmentation.augment import Augment
+    from unfog.data.augmentation import Augment
     from unfog.data.dataset import ImageSet
     from unfog.data.stream import ImageStream
     from unfog.diffusion.objective import Objective

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from unfog.config.presets import preset
 from unfog.config.schema import Config
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.data.stream import ImageStream

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from nodes import LINK, Nodes
 
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.models.registry import build_model

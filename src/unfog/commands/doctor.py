@@ -11,7 +11,7 @@ from unfog.config.paths import check_out
 from unfog.config.requests import DoctorRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST

@@ -21,17 +21,25 @@ import PIL
 from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
-from unfog.data.cache_space import remove_stale_entries
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import FORMAT, is_pack
-from unfog.data.packs.pack_journal import BusyError, locked
+from unfog.data.packs.pack_files import FORMAT, is_begun, is_pack
+from unfog.data.packs.pack_journal import FILES, BusyError, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
+from unfog.locks import LOCK
 
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
+_ABANDONED_SECONDS = 7 * 24 * 3600
+_LATENT_FILES = frozenset(
+    [
+        "latents.f16",
+        "rows.i64",
+        *(f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial")),
+    ]
+)
 
 
 def entry_key(stamp: str, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> str:
@@ -108,3 +116,53 @@ def _remove_damaged(key: str) -> None:
         with suppress(OSError, BusyError), locked(folder):
             if is_pack(folder) and load(key) is None:  # still, as another process may have made it anew
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_bytes() -> int | None:
+    """Return the free bytes on the disk of the cache folder; None if it cannot be written."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else None
+    except OSError:
+        return None
+
+
+def disk_usage(entry: Path) -> int:
+    """Return the bytes on disk of an entry, finished or not; 0 if there is none."""
+    total = 0
+    with suppress(OSError):
+        for path in entry.iterdir():
+            status = path.stat()
+            # Blocks, as a file may have holes.
+            total += 512 * status.st_blocks if hasattr(status, "st_blocks") else status.st_size
+    return total
+
+
+def remove_stale_entries(folder: Path) -> None:
+    """Remove unfinished packs, latents and unpacked arrays that nobody wrote to for a week.
+
+    The folder may hold anything else too, so an entry must have one of our names and hold nothing but our files.
+    """
+    with suppress(OSError):
+        for path in list(folder.iterdir()):
+            with suppress(OSError, BusyError):
+                if re.fullmatch(r"array-[0-9a-f]{32}\.[0-9]+\.partial", path.name) and _is_old(path):
+                    path.unlink()
+                elif _is_abandoned(path):
+                    with locked(path):
+                        if _is_abandoned(path):  # still, now that no other process can go on with it
+                            shutil.rmtree(path)
+
+
+def _is_abandoned(path: Path) -> bool:
+    if re.fullmatch(r"[0-9a-f]{32}", path.name):
+        known = FILES if is_begun(path) else frozenset[str]()
+    else:
+        known = _LATENT_FILES if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
+    files = [file for file in path.iterdir() if file.name != LOCK] if known else []
+    return bool(files) and all(file.name in known and _is_old(file) for file in files)
+
+
+def _is_old(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink() and time.time() - file.stat().st_mtime > _ABANDONED_SECONDS

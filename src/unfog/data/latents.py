@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.cache_folder import cache_folder
-from unfog.data.cache_space import disk_usage, free_bytes, remove_stale_entries
+from unfog.data.cache import disk_usage, free_bytes, remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync, write_atomic

@@ -12,7 +12,7 @@ from PIL import Image
 
 from unfog.cache_folder import cache_folder
 from unfog.data import cache
-from unfog.data.cache_space import disk_usage, free_bytes
+from unfog.data.cache import disk_usage, free_bytes
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all

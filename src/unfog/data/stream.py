@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfog.data.dataset import ImageSet
-from unfog.data.lazy import LazyPixels
+from unfog.data.lazy import LazyPixels, PendingDecode
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.prefetch import Prefetcher, ReadOrder
 from unfog.errors import RequestError
+
+_BLOCK = 16  # positions that are decoded as one piece of work
+# Read ahead by so many positions, and so many batches, as far as these bytes go; always by one batch.
+_BYTES = 256 * 2**20
+_LEAST, _BATCHES = 256, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +56,7 @@ class ImageStream:
         self.images, self.seed = images, seed
         # Not `self.index`: that would be a reference cycle, and the threads would outlive the stream.
         index = partial(_index, len(images), seed)
-        self._prefetcher = Prefetcher(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
+        self._prefetcher = _Prefetcher(images.pixels, index) if isinstance(images.pixels, LazyPixels) else None
 
     def batch(self, first: int, size: int) -> Batch:
         """Return the images at positions first … first + size - 1. Any position up to 2^62 takes the same time.
@@ -83,7 +89,7 @@ class ImageStream:
         if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
             raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
         if self._prefetcher is not None:
-            self._prefetcher.set_order(ReadOrder(first, batch, begin, count))
+            self._prefetcher.set_order(_ReadOrder(first, batch, begin, count))
 
     def close(self) -> None:
         """End the threads that prefetch, if any. The next read starts them anew."""
@@ -100,3 +106,103 @@ def _index(n: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]
     # Nearly always one epoch, whose key need be made only once.
     keys = epoch_keys(seed, epoch[:1] if epoch[0] == epoch[-1] else epoch)
     return permute(place, n, keys)
+
+
+class _ReadOrder(NamedTuple):
+    """The positions that a rank will read: of each `batch` positions from `first` on, the `share` behind `begin`.
+
+    They are numbered by an index: index 0 is position first + begin. The default reads all positions.
+    """
+
+    first: int = 0
+    batch: int = 1
+    begin: int = 0
+    share: int = 1
+
+    def positions(self, index: int, size: int) -> NDArray[np.int64]:
+        """Return the positions with indices index … index + size - 1, int64 [size]."""
+        batch, place = np.divmod(np.arange(index, index + size, dtype=np.int64), self.share)
+        return self.first + batch * self.batch + self.begin + place
+
+    def index_of(self, position: int, size: int) -> int | None:
+        """Return the index of the first of `size` consecutive positions; None if not all of them will be read."""
+        batch, place = divmod(position - self.first, self.batch)
+        place -= self.begin
+        whole = self.share == self.batch or place + size <= self.share
+        return batch * self.share + place if batch >= 0 and place >= 0 and whole else None
+
+
+class _Prefetcher:
+    """Reads images by position, and decodes those of the next positions ahead. Results do not depend on it.
+
+    It decodes in blocks, so that batches of any size use what was prefetched. It follows one reader, the one that goes
+    on where the last call ended; other reads, such as a preview's, are served without disturbing it.
+
+    Args:
+        pixels: the images.
+        index: maps positions [count] to rows of `pixels`, int64 [count].
+    """
+
+    def __init__(self, pixels: LazyPixels, index: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._pixels, self._index, self._order = pixels, index, _ReadOrder()
+        self._blocks: dict[int, PendingDecode] = {}  # by their first index
+        # The index at which the followed reader goes on, and that at which another reader's last call ended.
+        self._next = self._last = -1
+
+    def set_order(self, order: _ReadOrder) -> None:
+        """Prefetch only positions of this order from now on, beginning with its first."""
+        self._cancel(list(self._blocks))
+        self._order, self._next, self._last = order, 0, -1
+
+    def read(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return the images at positions first … first + size - 1, uint8 [size, C, H, W], and their rows [size].
+
+        Raises:
+            RunError: they cannot be decoded. Errors of prefetched images are raised once these are read.
+        """
+        begin = self._order.index_of(first, size)
+        if begin is None:
+            return self._read_now(first, size)
+        end = begin + size
+        if begin not in (self._next, self._last):
+            # Perhaps a single read, perhaps a new reader: the next call, if it goes on here, will tell.
+            self._last = end
+            return self._read_now(first, size)
+        self._next, self._last = end, -1
+        start = begin - begin % _BLOCK
+        self._prefetch(start, end + self._reach(size))
+        try:
+            parts = [self._blocks[block].result() for block in range(start, end, _BLOCK)]
+        except Exception:  # of one of these images, or of another in their blocks, which must not raise yet
+            self._cancel([block for block in self._blocks if block < end])
+            return self._read_now(first, size)
+        for block in [block for block in self._blocks if block + _BLOCK <= end]:
+            del self._blocks[block]
+        pixels, rows = (np.concatenate(some)[begin - start : end - start] for some in zip(*parts))
+        return pixels, rows
+
+    def close(self) -> None:
+        """Cancel what is prefetched and end the threads."""
+        self._cancel(list(self._blocks))
+        self._pixels.close()
+
+    def _read_now(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        return self._pixels.take_with_rows(self._index(np.arange(first, first + size, dtype=np.int64)))
+
+    def _reach(self, size: int) -> int:
+        """Return how many positions behind a batch of `size` to prefetch."""
+        fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
+        return max(size, min(fit, max(_LEAST, _BATCHES * size)))
+
+    def _prefetch(self, start: int, end: int) -> None:
+        """Have the blocks from `start` to that of `end` in work, and no others."""
+        ahead = range(start, end, _BLOCK)
+        self._cancel([block for block in self._blocks if block not in ahead])
+        for block in ahead:
+            if block not in self._blocks:
+                rows = self._index(self._order.positions(block, _BLOCK))
+                self._blocks[block] = self._pixels.start_decoding(rows)
+
+    def _cancel(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self._blocks.pop(block).cancel()

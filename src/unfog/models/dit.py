@@ -10,11 +10,11 @@ from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
 from unfog.models.settings import DiT
 
-BASE = 100.0
-"""Of the rotary frequencies, which fall from 1 to nearly 1/BASE: pictures are tens of patches wide, not thousands."""
+_BASE = 100.0
+"""Of the rotary frequencies, which fall from 1 to nearly 1/_BASE: pictures are tens of patches wide, not thousands."""
 
 
-class RMSNorm(nn.Module):
+class _RMSNorm(nn.Module):
     """x over its root mean square along the last dimension, times a learned weight (Zhang & Sennrich 2019)."""
 
     def __init__(self, width: int, learned: bool = True):
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         return normal if self.weight is None else normal * self.weight.to(x.dtype)
 
 
-class SwiGLU(nn.Module):
+class _SwiGLU(nn.Module):
     """W_out (silu(W_gate x) * W_in x), [..., width] -> the same (Shazeer 2020, eq. 6).
 
     The hidden width is 8/3 of the width, for as many weights as a plain layer of 4 times the width has.
@@ -46,19 +46,19 @@ class SwiGLU(nn.Module):
         return output
 
 
-def rotations(rows: int, columns: int, head_channels: int, device: torch.device) -> Tensor:
+def _rotations(rows: int, columns: int, head_channels: int, device: torch.device) -> Tensor:
     """Angles of the tokens of a picture, by which pairs of channels are turned: [rows * columns, head_channels / 2].
 
     The first half of them goes by the row, the other by the column (Su et al. 2021, in two dimensions).
     """
     count = head_channels // 4
-    frequencies = BASE ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
+    frequencies = _BASE ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
     row = torch.arange(rows, dtype=torch.float32, device=device)[:, None, None] * frequencies
     column = torch.arange(columns, dtype=torch.float32, device=device)[None, :, None] * frequencies
     return torch.cat([row.expand(rows, columns, count), column.expand(rows, columns, count)], dim=2).flatten(0, 1)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def _rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn pairs of channels, each one of the first half with its like of the second: [..., N, D] by [N, D / 2].
 
     Products of a query and a key so turned depend on their distance only.
@@ -68,7 +68,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Self-attention of tokens [B, N, width], their queries and keys normalised and turned by position."""
 
     def __init__(self, settings: DiT):
@@ -76,19 +76,19 @@ class Attention(nn.Module):
         width = settings.width
         self.heads = width // settings.head_channels
         self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.norm_q = RMSNorm(settings.head_channels)
-        self.norm_k = RMSNorm(settings.head_channels)
+        self.norm_q = _RMSNorm(settings.head_channels)
+        self.norm_k = _RMSNorm(settings.head_channels)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         """What the tokens gather from each other; `angles` [N, head_channels / 2]."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, N, D]
-        q, k = rotate(self.norm_q(q), angles), rotate(self.norm_k(k), angles)
+        q, k = _rotate(self.norm_q(q), angles), _rotate(self.norm_k(k), angles)
         output: Tensor = self.out(layers.attention(q, k, v).transpose(1, 2).flatten(2))
         return output
 
 
-class Offset(nn.Module):
+class _Offset(nn.Module):
     """What one layer made of the condition for all blocks, [B, W], and what is added to it in this one."""
 
     def __init__(self, width: int):
@@ -100,17 +100,17 @@ class Offset(nn.Module):
         return shared + self.offset
 
 
-class Block(nn.Module):
-    """Attention, then SwiGLU, each scaled and shifted before and gated after by the condition. Begins as nothing."""
+class _Block(nn.Module):
+    """_Attention, then _SwiGLU, each scaled and shifted before and gated after by the condition. Begins as nothing."""
 
     def __init__(self, settings: DiT):
         super().__init__()
         width = settings.width
-        self.norm = RMSNorm(width, learned=False)
-        self.attention = Attention(settings)
-        self.mlp = SwiGLU(width)
+        self.norm = _RMSNorm(width, learned=False)
+        self.attention = _Attention(settings)
+        self.mlp = _SwiGLU(width)
         self.dropout = nn.Dropout(settings.dropout)
-        self.modulation: nn.Module = Offset(6 * width)
+        self.modulation: nn.Module = _Offset(6 * width)
         if settings.modulation == "block":
             self.modulation = nn.Linear(width, 6 * width)
             zero_(self.modulation)
@@ -131,7 +131,7 @@ class DiTModel(ConditionalNetwork):
     """
 
     ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
-    block = Block
+    block = _Block
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class DiTModel(ConditionalNetwork):
         self.patch_in = nn.Linear(area * image_channels, width)
         self.time_embedding = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = nn.Embedding(num_classes + 1, width) if num_classes else None
-        self.blocks = nn.ModuleList([Block(settings) for _ in range(settings.depth)])
+        self.blocks = nn.ModuleList([_Block(settings) for _ in range(settings.depth)])
         self.modulation = nn.Linear(width, 6 * width) if settings.modulation == "shared" else None
-        self.norm_out = RMSNorm(width, learned=False)
+        self.norm_out = _RMSNorm(width, learned=False)
         self.modulation_out = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, area * (out_channels or image_channels))
         self._initialise()
@@ -166,7 +166,7 @@ class DiTModel(ConditionalNetwork):
         for part in (self.class_embedding, *self.time_embedding):
             if isinstance(part, nn.Linear | nn.Embedding):
                 nn.init.normal_(part.weight, std=0.02)
-        modulations = [block.modulation for block in self.blocks if isinstance(block, Block)]
+        modulations = [block.modulation for block in self.blocks if isinstance(block, _Block)]
         for part in (self.modulation, self.modulation_out, self.patch_out, *modulations):
             if isinstance(part, nn.Linear):
                 zero_(part)
@@ -177,7 +177,7 @@ class DiTModel(ConditionalNetwork):
         condition = embedding if self.modulation is None else self.modulation(embedding)
         squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
         rows, columns = squares.shape[2:]
-        angles = rotations(rows, columns, self.settings.head_channels, x.device)
+        angles = _rotations(rows, columns, self.settings.head_channels, x.device)
         tokens: Tensor = self.patch_in(squares.flatten(2).transpose(1, 2))
         for block in self.blocks:
             tokens = self._run(block, tokens, condition, angles)

@@ -1,27 +1,178 @@
-"""The magnitude-preserving U-Net: (x, noise condition, label, augmentation) -> y (Karras et al. 2024, EDM2)."""
+"""The magnitude-preserving U-Net: (x, noise condition, label, augmentation) -> y (Karras et al. 2024, EDM2).
+
+Every layer maps inputs of unit variance to outputs of unit variance. Equation numbers are those of the paper.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from unfog.models.edm2_layers import MPBlock, MPConv, MPEmbedding, MPLinear, Weights, mp_silu, mp_sum
-from unfog.models.layers import ConditionalNetwork, Runner, sinusoids
+from unfog.models import layers
+from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, unit_rms
 from unfog.models.settings import MPUNet
+
+_SILU_RMS = 0.596
+"""Root mean square of silu(x) for x of a normal distribution (eq. 81)."""
+_RESIDUAL = 0.3
+"""Weight of a branch against its shortcut, of which _mp_sum mixes 1 - 0.3."""
+
+
+def _mp_silu(x: Tensor) -> Tensor:
+    """silu at unit magnitude (eq. 81)."""
+    return F.silu(x) / _SILU_RMS
+
+
+def _mp_sum(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
+    """(1 - t) a + t b at unit magnitude, where a and b have it and do not correlate (eq. 88)."""
+    norm = math.hypot(1 - t, t)
+    return a * ((1 - t) / norm) + b * (t / norm)
+
+
+def _mp_cat(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
+    """Channels of a and b joined, with shares 1 - t and t of the magnitude however many each has (eq. 103)."""
+    count_a, count_b = a.shape[1], b.shape[1]
+    scale = math.sqrt((count_a + count_b) / ((1 - t) ** 2 + t**2))
+    return torch.cat([a * (scale * (1 - t) / math.sqrt(count_a)), b * (scale * t / math.sqrt(count_b))], dim=1)
+
+
+class _Weights(nn.Module):
+    """_Weights whose rows, one for each output, are used at unit length whatever they are stored at (eq. 47).
+
+    Their gradient is therefore orthogonal to them, so that they grow with each update and learn ever more slowly, until
+    `project` forces them back to unit root mean square (eq. 66).
+    """
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.project()
+
+    @property
+    def unit(self) -> Tensor:
+        """The rows at unit length, float32."""
+        return F.normalize(self.weight.float().flatten(1)).view_as(self.weight)
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Store the rows at unit root mean square."""
+        self.weight.copy_(self.unit * math.sqrt(self.weight[0].numel()))
+
+
+class _MPLinear(_Weights):
+    """[B, in] -> [B, out], without bias."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(out_features, in_features)
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """The product with rows of length 1, or `gain`."""
+        return F.linear(x, self.unit if gain is None else self.unit * gain)
+
+
+class _MPConv(_Weights):
+    """Convolution without bias, [B, in, H, W] -> [B, out, H, W]; the kernel is of odd side."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: int):
+        super().__init__(out_channels, in_channels, kernel, kernel)
+
+    def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
+        """Convolve with kernels of length 1, or `gain`."""
+        weight = self.unit if gain is None else self.unit * gain
+        return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+
+
+class _MPEmbedding(_Weights):
+    """A vector of unit magnitude for each label: int64 [B] -> [B, width]."""
+
+    def __init__(self, labels: int, width: int):
+        super().__init__(labels, width)
+
+    def forward(self, label: Tensor) -> Tensor:
+        """Look the labels up."""
+        return F.embedding(label, self.unit * math.sqrt(self.weight.shape[1]))
+
+
+class _MPAttention(nn.Module):
+    """Residual self-attention over pixels, by the cosine of queries and keys: [B, C, H, W] -> the same."""
+
+    def __init__(self, channels: int, head_channels: int):
+        super().__init__()
+        self.heads = channels // (head_channels or channels)
+        self.qkv = _MPConv(channels, 3 * channels, 1)
+        self.out = _MPConv(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix `x` with what its pixels gather from each other."""
+        qkv = self.qkv(x).flatten(2).unflatten(1, (3, self.heads, -1))  # [B, 3, heads, D, N]
+        q, k, v = unit_rms(qkv, 3).permute(1, 0, 2, 4, 3)  # each [B, heads, N, D]
+        gathered = layers.attention(q, k, v).transpose(2, 3).reshape(x.shape)
+        return _mp_sum(x, self.out(gathered), _RESIDUAL)
+
+
+class _MPBlock(nn.Module):
+    """Two 3x3 convolutions around a condition, and attention after them where asked.
+
+    On the way down (`down`) it begins with its shortcut and brings every pixel to unit magnitude, so that errors do not
+    pile up; on the way up the shortcut comes last.
+
+    Args:
+        resample: "down" halves height and width first, "up" doubles them.
+    """
+
+    def __init__(
+        self,
+        settings: MPUNet,
+        in_channels: int,
+        out_channels: int,
+        width: int,
+        *,
+        down: bool = False,
+        attends: bool = False,
+        resample: Literal["", "down", "up"] = "",
+    ):
+        super().__init__()
+        self.down, self.resample, self.dropout = down, resample, settings.dropout
+        self.conv1 = _MPConv(out_channels if down else in_channels, out_channels, 3)
+        self.condition = _MPLinear(width, out_channels)
+        self.gain = nn.Parameter(torch.zeros(()))
+        self.conv2 = _MPConv(out_channels, out_channels, 3)
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else _MPConv(in_channels, out_channels, 1)
+        self.attention = _MPAttention(out_channels, settings.head_channels) if attends else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Condition `x`, joined with a skip connection where there is one."""
+        x = x if skip is None else _mp_cat(x, skip)
+        if self.resample == "down":
+            x = F.avg_pool2d(x, 2)
+        elif self.resample == "up":
+            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        if self.down:
+            x = unit_rms(self.shortcut(x), 1)
+        # From 1 on, so that a fresh block heeds no condition.
+        scale: Tensor = self.condition(embedding, self.gain) + 1
+        h = _mp_silu(self.conv1(_mp_silu(x)) * scale[:, :, None, None])
+        h = self.conv2(F.dropout(h, self.dropout, self.training))
+        x = _mp_sum(x if self.down else self.shortcut(x), h, _RESIDUAL)
+        output: Tensor = self.attention(x)
+        return output
 
 
 class MPUNetModel(ConditionalNetwork):
     """A fresh network outputs exactly zero, whatever its input, because its gain begins at zero.
 
-    Call `project` after each update of the weights: see `Weights`. The forward pass changes no weight, so that it may
+    Call `project` after each update of the weights: see `_Weights`. The forward pass changes no weight, so that it may
     be repeated, recomputed and compiled.
 
     Arguments as of `UNetModel`.
     """
 
-    block = MPBlock
+    block = _MPBlock
 
     def __init__(
         self,
@@ -34,15 +185,15 @@ class MPUNetModel(ConditionalNetwork):
         super().__init__(image_channels, num_classes)
         self.settings = settings
         first, width = settings.channels[0], max(settings.channels)
-        self.conv_in = MPConv(image_channels + 1, first, 3)
-        self.time_embedding = MPLinear(first, width)
-        self.class_embedding = MPEmbedding(num_classes + 1, width) if num_classes else None
+        self.conv_in = _MPConv(image_channels + 1, first, 3)
+        self.time_embedding = _MPLinear(first, width)
+        self.class_embedding = _MPEmbedding(num_classes + 1, width) if num_classes else None
         self.down, skips = _down(settings, width)
         self.up = _up(settings, width, skips)
-        self.conv_out = MPConv(first, out_channels or image_channels, 3)
+        self.conv_out = _MPConv(first, out_channels or image_channels, 3)
         self.gain_out = nn.Parameter(torch.zeros(()))
         # Last, so that all else begins as it would without.
-        self.augment_embedding = MPLinear(augment_inputs, width) if augment_inputs else None
+        self.augment_embedding = _MPLinear(augment_inputs, width) if augment_inputs else None
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
         """Network output for images at their noise levels; arguments, answer and errors as of `UNetModel.forward`.
@@ -71,19 +222,19 @@ class MPUNetModel(ConditionalNetwork):
         embedding: Tensor = self.time_embedding((waves * math.sqrt(2)).to(dtype))
         embedding = self._add_augmentation(embedding, augment)
         of_class = self._of_class(label, c_noise)
-        return mp_silu(embedding if of_class is None else mp_sum(embedding, of_class.to(embedding.dtype)))
+        return _mp_silu(embedding if of_class is None else _mp_sum(embedding, of_class.to(embedding.dtype)))
 
     def project(self) -> None:
         """Force all weights back to unit magnitude (eq. 66)."""
         for module in self.modules():
-            if isinstance(module, Weights):
+            if isinstance(module, _Weights):
                 module.project()
 
 
-class UpLevel(nn.Module):
+class _UpLevel(nn.Module):
     """The blocks of one resolution on the way up."""
 
-    def __init__(self, enter: list[MPBlock], blocks: list[MPBlock]):
+    def __init__(self, enter: list[_MPBlock], blocks: list[_MPBlock]):
         super().__init__()
         self.enter = nn.ModuleList(enter)
         """Those that nothing joins: the middle of the lowest resolution, the one that doubles of the others."""
@@ -105,10 +256,10 @@ def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
     skips = [last]
     for level, channels in enumerate(settings.channels):
         if level:
-            blocks.append(MPBlock(settings, last, last, width, down=True, resample="down"))
+            blocks.append(_MPBlock(settings, last, last, width, down=True, resample="down"))
             skips.append(last)
         for _ in range(settings.blocks):
-            blocks.append(MPBlock(settings, last, channels, width, down=True, attends=settings.attention[level]))
+            blocks.append(_MPBlock(settings, last, channels, width, down=True, attends=settings.attention[level]))
             skips.append(channels)
             last = channels
     return nn.ModuleList(blocks), skips
@@ -120,12 +271,12 @@ def _up(settings: MPUNet, width: int, skips: list[int]) -> nn.ModuleList:
     for level in reversed(range(len(settings.channels))):
         channels, attends = settings.channels[level], settings.attention[level]
         if level == len(settings.channels) - 1:
-            enter = [MPBlock(settings, last, last, width, attends=a) for a in (attends, False)]
+            enter = [_MPBlock(settings, last, last, width, attends=a) for a in (attends, False)]
         else:
-            enter = [MPBlock(settings, last, last, width, resample="up")]
+            enter = [_MPBlock(settings, last, last, width, resample="up")]
         blocks = []
         for _ in range(settings.blocks + 1):
-            blocks.append(MPBlock(settings, last + left.pop(), channels, width, attends=attends))
+            blocks.append(_MPBlock(settings, last + left.pop(), channels, width, attends=attends))
             last = channels
-        levels.append(UpLevel(enter, blocks))
+        levels.append(_UpLevel(enter, blocks))
     return nn.ModuleList(levels)

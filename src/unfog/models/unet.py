@@ -6,8 +6,139 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unfog.models.layers import Block, ConditionalNetwork, DownLevel, Downsample, UpLevel, Upsample, sinusoids, zero_
+from unfog.models import layers
+from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, zero_
 from unfog.models.settings import UNet
+
+
+class _ResidualBlock(nn.Module):
+    """Two 3x3 convolutions around a condition: [B, in, H, W], [B, E] -> [B, out, H, W].
+
+    Begins as its shortcut alone.
+    """
+
+    def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int):
+        super().__init__()
+        self.scale_shift = settings.scale_shift
+        self.norm1 = nn.GroupNorm(settings.norm_groups, in_channels, settings.norm_eps)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.condition = nn.Linear(width, 2 * out_channels if settings.scale_shift else out_channels)
+        self.norm2 = nn.GroupNorm(settings.norm_groups, out_channels, settings.norm_eps)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+        zero_(self.conv2)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """Return the shortcut of `x` plus the conditioned branch."""
+        condition: Tensor = self.condition(embedding)[:, :, None, None]
+        h: Tensor = self.conv1(F.silu(self.norm1(x)))
+        if self.scale_shift:
+            scale, shift = condition.chunk(2, dim=1)
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + condition)
+        output: Tensor = self.shortcut(x) + self.conv2(self.dropout(F.silu(h)))
+        return output
+
+
+class _SelfAttention(nn.Module):
+    """Residual self-attention over the pixels of [B, C, H, W]. Begins as the identity."""
+
+    def __init__(self, settings: UNet, channels: int):
+        super().__init__()
+        self.heads = channels // (settings.head_channels or channels)
+        self.norm = nn.GroupNorm(settings.norm_groups, channels, settings.norm_eps)
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.out = nn.Linear(channels, channels)
+        zero_(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what its pixels gather from each other."""
+        pixels = self.norm(x).flatten(2).transpose(1, 2)  # [B, N, C]
+        qkv: Tensor = self.qkv(pixels).unflatten(2, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, N, D]
+        mixed: Tensor = self.out(layers.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
+class _Block(nn.Module):
+    """A residual block, and self-attention after it where asked: [B, in, H, W], [B, E] -> [B, out, H, W].
+
+    A skip connection, [B, S, H, W], makes part of the `in` channels; joined here, it need not be kept joined.
+    """
+
+    def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool):
+        super().__init__()
+        self.residual = _ResidualBlock(settings, in_channels, out_channels, width)
+        self.attention = _SelfAttention(settings, out_channels) if attends else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Condition `x`, then let its pixels attend."""
+        x = x if skip is None else torch.cat([x, skip], dim=1)
+        output: Tensor = self.attention(self.residual(x, embedding))
+        return output
+
+
+class _Downsample(nn.Module):
+    """Strided 3x3 convolution, [B, C, H, W] -> [B, C, H/2, W/2]; both sides must be even."""
+
+    def __init__(self, settings: UNet, channels: int):
+        super().__init__()
+        self.right_below = settings.downsample_padding == 0
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Halve height and width."""
+        output: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)) if self.right_below else x)
+        return output
+
+
+class _Upsample(nn.Module):
+    """Repeated pixels, then a 3x3 convolution, [B, C, H, W] -> [B, C, 2H, 2W]."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Double height and width."""
+        output: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return output
+
+
+class _DownLevel(nn.Module):
+    """The blocks of one resolution on the way down, then the step to the next (None at the lowest)."""
+
+    def __init__(self, blocks: list[_Block], resample: _Downsample | None):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.resample = resample
+
+    def forward(self, x: Tensor, embedding: Tensor, run: Runner) -> list[Tensor]:
+        """Return what each block and the step made: skip connections, the last also the way on."""
+        outputs = [x]
+        for block in self.blocks:
+            outputs.append(run(block, outputs[-1], embedding))
+        if self.resample is not None:
+            outputs.append(self.resample(outputs[-1]))
+        return outputs[1:]
+
+
+class _UpLevel(nn.Module):
+    """The blocks of one resolution on the way up, then the step to the next (None at the highest)."""
+
+    def __init__(self, blocks: list[_Block], resample: _Upsample | None):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.resample = resample
+
+    def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, run: Runner) -> Tensor:
+        """Give each block one of `skips`, the newest first, which is the last; return the next level's input."""
+        for block, skip in zip(self.blocks, reversed(skips), strict=True):
+            x = run(block, x, embedding, skip)
+        return x if self.resample is None else run(self.resample, x)
 
 
 class UNetModel(ConditionalNetwork):
@@ -24,7 +155,7 @@ class UNetModel(ConditionalNetwork):
             learned variance.
     """
 
-    block = Block
+    block = _Block
 
     def __init__(
         self,
@@ -98,10 +229,10 @@ def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
     for i, (channels, attends) in enumerate(zip(settings.channels, settings.attention)):
         blocks = []
         for _ in range(settings.blocks):
-            blocks.append(Block(settings, last, channels, width, attends))
+            blocks.append(_Block(settings, last, channels, width, attends))
             last = channels
         lowest = i == len(settings.channels) - 1
-        levels.append(DownLevel(blocks, None if lowest else Downsample(settings, channels)))
+        levels.append(_DownLevel(blocks, None if lowest else _Downsample(settings, channels)))
         skips += [channels] * (settings.blocks + (not lowest))
     return nn.ModuleList(levels), skips
 
@@ -109,7 +240,7 @@ def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
 def _mid(settings: UNet, width: int) -> nn.ModuleList:
     """Return the two blocks at the lowest resolution."""
     last = settings.channels[-1]
-    return nn.ModuleList([Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
+    return nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
 
 
 def _up(settings: UNet, width: int, skips: list[int]) -> nn.ModuleList:
@@ -118,7 +249,7 @@ def _up(settings: UNet, width: int, skips: list[int]) -> nn.ModuleList:
     for i in reversed(range(len(settings.channels))):
         channels, blocks = settings.channels[i], []
         for _ in range(settings.blocks + 1):
-            blocks.append(Block(settings, last + left.pop(), channels, width, settings.attention[i]))
+            blocks.append(_Block(settings, last + left.pop(), channels, width, settings.attention[i]))
             last = channels
-        levels.append(UpLevel(blocks, None if i == 0 else Upsample(channels)))
+        levels.append(_UpLevel(blocks, None if i == 0 else _Upsample(channels)))
     return nn.ModuleList(levels)

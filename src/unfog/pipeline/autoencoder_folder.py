@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import update
-from unfog.data.augmentation.augment import to_model_range
+from unfog.data.augmentation import to_model_range
 from unfog.data.latents import Normalise
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError

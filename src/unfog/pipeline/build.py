@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
-from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.augmentation.nonleaking import CONDITIONS
+from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.diffusion.levels import Levels

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.lazy import remote_shards_of
 from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport

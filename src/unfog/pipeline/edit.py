@@ -13,7 +13,7 @@ from PIL import Image
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.config.values import sanitize
-from unfog.data.augmentation.augment import to_model_range
+from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, decode, parse_colour
 from unfog.data.prepare import silence_pillow
 from unfog.data.sources.base import ImageError

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from unfog.config.schema import Config
-from unfog.data.augmentation.nonleaking import CONDITIONS
+from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.doctor.images.image_checks import quick_check_images
 from unfog.doctor.settings.settings_checks import check_settings
 from unfog.evaluation.features import open_features

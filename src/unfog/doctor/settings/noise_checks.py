@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.schema import Config
-from unfog.data.augmentation.augment import Augment
+from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.diffusion.diffusion import Diffusion
 from unfog.reporting.findings import Finding, Severity

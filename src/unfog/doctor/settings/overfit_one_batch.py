@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unfog.config.schema import Config
-from unfog.data.augmentation.augment import to_model_range
+from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective

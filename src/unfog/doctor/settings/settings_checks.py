@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from unfog.config.schema import Config
-from unfog.data.augmentation.augment import Augment, to_model_range
-from unfog.data.augmentation.nonleaking import CONDITIONS
+from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.doctor.settings import interval_checks, learning_rate_checks, length_checks, machine_checks, noise_checks

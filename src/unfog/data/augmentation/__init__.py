@@ -1,1 +1,0 @@
-"""Augmentation of training images, for whole batches on their device."""
