@@ -185,7 +185,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("steps", [1000, 50, 10, 1])
+@pytest.mark.parametrize("steps", [pytest.param(1000, marks=pytest.mark.exhaustive), 50, 10, 1])
 @pytest.mark.parametrize(("schedule", "target"), CASES, ids=str)
 def test_ddim_is_that_of_diffusers(schedule: Linear | Cosine, target: Eps | V, steps: int, clip: bool) -> None:
     scheduler = twin(DDIMScheduler, schedule, target, clip_sample=clip)
@@ -231,7 +231,7 @@ def test_ddpm_variances_are_the_fixed_small_ones(schedule: Linear | Cosine, step
         torch.testing.assert_close(deviation**2, scheduler._get_variance(t), rtol=2e-4, atol=atol)
 
 
-@pytest.mark.parametrize("steps", [1000, 50, 7])
+@pytest.mark.parametrize("steps", [pytest.param(1000, marks=pytest.mark.exhaustive), 50, 7])
 @pytest.mark.parametrize(("schedule", "target"), CASES[:4], ids=str)
 def test_ddpm_with_a_learned_variance_is_that_of_diffusers(
     schedule: Linear | Cosine, target: Eps | V, steps: int
