@@ -20,7 +20,7 @@ from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_folder import describe
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
-from unfog.pipeline.autoencoder_folder import load_autoencoder, save_autoencoder
+from unfog.pipeline.latents import load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
@@ -227,7 +227,7 @@ def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("unfog.pipeline.autoencoder_folder.sync", killed)
+        patch.setattr("unfog.pipeline.latents.sync", killed)
         with pytest.raises(KeyboardInterrupt):
             save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3))
     assert describe(str(tmp_path / "codec")).sha256() == first

@@ -8,7 +8,7 @@ import torch
 
 from unfog.errors import RequestError
 from unfog.models.autoencoder_folder import describe
-from unfog.pipeline.autoencoder_folder import load_autoencoder
+from unfog.pipeline.latents import load_autoencoder
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")

@@ -33,15 +33,15 @@ from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.pipeline.autoencoder_folder import encode_edit, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.build import build_held_out_set, input_shape, latent_normalisation, without_augmentation
-from unfog.pipeline.edit import build_edit
 from unfog.pipeline.generate import to_pixels
+from unfog.pipeline.image_files import build_edit
+from unfog.pipeline.latents import encode_edit, open_run_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.dry_run_parts import shortened_evaluation
+from unfog.runs.dry_run import shortened_evaluation
 from unfog.training.ema_schedules import PowerEma
 from unfog.training.micro_batches import seed_generators
 from unfog.training.precision import Precision

@@ -33,8 +33,7 @@ from unfog.inference.memorization import UnseenImages, check_memorization_by_fea
 from unfog.inference.nearest_images import check_memorization, find_nearest_features
 from unfog.inference.results import Evaluation
 from unfog.inference.run import Run
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.process.signals import StopSignals
 from unfog.reporting.report import write_report

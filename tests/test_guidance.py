@@ -23,8 +23,7 @@ from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError, RunError
 from unfog.inference.tuned_sampler import omit_tuned_settings
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_events
 

@@ -21,9 +21,8 @@ from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.reporting.records import read_events
-from unfog.runs.diffusers_scheduler import objective_from_scheduler
-from unfog.runs.dry_run_parts import randomized
-from unfog.runs.init_weights import recipe_from_weights
+from unfog.runs.dry_run import randomized
+from unfog.runs.init_weights import objective_from_scheduler, recipe_from_weights
 
 pytestmark = pytest.mark.slow
 

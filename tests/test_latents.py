@@ -31,9 +31,8 @@ from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents
-from unfog.pipeline.autoencoder_folder import encode_pixels, load_autoencoder, save_autoencoder
 from unfog.pipeline.build import build_network, input_shape
-from unfog.pipeline.encode_latents import apply_autoencoder_settings
+from unfog.pipeline.latents import apply_autoencoder_settings, encode_pixels, load_autoencoder, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals

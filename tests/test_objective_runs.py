@@ -9,7 +9,7 @@ import pytest
 
 import unfog
 from conftest import NETWORK, without_clock
-from unfog.runs.dry_run_parts import export_difference
+from unfog.runs.dry_run import export_difference
 from unfog.training.checkpoints import format as checkpoint
 
 pytestmark = pytest.mark.slow

@@ -20,11 +20,10 @@ from unfog.evaluation.held_out import HeldOut
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
 from unfog.runs import dry_run as rehearsal
-from unfog.runs import dry_run_parts as small
+from unfog.runs import dry_run as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
-from unfog.runs.dry_run import dry_run
-from unfog.runs.dry_run_parts import shortened
+from unfog.runs.dry_run import dry_run, shortened
 
 pytestmark = pytest.mark.slow
 

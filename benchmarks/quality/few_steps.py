@@ -37,8 +37,7 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.autoguidance import open_guide
 from unfog.inference.run import Run
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import GenerationSettings, generate_images, sample_grid
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.training.settings import SamplingPrecision

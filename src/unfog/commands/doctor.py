@@ -21,9 +21,9 @@ from unfog.doctor.settings.length_checks import training_length_guide
 from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
 from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import RequestError
-from unfog.pipeline.autoencoder_folder import latent_decoder
 from unfog.pipeline.build import build_objective, build_state, without_augmentation
 from unfog.pipeline.data_report import contact_sheet
+from unfog.pipeline.latents import latent_decoder
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device

@@ -25,8 +25,7 @@ from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference.ema_weights import SWEEP_FILE, load_ema_weights
 from unfog.inference.held_out_metrics import held_out_losses
 from unfog.pipeline.build import build_held_out_set, build_network
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import default_generation, generate_images
+from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder

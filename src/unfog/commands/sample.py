@@ -16,9 +16,8 @@ def main(request: SampleRequest) -> int:
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     from unfog.inference.run import Run
     from unfog.inference.tuned_sampler import report_dropped_levels
-    from unfog.pipeline.edit import build_edit
     from unfog.pipeline.generate import parse_labels
-    from unfog.pipeline.image_files import DenoisingStrip, write_images
+    from unfog.pipeline.image_files import DenoisingStrip, build_edit, write_images
     from unfog.reporting.progress import Progress, print_result, say
 
     parse_labels(request.label, stored.classes)  # before the weights are read

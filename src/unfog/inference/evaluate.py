@@ -21,8 +21,7 @@ from unfog.inference.compute_metrics import compute_metrics, forget_sample_featu
 from unfog.inference.generated import GeneratedSamples, weights_digest
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.results import ARITHMETIC, FORMAT, HELD_OUT, Evaluation, EvaluationSetup
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals

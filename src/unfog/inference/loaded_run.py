@@ -14,8 +14,8 @@ from unfog.config.validate import override_sampler
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.inference.ema_weights import load_default_ema_weights, load_ema_weights
-from unfog.pipeline.autoencoder_folder import Decode, latent_decoder
 from unfog.pipeline.build import build_network
+from unfog.pipeline.latents import Decode, latent_decoder
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn

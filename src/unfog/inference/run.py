@@ -14,8 +14,8 @@ from unfog.diffusion.sampler import Kind, Observe
 from unfog.errors import RequestError
 from unfog.inference.autoguidance import open_guide
 from unfog.inference.loaded_run import LoadedRun
-from unfog.pipeline.edit import ImageInput, build_edit
 from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
+from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.training.precision import DTYPES
 from unfog.training.settings import SamplingPrecision

@@ -9,6 +9,7 @@ from numbers import Integral
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unfog.config.schema import Config, check_guidance_interval
@@ -17,8 +18,8 @@ from unfog.diffusion.editing import Edit
 from unfog.diffusion.guidance import Autoguided, Labelled, Within
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.errors import RequestError
-from unfog.pipeline.autoencoder_folder import encode_edit, latent_decoder
 from unfog.pipeline.build import input_shape
+from unfog.pipeline.latents import encode_edit, latent_decoder
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.training.precision import DTYPES, default_memory_format
 from unfog.training.settings import SamplingPrecision
@@ -204,3 +205,30 @@ def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, 
             raise RequestError(f"label = {text!r} is no class of this run; there is {', '.join(classes)}")
         labels.append(label)
     return tuple(labels) or tuple(range(len(classes)))
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def proportional_labels(labels: NDArray[np.integer] | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """Return labels for `count` samples, in the class proportions of a data set.
+
+    Sample i gets the class at the fraction (i + 1/2) / golden ratio (mod 1) of the data set sorted by class, so its
+    label depends on i alone. After n samples the share of a class is off by about log(n) / n, against 1 / sqrt(n) for
+    random labels, whose scatter would add to a Frechet distance.
+
+    Args:
+        labels: of the data set, integers from 0; None without classes, which returns ().
+        count: number of samples.
+
+    Raises:
+        RequestError: `labels` is empty.
+    """
+    if labels is None:
+        return ()
+    present = np.asarray(labels, dtype=np.int64)
+    if present.ndim != 1 or not len(present):
+        raise RequestError("labels like those of a data set need one that has labels; without classes, give none")
+    cumulative = np.bincount(present).cumsum() / len(present)
+    fractions = (np.arange(count) + 0.5) * _GOLDEN % 1
+    return tuple(np.searchsorted(cumulative, fractions, side="right").tolist())

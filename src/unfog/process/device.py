@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from unfog.config.validate import check_device
@@ -22,3 +24,21 @@ def choose_device(name: str) -> torch.device:
     if (device.index or 0) >= count.get(device.type, 0):
         raise RequestError(f"device = {name} is not available to torch {torch.__version__}; try --device auto")
     return device
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 0 where the system does not report it."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory that this process has had; 0 where the system does not report it."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

@@ -25,8 +25,7 @@ from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.sliced_wasserstein import compare_pixels
 from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network
-from unfog.pipeline.class_labels import proportional_labels
-from unfog.pipeline.generate import default_generation, generate_images
+from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds

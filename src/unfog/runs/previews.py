@@ -15,10 +15,10 @@ from unfog.data.dataset import Dataset
 from unfog.doctor.run.loss_checks import LossImages, measure_losses
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.pipeline.autoencoder_folder import autoencoder_batch, latent_decoder, save_autoencoder
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network
 from unfog.pipeline.generate import default_generation, generate_images, sample_grid, to_pixels
 from unfog.pipeline.image_files import DenoisingStrip
+from unfog.pipeline.latents import autoencoder_batch, latent_decoder, save_autoencoder
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats

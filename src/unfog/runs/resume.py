@@ -14,10 +14,9 @@ from unfog.config.validate import check_request, check_source
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError, RunError
 from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
-from unfog.pipeline.autoencoder_folder import copy_autoencoder_into_run
 from unfog.pipeline.data_report import DATA_FILE
-from unfog.pipeline.failed_shards import read_failed_shards
-from unfog.pipeline.load_data import load_images
+from unfog.pipeline.latents import copy_autoencoder_into_run
+from unfog.pipeline.load_data import load_images, read_failed_shards
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.progress import say

@@ -10,8 +10,8 @@ from unfog.data.augmentation import Augment
 from unfog.doctor.images.image_checks import quick_check_images
 from unfog.doctor.settings.settings_checks import check_settings
 from unfog.evaluation.features import open_features
-from unfog.pipeline.autoencoder_folder import copy_autoencoder_into_run
 from unfog.pipeline.data_report import write_data_report
+from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room

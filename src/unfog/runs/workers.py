@@ -17,8 +17,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state
-from unfog.pipeline.failed_shards import failures_on_this_rank
-from unfog.pipeline.load_data import load_images
+from unfog.pipeline.load_data import failures_on_this_rank, load_images
 from unfog.process.signals import StopSignals
 from unfog.runs.context import StoppableHooks, device_for
 from unfog.text import sanitize
