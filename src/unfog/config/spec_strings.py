@@ -8,40 +8,41 @@ from __future__ import annotations
 
 import types
 import typing
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from unfog.config.values import FormatError, parse_value, sanitize, suggest
+from unfog.custom import REGISTERED
 from unfog.diffusion.noise import PATHS, SCHEDULES
 from unfog.diffusion.target import TARGETS
-from unfog.diffusion.weighting import WEIGHTINGS
+from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
+from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
 from unfog.training.ema_schedules import EMA_SCHEDULES
 from unfog.training.optimizer_settings import OPTIMIZERS
 
 
-def _by_kind(classes: tuple[Any, ...]) -> dict[str, Any]:
-    return {cls.kind: cls() for cls in classes}
+def _registry(section: str, classes: tuple[Any, ...], **named: Any) -> tuple[tuple[type, ...], Mapping[str, Any]]:
+    words = {**named, **{cls.kind: cls() for cls in classes}}
+    return classes, ChainMap(words, REGISTERED[section])  # a view, so that a later `register` shows
 
 
 # Each entry: the classes of a union, and the words that stand for one of them with its fields filled in.
-REGISTRIES: tuple[tuple[tuple[type, ...], dict[str, Any]], ...] = tuple(
-    (tuple(classes), words)
-    for classes, words in (
-        (PATHS, _by_kind(PATHS)),
-        (SCHEDULES, _by_kind(SCHEDULES)),
-        (TARGETS, _by_kind(TARGETS)),
-        (WEIGHTINGS, _by_kind(WEIGHTINGS)),
-        (EMA_SCHEDULES, _by_kind(EMA_SCHEDULES)),
-        (OPTIMIZERS, _by_kind(OPTIMIZERS)),
-        (ARCHITECTURES, {"auto": None, **_by_kind(ARCHITECTURES), **SIZES}),
-    )
+REGISTRIES = (
+    _registry("path", PATHS),
+    _registry("schedule", SCHEDULES),
+    _registry("target", TARGETS),
+    _registry("weighting", (*WEIGHTINGS, CustomWeighting)),
+    _registry("ema", EMA_SCHEDULES),
+    _registry("optimizer", OPTIMIZERS),
+    _registry("network", (*ARCHITECTURES, CustomNetwork), auto=None, **SIZES),
 )
 
 
-def registry_of(annotation: Any) -> dict[str, Any] | None:
+def registry_of(annotation: Any) -> Mapping[str, Any] | None:
     """The words that name a value of this union type, or None if it is no type that comes in kinds."""
     members = set(typing.get_args(annotation)) or {annotation}
     members -= {types.NoneType}
@@ -63,6 +64,9 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
     changes: dict[str, Any] = {}
     for assignment in filter(None, assignments.split(",")):
         name, equals, value = assignment.partition("=")
+        if name not in known and "arguments" in known and equals:  # of a custom part, for the class that it names
+            changes["arguments"] = (*changes.get("arguments", part.arguments), assignment)
+            continue
         if name not in known:
             hint = suggest(name, known) if known else ", nor any other"
             raise RequestError(f"{kind} has no setting {sanitize(name)}{hint}")

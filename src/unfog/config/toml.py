@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from unfog.config.aliases import current_name
 from unfog.config.spec_strings import lookup, parse_spec, registry_of
 from unfog.config.values import MAX_INT, FormatError, describe_mismatch, parse_value, sanitize, strip_optional, suggest
+from unfog.custom import is_own_choice
 from unfog.errors import RequestError
 
 T = TypeVar("T")
@@ -165,6 +166,8 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         for choice in args:
             if type(value) is type(choice) and value == choice:
                 return choice
+        if is_own_choice(annotation, value):
+            return value
     # numpy's numbers count as well, but become plain ones, which is what config.toml can hold.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
         if abs(int(value)) > MAX_INT:

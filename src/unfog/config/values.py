@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unfog.custom import is_own_choice
+
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # ASCII only: Python's own reading takes digits of every script, and words such as "infinity".
 _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*")
@@ -91,6 +93,8 @@ def parse_value(annotation: Any, words: Sequence[str]) -> Any:
         choices = {str(choice): choice for choice in args}
         if word in choices:
             return choices[word]
+        if is_own_choice(annotation, word):
+            return word
         raise FormatError(describe_mismatch(annotation, word))
     if annotation is bool:
         if word.lower() in _BOOLEANS:

@@ -12,10 +12,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, get_args
 
+from unfog.custom import is_own_choice, open_literal, resolve_step
 from unfog.diffusion.adaptive import adaptive
 from unfog.diffusion.noise import EDM_LIMITS, Path, Schedule, karras
-from unfog.diffusion.steps import Level, Visit, churn, ddim, ddpm, dpmpp3, heun, mid_step, unipc_correct, unipc_predict
+from unfog.diffusion.steps import (
+    Level,
+    StepContext,
+    Visit,
+    churn,
+    ddim,
+    ddpm,
+    dpmpp3,
+    heun,
+    mid_step,
+    unipc_correct,
+    unipc_predict,
+)
 from unfog.errors import RequestError
+from unfog.settings import setting
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Denoise", "Grid", "Kind", "Level", "NoiseSource", "Observe", "Sampler", "ddpm", "noise_levels"]
 
 Kind = Literal["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"]
+open_literal(Kind, "sampler")
 TWO_CALLS = ("heun", "edm")
 """Samplers that ask the network twice a step."""
 RANDOM = ("ddpm", "edm", "dpmpp-sde")
@@ -39,7 +54,7 @@ Observe = Callable[[int, float, "Tensor", "Tensor"], None]
 class Sampler:
     """Which sampler, and in how many steps; called, it samples."""
 
-    kind: Kind = "dpmpp"
+    kind: Kind = setting("dpmpp", short="sampler")
     """ddim, dpmpp, unipc, heun: one picture whatever the steps; ddpm, dpmpp-sde, edm: fresh noise at each; adaptive."""
     steps: int = 20
     """Noise levels visited. adaptive: its first step is this part of the way."""
@@ -64,7 +79,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         for value, known in ((self.kind, get_args(Kind)), (self.grid, get_args(Grid))):
-            if value not in known:
+            if value not in known and not is_own_choice(Kind if value is self.kind else Grid, value):
                 raise RequestError(f"{value!r} is unknown to the sampler; choose from {', '.join(known)}")
         if not 1 <= self.steps <= 100_000:
             raise RequestError(
@@ -197,6 +212,8 @@ class Sampler:
                     x = ddpm(x, mid_step(x0, now, then, before), now, then, draw)
                 case "unipc":
                     x = unipc_predict(x, x0, now, then, before, order)
+                case _:
+                    x = resolve_step(self.kind)(x, x0, now, then, StepContext(predict, before, draw))
             before = [*before[-2:], here]
         return x
 

@@ -43,6 +43,21 @@ class Visit(NamedTuple):
     x0: Tensor
 
 
+class StepContext(NamedTuple):
+    """All that a step may use besides the state."""
+
+    predict: Callable[[Tensor, Level], Tensor]
+    """E[x0 | x] at another level: one more call of the network."""
+    before: Sequence[Visit]
+    """Up to three visits, the newest last."""
+    draw: Callable[[], Tensor]
+    """Fresh standard normal noise [N, C, H, W]."""
+
+
+Step = Callable[["Tensor", "Tensor", Level, Level, StepContext], "Tensor"]
+"""(x, x0, now, then, context) -> x at the next level: what `unfog.custom` registers and imports as a sampler."""
+
+
 def ddim(x: Tensor, x0: Tensor, now: Level, then: Level) -> Tensor:
     """x' = alpha' x0 + sigma' eps: the same image and noise, mixed anew (Song et al. 2021, eq. 12)."""
     return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0)

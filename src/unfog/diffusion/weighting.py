@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from unfog.custom import CustomPart
 from unfog.errors import RequestError
 
 if TYPE_CHECKING:
@@ -153,6 +154,30 @@ class Elbo:
         return schedule.snr_slope(logsnr) / 2
 
 
-Weighting = Plain | Snr | InverseSnr | MinSnr | SoftMinSnr | P2 | Edm | Uncertainty | Elbo
+@dataclass(frozen=True)
+class CustomWeighting(CustomPart):
+    """A function of your own module: `weight(logsnr [B], own [B], sigma_data, **arguments)` -> weight [B] on x0."""
+
+    noun: ClassVar[str] = "a weighting"
+
+    def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
+        """Weight on the squared x0 error."""
+        weight: Tensor = self.load()(logsnr, own, sigma_data, **self.keywords())
+        return weight
+
+    def try_out(self) -> None:
+        """Raise RequestError unless the function can be imported and weights a batch of two."""
+        import torch
+
+        load, keywords = self.load(), self.keywords()
+        try:
+            shape = load(torch.zeros(2), torch.ones(2), 0.5, **keywords).shape
+        except Exception as error:  # anything may go wrong in other people's code
+            raise RequestError(f"{self.path} cannot be used as a weighting: {error}") from error
+        if shape != (2,):
+            raise RequestError(f"{self.path} gives weights of shape {tuple(shape)} for a batch of 2; give one for each")
+
+
+Weighting = Plain | Snr | InverseSnr | MinSnr | SoftMinSnr | P2 | Edm | Uncertainty | Elbo | CustomWeighting
 """(logsnr, own, sigma_data) -> weight on the squared x0 error."""
 WEIGHTINGS = (Plain, Snr, InverseSnr, MinSnr, SoftMinSnr, P2, Edm, Uncertainty, Elbo)

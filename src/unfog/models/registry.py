@@ -1,13 +1,11 @@
-"""Which class builds which settings."""
+"""Build the network that settings describe."""
 
 from __future__ import annotations
 
-from unfog.models.dit import DiTModel
-from unfog.models.edm2_unet import MPUNetModel
-from unfog.models.settings import Architecture, DiT, MPUNet
-from unfog.models.unet import UNetModel
+from unfog.models.layers import ConditionalNetwork
+from unfog.models.settings import Architecture
 
-Network = UNetModel | MPUNetModel | DiTModel
+Network = ConditionalNetwork
 """(x [B, C, H, W], c_noise [B], label int64 [B] or None, augmentation [B, A] or None) -> y [B, C', H, W]."""
 
 
@@ -18,17 +16,14 @@ def build_model(
     augment_inputs: int = 0,
     out_channels: int | None = None,
 ) -> Network:
-    """A fresh network, which outputs exactly zero; its random weights come from torch's global generator.
+    """Return a network with fresh weights from torch's global generator; the built-in ones begin with an output of 0.
 
     Args:
-        settings: the architecture, whose type says which network.
+        settings: of a built-in, registered or custom network.
         channels: of the images, C.
         classes: number of classes besides "none"; 0 builds a network without labels.
-        augment_inputs: numbers that say how an image was augmented; 0 builds a network that is not told.
+        augment_inputs: numbers that say how an image was augmented; 0 builds a network without that input.
         out_channels: C' where it is not C.
     """
-    if isinstance(settings, MPUNet):
-        return MPUNetModel(settings, channels, classes, augment_inputs, out_channels)
-    if isinstance(settings, DiT):
-        return DiTModel(settings, channels, classes, augment_inputs, out_channels)
-    return UNetModel(settings, channels, classes, augment_inputs, out_channels)
+    network: Network = settings.build(channels, classes, augment_inputs, out_channels)
+    return network

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from unfog.errors import RequestError
+from unfog.models.network_settings import CustomNetwork, NetworkSettings, SizeBound
 from unfog.models.unet_levels import (
     check_condition,
     check_halving,
@@ -18,48 +19,6 @@ from unfog.models.unet_levels import (
 from unfog.settings import setting
 
 
-class SizeBound(NamedTuple):
-    """Upper bounds on the numbers (not bytes) of a network."""
-
-    weights: float
-    activations: float
-    """Kept of each image for the backward pass."""
-
-
-class NetworkSettings:
-    """Base of the settings of every network; a new network overrides what does not hold for it."""
-
-    kind: ClassVar[str]
-    """Name on the command line and in config.toml."""
-    fixed_norm_weights: ClassVar[bool] = False
-    """Weights are normalised after every step, so that weight decay would only shrink the gains."""
-    prefers_channels_last: ClassVar[bool] = False
-    """Most of the time goes into convolutions, which some devices compute faster in that memory format."""
-    reference_lr: ClassVar[float] = 3e-3
-    """Learning rate of AdamW for a million parameters at batch 64 (docs/decisions/0007-default-recipe.md)."""
-    lr_exponent: ClassVar[float] = 0.5
-    """The learning rate falls as the number of parameters to the power of minus this."""
-    muon_lr_factor: ClassVar[float] = 1.0
-    """Learning rate of Muon over that of AdamW."""
-
-    def check(self, size: int | tuple[int, int]) -> None:
-        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
-
-    def layout(self, height: int, width: int) -> str:
-        """Describe for people how the network works on images of this size."""
-        return f"for {width}x{height} pixels"
-
-    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
-        """Return bounds for images [channels, side, side]; infinite, which is always right, makes planning slower.
-
-        Args:
-            channels: of the images.
-            side: of the images, in pixels.
-            conditions: rows of the embeddings of class and augmentation.
-        """
-        return SizeBound(float("inf"), float("inf"))
-
-
 @dataclass(frozen=True)
 class UNet(NetworkSettings):
     """A U-Net of residual blocks (DDPM, appendix B), equal key by key to what diffusers calls UNet2DModel.
@@ -68,6 +27,7 @@ class UNet(NetworkSettings):
     """
 
     kind: ClassVar[str] = "unet"
+    model: ClassVar[str] = "unfog.models.unet:UNetModel"
     prefers_channels_last: ClassVar[bool] = True
     muon_lr_factor: ClassVar[float] = 2.0
     channels: tuple[int, ...] = (64, 96, 128)
@@ -147,6 +107,7 @@ class MPUNet(NetworkSettings):
     """
 
     kind: ClassVar[str] = "mpunet"
+    model: ClassVar[str] = "unfog.models.edm2_unet:MPUNetModel"
     fixed_norm_weights: ClassVar[bool] = True
     prefers_channels_last: ClassVar[bool] = True
     reference_lr: ClassVar[float] = 3e-2  # docs/decisions/0013-networks.md
@@ -198,6 +159,7 @@ class DiT(NetworkSettings):
     """
 
     kind: ClassVar[str] = "dit"
+    model: ClassVar[str] = "unfog.models.dit:DiTModel"
     reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md
     width: int = 256
     """Channels of a token."""
@@ -250,8 +212,9 @@ class DiT(NetworkSettings):
         return SizeBound(weights, activations)
 
 
-Architecture = UNet | MPUNet | DiT
+Architecture = UNet | MPUNet | DiT | CustomNetwork
 ARCHITECTURES = (UNet, MPUNet, DiT)
+"""The built-in networks."""
 
 
 SIZES: dict[str, Architecture] = {

@@ -18,6 +18,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.network_settings import CustomNetwork
 from unfog.models.registry import Network, build_model
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.distributed.fsdp import compile_blocks
@@ -105,6 +106,8 @@ def build_network(config: Config) -> Network | AutoencoderModel:
         told = CONDITIONS if config.data.augment else 0
         out = 2 * channels if config.diffusion.learned_variance else None
         network = build_model(config.network, channels, len(config.classes), told, out)
+        if isinstance(config.network, CustomNetwork) and not told:
+            config.network.try_out(network, (channels, side, side), out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +164,8 @@ def load_initial_weights(config: Config) -> InitialWeights:
     found = _describe_source(config.init, config.diffusion)
     mine, theirs = config.network, found.config.network
     assert theirs is not None  # a run's is settled
-    if mine is None or replace(mine, dropout=theirs.dropout) != theirs:
+    dropout = {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name == "dropout"}
+    if mine is None or type(mine) is not type(theirs) or replace(mine, **dropout) != theirs:
         raise RequestError(
             f"network = {format_spec(mine)} is not that of {config.init.folder}, {format_spec(theirs)}; leave "
             "--network away, or change no more of it than dropout"

@@ -25,7 +25,7 @@ from unfog.runs.context import RunContext, open_run
 from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.metrics_hook import resolve_metrics
 from unfog.runs.session import Session
-from unfog.runs.train import check_custom_optimizer, export_trained_autoencoder, settings_findings, write_data_files
+from unfog.runs.train import check_custom_parts, export_trained_autoencoder, settings_findings, write_data_files
 from unfog.runs.workers import broadcast_config
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
@@ -133,7 +133,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> ResumePoint:
 
 def _check_resume_request(stored: Config, config: Config) -> None:
     check_request(config)
-    check_custom_optimizer(config)
+    check_custom_parts(config)
     report_dropped_levels(stored.sampler, config.sampler)
     if not Path(config.source).is_absolute():  # the name of a data set, or a URL
         return

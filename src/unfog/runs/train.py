@@ -6,10 +6,13 @@ from pathlib import Path
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
+from unfog.custom import PREFIX, resolve_step
 from unfog.data.augmentation import Augment
+from unfog.diffusion.weighting import CustomWeighting
 from unfog.doctor.images.image_checks import quick_check_images
 from unfog.doctor.settings.settings_checks import check_settings
 from unfog.evaluation.features import open_features
+from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.data_report import write_data_report
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
@@ -40,7 +43,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         RunError: training failed.
     """
     check_request(config)
-    check_custom_optimizer(config)
+    check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
     _check_metric_features(config)
     with open_run(folder, config, new=True) as run:
@@ -86,15 +89,19 @@ def _create_run(session: Session) -> None:
     run.heartbeat.silent = False
 
 
-def check_custom_optimizer(config: Config) -> None:
-    """Say which foreign code an optimiser given by its import path runs, as the settings may be somebody else's.
+def check_custom_parts(config: Config) -> None:
+    """Import the custom parts, which announces them, before any image is read.
 
     Raises:
-        RequestError: it is no optimiser whose training can be resumed.
+        RequestError: one cannot be imported, or the training of the optimiser could not be resumed.
     """
+    if isinstance(config.network, CustomNetwork):
+        config.network.load()
+    if isinstance(config.diffusion.weighting, CustomWeighting):
+        config.diffusion.weighting.try_out()
+    if config.sampler.kind.startswith(PREFIX):
+        resolve_step(config.sampler.kind)
     if isinstance(config.optimizer.method, Custom):
-        if path := config.optimizer.method.path:
-            say(f"  optimizer: imports and runs {path}, as these settings ask for")
         check_resumable(config.optimizer.method)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from unfog.custom import CustomPart
 from unfog.errors import RequestError
 
 REFERENCE_BATCH = 64
@@ -53,17 +54,13 @@ class Muon:
 
 
 @dataclass(frozen=True)
-class Custom:
+class Custom(CustomPart):
     """Any torch optimiser by its dotted path. Naming one runs its code: it is imported when the run begins.
 
     It is called with the parameters, `lr`, and the arguments; its moments are saved and restored like AdamW's.
     """
 
-    kind: ClassVar[str] = "custom"
-    path: str = ""
-    """Such as torch.optim.RMSprop: a module that can be imported, a dot, and a class in it."""
-    arguments: tuple[str, ...] = ()
-    """Its keyword arguments, such as alpha=0.9/momentum=0.9; values as Python writes them."""
+    noun: ClassVar[str] = "an optimiser"
 
     @property
     def identity(self) -> str:

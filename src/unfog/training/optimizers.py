@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -153,8 +151,10 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
     Raises:
         RequestError: there is none, it does not take the arguments, does not step, or keeps what cannot be saved.
     """
-    kind = _import_optimizer(method.path)
-    keywords = dict(map(_parse_keyword, method.arguments))
+    kind: Callable[..., torch.optim.Optimizer] = method.load()
+    keywords = method.keywords()
+    if torch.optim.Optimizer not in getattr(kind, "__mro__", ()):
+        raise RequestError(f"path = {method.path!r} is no torch.optim.Optimizer; give the class of one")
     with torch.random.fork_rng(devices=[]):
         toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
         try:
@@ -199,34 +199,6 @@ def check_resumable(method: Custom) -> None:
         raise RequestError(
             f"{method.path} keeps something outside its state, which no checkpoint can hold; choose another optimiser"
         )
-
-
-def _import_optimizer(path: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class that a dotted path names; runs the code of its module. RequestError if it is no optimiser."""
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise RequestError(
-            f"path = {path!r} must name a module and an optimiser in it, such as torch.optim.RMSprop, as in "
-            "--optimizer custom:path=torch.optim.RMSprop"
-        )
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RequestError(f"path = {path!r} cannot be imported: {error}") from None
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise RequestError(f"path = {path!r} is no torch.optim.Optimizer; give the class of one")
-    return kind
-
-
-def _parse_keyword(text: str) -> tuple[str, Any]:
-    """`alpha=0.9` as ("alpha", 0.9). RequestError if it is none, or the value is no literal of Python."""
-    name, equals, value = text.partition("=")
-    try:
-        if not (equals and name.isidentifier()):
-            raise ValueError
-        return name, ast.literal_eval(value.strip())
-    except (ValueError, SyntaxError):
-        raise RequestError(f"{text!r} is no keyword argument; write it as alpha=0.9 or name='text'") from None
 
 
 def _is_storable(value: object) -> bool:

@@ -211,6 +211,7 @@ class TrainState:
             "method": self.method,
             "lost_shards": dict(self.lost_shards),
             "optimizer": optim.optimizer_numbers(self.optimizer, self.model),
+            "levels": None,  # of a loss that does not follow them
             **{name: entry.state_dict() for name, entry in self.entries.items()},
         }
 

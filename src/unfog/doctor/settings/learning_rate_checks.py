@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from unfog.config.schema import Config
-from unfog.models.settings import NetworkSettings, UNet
+from unfog.models.network_settings import NetworkSettings
+from unfog.models.settings import UNet
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_number
 from unfog.training.ema_schedules import EmaSchedule

@@ -1,0 +1,124 @@
+"""People's own parts: a network, weighting, sampler step or optimiser that is not in this package.
+
+Two ways lead to them. `register` adds a class or function from Python, under a name. A spec string such as
+`custom:path=mymodule.MyNet,width=64` imports `mymodule` and calls `MyNet(..., width=64)`. Settings may be somebody
+else's, so every import is announced on stderr before it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+from unfog.errors import RequestError
+
+T = TypeVar("T")
+
+PREFIX = "custom:path="
+
+REGISTERED: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+"""Section ("network", "weighting", "sampler", ...) -> name -> default instance of a settings class, or a function."""
+
+_open_literals: dict[Any, str] = {}
+_announced: set[str] = set()
+
+
+def register(section: str) -> Callable[[T], T]:
+    """Return a decorator that adds a part to a section, for command line, TOML and Python.
+
+    Sections are network, weighting, path, schedule, target, ema and optimizer, whose parts are frozen dataclasses with
+    defaults and a `kind`, and sampler, whose parts are functions (see `unfog.diffusion.steps.Step`).
+    """
+
+    def add(part: Any) -> Any:
+        name = getattr(part, "kind", "") or part.__name__.replace("_", "-")
+        REGISTERED[section][name] = part() if isinstance(part, type) else part
+        return part
+
+    return add
+
+
+def open_literal(annotation: Any, section: str) -> None:
+    """Let a setting of this Literal type also take the registered names of a section, and `custom:path=...`."""
+    _open_literals[annotation] = section
+
+
+def is_own_choice(annotation: Any, value: object) -> bool:
+    """Return True if an open Literal takes this text besides its members."""
+    section = _open_literals.get(annotation)
+    return section is not None and isinstance(value, str) and (value in REGISTERED[section] or value.startswith(PREFIX))
+
+
+@cache
+def resolve_step(kind: str) -> Callable[..., Any]:
+    """Return the sampler step that a registered name or `custom:path=MODULE.FUNCTION,name=value` stands for."""
+    if kind in REGISTERED["sampler"]:
+        step: Callable[..., Any] = REGISTERED["sampler"][kind]
+        return step
+    path, *arguments = kind.removeprefix(PREFIX).split(",")
+    return partial(import_object(path, "a sampler step"), **parse_keywords(arguments))
+
+
+@dataclass(frozen=True)
+class CustomPart:
+    """Settings of a part that its dotted path names. Constructing this imports nothing; `load` does."""
+
+    kind: ClassVar[str] = "custom"
+    noun: ClassVar[str] = "a part"
+    """The part in messages, with its article."""
+    path: str = ""
+    """A module that can be imported, a dot, and a class or function in it, such as mymodule.MyNet."""
+    arguments: tuple[str, ...] = ()
+    """Its keyword arguments, such as alpha=0.9/momentum=0.9; values as Python writes them."""
+
+    def load(self) -> Any:
+        """Import and return the class or function. Raise RequestError if there is none."""
+        return import_object(self.path, self.noun)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments as Python values. Raise RequestError if one is no keyword argument."""
+        return parse_keywords(self.arguments)
+
+
+def import_object(path: str, noun: str) -> Any:
+    """Announce a dotted path once per process, and import it, which runs the code of its module.
+
+    Raises:
+        RequestError: the path names nothing that can be imported.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        example = "torch.optim.RMSprop" if noun.endswith("optimiser") else "mymodule.Name"
+        raise RequestError(f"path = {path!r} must name a module and {noun} in it, as in custom:path={example}")
+    if path not in _announced and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"  {noun.split()[-1]}: imports and runs {path}, as these settings ask for\n")
+    # The `unfog` script, unlike `python -m unfog`, leaves the current folder out. Last, so that it shadows nothing.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # anything may go wrong in other people's modules
+        raise RequestError(f"path = {path!r} cannot be imported: {error}") from error
+    _announced.add(path)
+    return found
+
+
+def parse_keywords(arguments: list[str] | tuple[str, ...]) -> dict[str, Any]:
+    """Return `alpha=0.9` as {"alpha": 0.9}. Raise RequestError if a value is no literal of Python."""
+    keywords: dict[str, Any] = {}
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        try:
+            if not (equals and name.isidentifier()):
+                raise ValueError
+            keywords[name] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            raise RequestError(f"{text!r} is no keyword argument; write it as alpha=0.9 or name='text'") from None
+    return keywords

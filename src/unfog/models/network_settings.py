@@ -1,0 +1,117 @@
+"""Base of all network settings, and the settings of a network from somebody's own module. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
+
+from unfog.custom import CustomPart
+from unfog.errors import RequestError
+
+
+class SizeBound(NamedTuple):
+    """Upper bounds on the numbers (not bytes) of a network."""
+
+    weights: float
+    activations: float
+    """Kept of each image for the backward pass."""
+
+
+class NetworkSettings:
+    """Base of the settings of every network; a new network overrides what does not hold for it."""
+
+    kind: ClassVar[str]
+    """Name on the command line and in config.toml."""
+    model: ClassVar[str]
+    """MODULE:CLASS of the network, called as CLASS(settings, channels, classes, augment_inputs, out_channels)."""
+    fixed_norm_weights: ClassVar[bool] = False
+    """Weights are normalised after every step, so that weight decay would only shrink the gains."""
+    prefers_channels_last: ClassVar[bool] = False
+    """Most of the time goes into convolutions, which some devices compute faster in that memory format."""
+    reference_lr: ClassVar[float] = 3e-3
+    """Learning rate of AdamW for a million parameters at batch 64 (docs/decisions/0007-default-recipe.md)."""
+    lr_exponent: ClassVar[float] = 0.5
+    """The learning rate falls as the number of parameters to the power of minus this."""
+    muon_lr_factor: ClassVar[float] = 1.0
+    """Learning rate of Muon over that of AdamW."""
+
+    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
+        """Return the network, a torch.nn.Module with fresh weights."""
+        module, _, name = self.model.partition(":")
+        return getattr(import_module(module), name)(self, channels, classes, augment_inputs, out_channels)
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        """Raise `RequestError` unless images of `size` pixels (side, or height and width) fit."""
+
+    def layout(self, height: int, width: int) -> str:
+        """Describe for people how the network works on images of this size."""
+        return f"for {width}x{height} pixels"
+
+    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+        """Return bounds for images [channels, side, side]; infinite, which is always right, makes planning slower.
+
+        Args:
+            channels: of the images.
+            side: of the images, in pixels.
+            conditions: rows of the embeddings of class and augmentation.
+        """
+        return SizeBound(float("inf"), float("inf"))
+
+
+@dataclass(frozen=True)
+class CustomNetwork(CustomPart, NetworkSettings):
+    """A network from your own module by its dotted path. Naming one runs its code: it is imported to build it.
+
+    The class is called as `MyNet(channels=3, classes=10, out_channels=3, **arguments)`, and must give a
+    torch.nn.Module with
+
+        forward(x [B, channels, H, W], c_noise float [B], label int64 [B] or None) -> [B, out_channels, H, W]
+
+    Labels are 0 to classes - 1, and `classes` where a sample has none; without classes, label is None. `out_channels`
+    is twice `channels` with a learned variance. With data.augment, the class also gets `augment_inputs`, and forward
+    a fourth argument, float [B, augment_inputs]. A network that depends on the image size takes it as an argument,
+    such as size=64. An output of zero at the start trains best, as the built-in networks have it.
+    """
+
+    kind: ClassVar[str] = "custom"
+    noun: ClassVar[str] = "a network"
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        if not self.path:
+            raise RequestError("path = '' of a custom network must name a class, as in custom:path=mymodule.MyNet")
+        self.keywords()
+
+    def build(self, channels: int, classes: int, augment_inputs: int, out_channels: int | None) -> Any:
+        from torch import nn
+
+        options = {"channels": channels, "classes": classes, "out_channels": out_channels or channels}
+        if augment_inputs:
+            options["augment_inputs"] = augment_inputs
+        kind = self.load()
+        try:
+            network = kind(**options, **self.keywords())
+        except Exception as error:  # anything may go wrong in other people's code
+            raise RequestError(f"{self.path} cannot be built as a network: {error}") from error
+        if not isinstance(network, nn.Module):
+            raise RequestError(f"{self.path} is no torch.nn.Module; give the class of one")
+        network.image_channels, network.num_classes = channels, classes  # type: ignore[assignment]
+        return network
+
+    def try_out(self, network: Any, shape: tuple[int, int, int], out_channels: int) -> None:
+        """Call the network once, so that what does not fit is refused before training.
+
+        Raises:
+            RequestError: it fails for an image of this shape (C, H, W), or its output has another shape.
+        """
+        import torch
+
+        expected = (1, out_channels, *shape[1:])
+        label = torch.zeros(1, dtype=torch.int64) if network.num_classes else None
+        try:
+            with torch.no_grad():
+                found = tuple(network(torch.zeros(1, *shape), torch.ones(1), label).shape)
+        except Exception as error:
+            raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}") from error
+        if found != expected:
+            raise RequestError(f"{self.path} gives an output of shape {found}, and {expected} is needed")

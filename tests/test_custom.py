@@ -1,0 +1,142 @@
+"""A network, weighting and sampler step from somebody's own module, and such parts registered from Python."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import unfog
+from unfog import custom
+from unfog.config.schema import Config
+from unfog.config.spec_strings import format_spec, parse_spec, registry_of
+from unfog.config.toml import from_toml, to_toml, update
+from unfog.diffusion.sampler import Sampler
+from unfog.diffusion.weighting import Weighting
+from unfog.errors import RequestError
+
+MODULE = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, channels, classes, out_channels, width=8):
+        super().__init__()
+        self.inner = torch.nn.Conv2d(channels, width, 3, padding=1)
+        self.outer = torch.nn.Conv2d(width, out_channels, 3, padding=1)
+        self.label = torch.nn.Embedding(classes + 1, width) if classes else None
+
+    def forward(self, x, c_noise, label):
+        h = self.inner(x)
+        if self.label is not None and label is not None:
+            h = h + self.label(label)[:, :, None, None]
+        return self.outer(torch.relu(h))
+
+class Narrow(Net):
+    def forward(self, x, c_noise, label):
+        return super().forward(x, c_noise, label)[:, :, 1:]
+
+def weight(logsnr, own, sigma_data, power=1.0):
+    return own ** power
+
+def step(x, x0, now, then, context, share=1.0):
+    return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0) * share
+"""
+SETTINGS = {"size": 8, "steps": 2, "batch": 4, "lr": 1e-3}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch, images):
+    """Images in a folder, and a module of a name that no other test has imported."""
+    name = f"mine_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+@pytest.fixture
+def images(tmp_path):
+    from PIL import Image
+
+    for i in range(12):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.new("L", (8, 8), 20 * i).save(tmp_path / "photos" / f"{i}.png")
+    return tmp_path / "photos"
+
+
+def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path, capsys):
+    parts = {
+        "network": f"custom:path={mine}.Net,width=4",
+        "weighting": f"custom:path={mine}.weight,power=0.5",
+        "sampler": f"custom:path={mine}.step,share=0.9",
+    }
+    run = unfog.train(images, out=tmp_path / "run", **SETTINGS, **parts)
+    told = capsys.readouterr().err
+    assert [told.count(f"imports and runs {mine}.{name}") for name in ("Net", "weight", "step")] == [1, 1, 1]
+    assert run.network.inner.out_channels == 4
+    text = (tmp_path / "run" / "config.toml").read_text()
+    assert f'path = "{mine}.Net"' in text
+    assert 'arguments = ["width=4"]' in text
+    assert unfog.resume(tmp_path / "run", steps=4).sample(2, seed=1).shape == (2, 8, 8, 1)
+
+
+def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monkeypatch, capsys):
+    config = update(Config(), {"network": f"custom:path={mine}.Net"}, "")
+    assert from_toml(to_toml(config), Config()) == config
+    assert format_spec(config.network) == f"custom:path={mine}.Net"
+    monkeypatch.setattr(custom, "import_module", lambda name: pytest.fail("not announced"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(custom, "import_module", lambda name: capsys.readouterr().err.index(name) and torch)
+    with pytest.raises(RequestError, match="cannot be imported"):
+        config.network.load()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"network": "custom"}, "must name a class"),
+        ({"network": "custom:path={}.Net,widht=4"}, "cannot be built as a network"),
+        ({"network": "custom:path={}.Net,width=four"}, "no keyword argument"),
+        ({"network": "custom:path={}.Missing"}, "cannot be imported"),
+        ({"network": "custom:path={}.step"}, "cannot be built as a network"),
+        ({"network": "custom:path={}.Narrow"}, r"output of shape \(1, 1, 7, 8\)"),
+        ({"weighting": "custom:path={}.weight,gamma=1"}, "cannot be used as a weighting"),
+        ({"sampler": "custom:path={}.missing"}, "cannot be imported"),
+        ({"sampler": "custom"}, "no"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_training(mine, images, tmp_path, part, said):
+    part = {name: text.format(mine) for name, text in part.items()}
+    with pytest.raises(RequestError, match=said):
+        unfog.train(images, out=tmp_path / "run", **SETTINGS, **part)
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_registered_parts_have_names_like_the_built_in_ones(monkeypatch):
+    for section in ("weighting", "sampler"):
+        monkeypatch.setitem(custom.REGISTERED, section, custom.REGISTERED[section].copy())
+
+    @custom.register("sampler")
+    def half_euler(x, x0, now, then, context):
+        return then.alpha * x0 + then.sigma / now.sigma * (x - now.alpha * x0)
+
+    assert update(Config(), {"sampler": {"kind": "half-euler"}}, "").sampler == Sampler(kind="half-euler")
+    with pytest.raises(RequestError):
+        Sampler(kind="half-eule")
+
+
+@custom.register("weighting")
+@dataclass(frozen=True)
+class Rooted:
+    kind: ClassVar[str] = "rooted"
+    power: float = 0.5
+
+    def __call__(self, logsnr, own, sigma_data):
+        return own**self.power
+
+
+def test_a_registered_weighting_has_settings():
+    config = update(Config(), {"diffusion": {"weighting": "rooted:power=0.25"}}, "")
+    assert config.diffusion.weighting == Rooted(0.25)
+    assert from_toml(to_toml(config), Config()) == config
+    assert parse_spec(registry_of(Weighting), "rooted") == Rooted()
+    assert config.diffusion.weight(torch.zeros(2)).shape == (2,)
