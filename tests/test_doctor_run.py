@@ -143,7 +143,7 @@ def test_a_network_that_answers_nothing_has_not_learned(run):
 
 def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypatch):
     """The drawn pictures are training images with a little noise on them."""
-    import unfog.doctor.run.run_checks as examination
+    from unfog.doctor.run import run_checks as examination
 
     def copies(network, config, drawing, *rest):
         chosen = np.random.default_rng(0).choice(240, drawing.count)
@@ -201,7 +201,7 @@ def test_other_images_than_it_was_trained_on_are_not_compared(run, photos):
         found = examined(run, samples=8)
     finally:
         other.unlink()
-    assert "not those that it was trained on" in found["run.skipped"].evidence
+    assert "has changed since training" in found["run.skipped"].evidence
     assert "run.memorised" not in found
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_examined(run):
     assert "sha256 differs" in told.evidence
     assert told.facts["broken"] == [newest.name]
     assert STEPS not in told.facts["steps"]
-    assert told.remedy.endswith(f"goes on from step {max(told.facts['steps'])}")
+    assert told.remedy.endswith(f"continues from step {max(told.facts['steps'])}")
     (newest / "manifest.json").unlink()
     assert examined(run, samples=0)["run.checkpoints"].severity == "warning"
 
@@ -229,12 +229,12 @@ def test_where_every_checkpoint_is_damaged_it_is_told(run):
     found = examined(run, samples=0)
     assert found["run.checkpoints"].severity == "warning"
     assert found["run.checkpoints"].facts["steps"] == []
-    assert "no checkpoint is whole" in found["run.skipped"].evidence
+    assert "no checkpoint is intact" in found["run.skipped"].evidence
 
 
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_was_read_before(run, monkeypatch):
     """The images are read after the weights, which takes long; until then the run has made newer ones."""
-    import unfog.doctor.run.run_checks as examination
+    from unfog.doctor.run import run_checks as examination
 
     images_of = examination._load_run_images
 

@@ -17,11 +17,11 @@ from unfog.errors import RequestError
 from unfog.evaluation.resize import antialiased, tf1_bilinear
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
-INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
+_INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
 """The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
 (pixel - 128) / 128 to the 2048 numbers of its last pooling."""
 
-RANGES = {
+_RANGES = {
     "unit": (0.0, 255.0),
     "symmetric": (127.5, 127.5),
     "inception": (128.0, 128.0),
@@ -40,7 +40,7 @@ class NetworkInput:
     size: int = 224
     """Side in pixels; 0 = as they come."""
     range: str = "imagenet"
-    """One of RANGES."""
+    """One of _RANGES."""
     resize: str = "bicubic"
     """bicubic = smoothed where it shrinks; tf1 = TensorFlow 1's bilinear."""
 
@@ -65,7 +65,7 @@ class TorchScriptNetwork:
         size = self.settings.size
         if size and x.shape[2:] != (size, size):
             x = tf1_bilinear(x, size) if self.settings.resize == "tf1" else antialiased(x, size)
-        mean, deviation = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in RANGES[self.settings.range])
+        mean, deviation = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in _RANGES[self.settings.range])
         x = ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)  # a quarter faster on a CPU
         # The profiling executor may fuse from the second call on, and then rounds otherwise than in the first.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def _digest(sha256: str, settings: NetworkInput) -> str:
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-INCEPTION = KnownNetwork(INCEPTION_SHA256, NetworkInput(INCEPTION_FILE, 299, "inception", "tf1"))
+INCEPTION = KnownNetwork(_INCEPTION_SHA256, NetworkInput(INCEPTION_FILE, 299, "inception", "tf1"))
 
 
 def inception_path() -> Path:
@@ -112,8 +112,8 @@ def load_inception(device: torch.device) -> TorchScriptNetwork:
             "where it comes from), name it by UNFOG_INCEPTION, or use --features texture"
         )
     content = _read(path)
-    if (found := hashlib.sha256(content).hexdigest()) != INCEPTION_SHA256:
-        raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {INCEPTION_SHA256[:12]}…: fetch it again")
+    if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:
+        raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {_INCEPTION_SHA256[:12]}…: fetch it again")
     return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
 
 
@@ -126,7 +126,7 @@ def load_torchscript(settings: NetworkInput, device: torch.device, only_known: b
     path = Path(settings.path).expanduser()
     content = _read(path)
     sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 == INCEPTION_SHA256:
+    if sha256 == _INCEPTION_SHA256:
         return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
     if only_known:
         raise RequestError(
@@ -156,8 +156,8 @@ def parse_network_file(text: str) -> NetworkInput:
     )
     if not size.isdecimal():
         raise RequestError(f"size = {size!r} of features must be a number of pixels, or 0 for as they come")
-    if values not in RANGES:
-        raise RequestError(f"range = {values!r} of features must be one of {', '.join(RANGES)}")
+    if values not in _RANGES:
+        raise RequestError(f"range = {values!r} of features must be one of {', '.join(_RANGES)}")
     if resize not in ("bicubic", "tf1"):
         raise RequestError(f"resize = {resize!r} of features must be bicubic or tf1")
     return NetworkInput(match[1], int(size), values, resize)

@@ -25,7 +25,7 @@ from unfog.errors import RequestError, RunError
 from unfog.evaluation.features import Features
 from unfog.evaluation.frechet_distance import FeatureStatistics, feature_statistics
 
-FORMAT = 1
+_FORMAT = 1
 CHUNK = 500
 
 
@@ -100,7 +100,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
 
 def features_folder(cache_key: str, count: int, features: Features) -> Path:
     """Return the cache folder of features of these images by this extractor; it need not exist."""
-    name = hashlib.sha256(repr((FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((_FORMAT, CHUNK, cache_key, count, features.digest)).encode()).hexdigest()[:32]
     return cache_folder() / "features" / name
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 5000
+_BLOCK = 5000
 ROWS = 1024
 
 
@@ -22,7 +22,7 @@ class Discrepancy(NamedTuple):
     error: float
 
 
-def kernel_distance(x: Tensor, y: Tensor, seed: int = 0, block: int = BLOCK) -> Discrepancy:
+def kernel_distance(x: Tensor, y: Tensor, seed: int = 0, block: int = _BLOCK) -> Discrepancy:
     """Unbiased squared MMD of features [N, D], [M, D], in float64.
 
     Every picture is used once: sets of more than `block` are cut at random into equally many parts, and the parts'

@@ -12,13 +12,13 @@ from unfog.errors import RequestError
 from unfog.evaluation.metrics import MetricResult
 
 PIXEL_METRICS = ("sliced",)
-PATCH = 7
-SMALLEST = 8
+_PATCH = 7
+_SMALLEST = 8
 """Side of the last level of the pyramid at least: a patch of it is most of a picture (Karras et al. stop at 16)."""
 PATCHES = 2**17
 """Patches of a set at most, and so what memory holds; of a picture at most 32."""
-DIRECTIONS = 64
-ROWS = 1000
+_DIRECTIONS = 64
+_ROWS = 1000
 
 
 def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, float]:
@@ -32,9 +32,9 @@ def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, f
     Raises:
         RequestError: pictures that are smaller than a patch, or of two shapes.
     """
-    if real.shape[1:] != fake.shape[1:] or min(real.shape[2:]) < PATCH:
+    if real.shape[1:] != fake.shape[1:] or min(real.shape[2:]) < _PATCH:
         raise RequestError(
-            f"pictures {list(real.shape)} and {list(fake.shape)} must be of one shape, of {PATCH} pixels or more"
+            f"pictures {list(real.shape)} and {list(fake.shape)} must be of one shape, of {_PATCH} pixels or more"
         )
     n = min(len(real), len(fake), PATCHES)
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, f
             cut.append(_patches(pictures, side, generator))
         mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=1e-6)
         a, b = (((patches - mean[:, None]) / deviation[:, None]).flatten(1) for patches in cut)
-        directions = F.normalize(torch.randn(DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
+        directions = F.normalize(torch.randn(_DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
         apart = [
             ((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean() for d in torch.split(directions, 16)
         ]
@@ -80,23 +80,23 @@ def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
 def _sides(side: int) -> list[int]:
     """Return the sides of all levels, the largest first."""
     sides = [side]
-    while (half := -(-sides[-1] // 2)) >= SMALLEST:  # of an odd side one more than the other half is kept
+    while (half := -(-sides[-1] // 2)) >= _SMALLEST:  # of an odd side one more than the other half is kept
         sides.append(half)
     return sides
 
 
 def _patches(pictures: Tensor, side: int, generator: torch.Generator) -> Tensor:
-    """Cut patches from one level of pixels [N, C, H, W], at random places: [M, C, PATCH * PATCH]."""
+    """Cut patches from one level of pixels [N, C, H, W], at random places: [M, C, _PATCH * _PATCH]."""
     count = max(1, min(32, PATCHES // len(pictures)))
-    offsets = torch.arange(PATCH)
+    offsets = torch.arange(_PATCH)
     cut = []
-    for part in torch.split(pictures, ROWS):
+    for part in torch.split(pictures, _ROWS):
         level = _level(part.float(), side)
         height, width = level.shape[2:]
-        y = torch.randint(height - PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets[:, None]
-        x = torch.randint(width - PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets
+        y = torch.randint(height - _PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets[:, None]
+        x = torch.randint(width - _PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets
         which = torch.arange(len(part))[:, None, None, None]
-        found = level.movedim(1, 3)[which, y, x]  # [rows, count, PATCH, PATCH, C]
+        found = level.movedim(1, 3)[which, y, x]  # [rows, count, _PATCH, _PATCH, C]
         cut.append(found.flatten(0, 1).flatten(1, 2).movedim(2, 1))
     return torch.cat(cut)
 
@@ -105,7 +105,7 @@ def _level(x: Tensor, side: int) -> Tensor:
     """Return one level of the Laplacian pyramid of x; the last level is the low-pass residual."""
     while min(x.shape[2:]) > side:
         x = _smooth(x)[:, :, ::2, ::2]
-    if -(-side // 2) < SMALLEST:
+    if -(-side // 2) < _SMALLEST:
         return x
     spread = torch.zeros_like(x)
     spread[:, :, ::2, ::2] = _smooth(x)[:, :, ::2, ::2]

@@ -20,11 +20,11 @@ from unfog.inference.nearest_images import (
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 
-REAL = 256
+_REAL = 256
 """Number of real images that show how near unseen images usually are."""
 DRAWN = 500
 """Generated images that are checked, at most."""
-ENOUGH = 20
+_ENOUGH = 20
 """Fewest held-out images for a comparison."""
 
 
@@ -32,9 +32,9 @@ class UnseenImages:
     """Real images to compare with: held-out images, or too few of those, training images among the others."""
 
     def __init__(self, prepared: Dataset):
-        self.enough = len(prepared.held_out) >= ENOUGH
+        self.enough = len(prepared.held_out) >= _ENOUGH
         self.images: ImageSet = prepared.held_out if self.enough else prepared.train
-        self.rows: NDArray[np.int64] = evenly_spaced(len(self.images), REAL)
+        self.rows: NDArray[np.int64] = evenly_spaced(len(self.images), _REAL)
         self.what = "held-out images" if self.enough else "training images among the others"
 
     @property

@@ -15,24 +15,24 @@ from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, labelled_strip
 
-SIDE = 16
+_SIDE = 16
 """Images are compared as averages at this side, so that a shift by a pixel hardly counts."""
-NEIGHBOURS = 50
+_NEIGHBOURS = 50
 """The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
 of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
 COPY = 0.5
 """A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
-RELATED, LOWEST, NEARER = 0.1, 0.05, 0.4
+_RELATED, _LOWEST, _NEARER = 0.1, 0.05, 0.4
 """Where more than the first share of unseen images have such a near relative, that tells nothing; a copy is then what
 comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
 have come 0.7 times as near."""
-SAME = 0.5
+_SAME = 0.5
 """Levels of 255 below which two images count as the same."""
 FEWEST = 4
 """Fewest training images for a comparison: among fewer, all are near."""
-MOST = 100_000
+_MOST = 100_000
 """Most training images that are searched; of more, as many evenly spread."""
-SHOWN = 8
+_SHOWN = 8
 CHUNK = 2048
 
 
@@ -62,7 +62,7 @@ class NearestImages(NamedTuple):
 
 def _pixel_features(pixels: Tensor) -> Tensor:
     """Average uint8 [N, C, H, W] down to float32 [N, D]."""
-    side = (min(SIDE, pixels.shape[2]), min(SIDE, pixels.shape[3]))
+    side = (min(_SIDE, pixels.shape[2]), min(_SIDE, pixels.shape[3]))
     small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
     return small.flatten(1)
 
@@ -81,8 +81,8 @@ def find_nearest(
         rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
         progress: told how many images are searched.
     """
-    looked_at = evenly_spaced(len(images), MOST)
-    kept = 1 + min(NEIGHBOURS, max(2, len(looked_at) // 6))
+    looked_at = evenly_spaced(len(images), _MOST)
+    kept = 1 + min(_NEIGHBOURS, max(2, len(looked_at) // 6))
     wanted = _pixel_features(queries)
     own = None if rows is None else torch.tensor(rows)[:, None]
     best = torch.full((len(queries), 0), 0.0)
@@ -108,7 +108,7 @@ def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int
 
     Distances have the scale of the extractor; mirrored copies are found only by an extractor that ignores mirroring.
     """
-    kept = 1 + min(NEIGHBOURS, max(2, len(reference) // 6))
+    kept = 1 + min(_NEIGHBOURS, max(2, len(reference) // 6))
     own = None if rows is None else torch.tensor(rows)[:, None]
     found = []
     for first in range(0, len(queries), CHUNK // 8):
@@ -134,7 +134,7 @@ def check_memorization(
     matches: Pixels,
     what: str,
     searched: int,
-    same: float = SAME,
+    same: float = _SAME,
 ) -> Finding:
     """run.memorised.
 
@@ -150,8 +150,8 @@ def check_memorization(
     ratio, usual = found.ratio, unseen.ratio
     limit, (share, expected, certain) = COPY, copy_shares(found, unseen, COPY, same)
     related = expected
-    if not certain and related > RELATED:
-        limit = min(COPY, NEARER * float(np.quantile(usual, LOWEST)))
+    if not certain and related > _RELATED:
+        limit = min(COPY, _NEARER * float(np.quantile(usual, _LOWEST)))
         share, expected, certain = copy_shares(found, unseen, limit, same)
     copies = round(share * len(ratio))
     facts = {
@@ -184,7 +184,7 @@ def check_memorization(
 
 
 def copy_shares(
-    found: NearestImages, unseen: NearestImages, limit: float, same: float = SAME
+    found: NearestImages, unseen: NearestImages, limit: float, same: float = _SAME
 ) -> tuple[float, float, bool]:
     """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
 
@@ -202,7 +202,7 @@ def copy_shares(
 
 def _pairs_figure(drawn: Pixels, matches: Pixels, ratio: Floats) -> Figure:
     """Show the generated images with the lowest ratios over their nearest training images."""
-    order = np.argsort(ratio)[:SHOWN]
+    order = np.argsort(ratio)[:_SHOWN]
     captions = [f"{ratio[i]:.2f}" for i in order]
     picture = labelled_strip(
         {"generated": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1])

@@ -20,7 +20,7 @@ from unfog.reporting.records import write_atomic
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
-SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
+_SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
 """Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine."""
 
 
@@ -67,7 +67,7 @@ class Finding:
 
 def sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
     """Sort the worst first; findings of one severity keep their order."""
-    return sorted(findings, key=lambda finding: list(SEVERITIES).index(finding.severity))
+    return sorted(findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
 
 
 def has_fatal(findings: Sequence[Finding]) -> bool:
@@ -79,7 +79,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
     """Print all findings that are not fine, the worst first, and the number of each severity."""
     for finding in sort_by_severity(findings):
         if finding.severity != "fine":
-            say(f"  {finding}", style=SEVERITIES[finding.severity])
+            say(f"  {finding}", style=_SEVERITIES[finding.severity])
     say(f"  {summary(findings)}")
 
 
@@ -87,7 +87,7 @@ def summary(findings: Sequence[Finding]) -> str:
     """Count findings by severity: "1 warning, 2 hints, 14 fine"."""
     counts = Counter(finding.severity for finding in findings)
     plural = {"fatal": "fatal", "warning": "warnings", "hint": "hints", "fine": "fine"}
-    named = [f"{counts[s]} {s if counts[s] == 1 else plural[s]}" for s in SEVERITIES if counts[s]]
+    named = [f"{counts[s]} {s if counts[s] == 1 else plural[s]}" for s in _SEVERITIES if counts[s]]
     return ", ".join(named) or "nothing was checked"
 
 

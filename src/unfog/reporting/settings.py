@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from unfog.errors import RequestError
 
-SINKS = ("tensorboard", "wandb")
+_SINKS = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,5 @@ class Log:
         if self.every < 0:
             raise RequestError(f"log.every = {self.every} must be at least 1 step, or 0 to choose it; try 50")
         for name in self.sinks:
-            if name not in SINKS:
-                raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(SINKS)}")
+            if name not in _SINKS:
+                raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(_SINKS)}")

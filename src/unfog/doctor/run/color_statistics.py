@@ -11,21 +11,21 @@ from unfog.reporting.charts import Floats
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.image_grids import Pixels, grid
 
-CERTAIN = 4.0
+_CERTAIN = 4.0
 """Standard errors from which on a difference is not the luck of the draw; some ten of them are looked at."""
-TINTED, DARK = 8.0, 20.0
+_TINTED, _DARK = 8.0, 20.0
 """Levels of 255 by which a channel, or all of them, may be off before it is a defect rather than a detail."""
-NOTICED = 0.4
+_NOTICED = 0.4
 """Of those, what is worth a word."""
-NOISY, SMOOTH = 2.5, 0.2
+_NOISY, _SMOOTH = 2.5, 0.2
 """Energy between neighbouring pixels over that of the data: noise is left, or nothing is drawn out."""
-FAINT = 100.0
+_FAINT = 100.0
 """Such energy, of ten levels, hardly shows; it is added to both, so that flat pictures have a ratio as well."""
-BLANK = 2.0
+_BLANK = 2.0
 """Standard deviation in levels below which a picture shows nothing."""
-CLIPPED = 0.10
+_CLIPPED = 0.10
 """Share of pixels at 0 or 255 beyond that of the data."""
-NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
+_NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
 class ColorStatistics(NamedTuple):
@@ -82,7 +82,7 @@ class _Difference(NamedTuple):
     error: float
 
     def beyond(self, tolerance: float) -> bool:
-        return abs(self.value) > max(tolerance, CERTAIN * self.error)
+        return abs(self.value) > max(tolerance, _CERTAIN * self.error)
 
 
 def _difference(drawn: Floats, drawn_of: ColorStatistics, data: Floats, data_of: ColorStatistics) -> _Difference:
@@ -97,13 +97,13 @@ def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, u
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
-    names = NAMES.get(drawn.means.shape[1], ())
+    names = _NAMES.get(drawn.means.shape[1], ())
     casts = {}
     if len(names) > 1:
         mine, theirs = (s.means - s.means.mean(1, keepdims=True) for s in (drawn, data))
         casts = {n: _difference(mine[:, c], drawn, theirs[:, c], data) for c, n in enumerate(names)}
-    off = brightness.beyond(DARK) or any(cast.beyond(TINTED) for cast in casts.values())
-    slightly = brightness.beyond(NOTICED * DARK) or any(cast.beyond(NOTICED * TINTED) for cast in casts.values())
+    off = brightness.beyond(_DARK) or any(cast.beyond(_TINTED) for cast in casts.values())
+    slightly = brightness.beyond(_NOTICED * _DARK) or any(cast.beyond(_NOTICED * _TINTED) for cast in casts.values())
     worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", _Difference(0.0, 0.0)))
     evidence = (
         f"generated images differ from the training images by {brightness.value:+.1f} ± "
@@ -123,7 +123,7 @@ def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, u
 
 def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
     """run.contrast: compare the contrast. `unready` as for `check_tint`."""
-    ratio = (_weighted_mean(drawn.contrast, drawn)[0] + BLANK) / (_weighted_mean(data.contrast, data)[0] + BLANK)
+    ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
     facts = {"ratio": ratio, "difference": [*gap]}
     evidence = f"the contrast of generated images is {ratio:.2f} times that of the training images"
@@ -138,7 +138,7 @@ def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     facts = {"drawn": mine, "data": theirs}
     evidence = f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images"
-    if mine - theirs <= CLIPPED or not _difference(drawn.clipped, drawn, data.clipped, data).beyond(CLIPPED):
+    if mine - theirs <= _CLIPPED or not _difference(drawn.clipped, drawn, data.clipped, data).beyond(_CLIPPED):
         return Finding("run.saturated", "fine", evidence, "", facts)
     remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
     return Finding("run.saturated", "hint" if unready else "warning", evidence, remedy, facts)
@@ -146,8 +146,8 @@ def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str
 
 def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.blank_samples: check for blank, noisy or blurred images. `unready` as for `check_tint`."""
-    empty, usual = float((drawn.contrast < BLANK).mean()), float((data.contrast < BLANK).mean())
-    detail = (_weighted_mean(drawn.detail, drawn)[0] + FAINT) / (_weighted_mean(data.detail, data)[0] + FAINT)
+    empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
+    detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
     facts = {"blank": empty, "blank_in_data": usual, "detail": detail}
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
@@ -155,17 +155,17 @@ def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, 
         evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
         return Finding("run.blank_samples", grave, evidence, soon, facts, (exhibit,))
     evidence = f"generated images have {detail:.2f} times the fine detail of training images"
-    if detail > NOISY:
+    if detail > _NOISY:
         remedy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
         return Finding("run.blank_samples", grave, f"{evidence}: noise is left", remedy, facts, (exhibit,))
-    if detail < SMOOTH:
+    if detail < _SMOOTH:
         remedy = f"{soon}, or with a larger network; more sampling steps may help"
         return Finding("run.blank_samples", "hint", f"{evidence}: they are blurred", remedy, facts, (exhibit,))
     return Finding("run.blank_samples", "fine", f"{evidence}, and none of them is blank", "", facts)
 
 
 def _channel_table(drawn: ColorStatistics, data: ColorStatistics) -> Figure:
-    names = NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
+    names = _NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
     rows = [("", *names)]
     for title, of in (("generated", drawn), ("training", data)):
         cells = (_weighted_mean(of.means[:, c], of) for c in range(len(names)))

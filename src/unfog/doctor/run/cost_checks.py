@@ -19,19 +19,19 @@ from unfog.text import without_secrets
 from unfog.training.noise_scale import batch_advice
 from unfog.training.noise_scale import noise_scale as ratio_of_means
 
-WAITS, STARVES = 0.05, 0.10
+_WAITS, _STARVES = 0.05, 0.10
 """Shares of the time spent waiting for data from which on it is worth a word, and a warning."""
-A_LOT, MOST = 0.25, 0.50
+_A_LOT, _MOST = 0.25, 0.50
 """The same for previews, evaluations and checkpoints."""
-A_WHILE = 20.0
+_A_WHILE = 20.0
 """Seconds of them that are worth a warning."""
-AIM = 0.05
+_AIM = 0.05
 """Share that one of these should cost."""
-SLOWER = 0.7
+_SLOWER = 0.7
 """Speed of the last third of a run over that of the first, below which it has slowed down."""
-FEW = 9
+_FEW = 9
 """Lines of metrics that a trend needs."""
-UNLIKE = 8.0
+_UNLIKE = 8.0
 """A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
 
@@ -49,10 +49,10 @@ def check_data_wait(record: RunRecord) -> Finding | None:
     facts = {"share": share}
     exhibits = (Figure("Waiting for data", svg=chart),)
     evidence = f"training waited for images {share:.1%} of the time"
-    if share < WAITS:
+    if share < _WAITS:
         return Finding("run.data_wait", "fine", evidence, "", facts, exhibits)
     remedy = f"decode them once: {_pack(record.config)}, and train on OUT; or --data.cache disk"
-    severity: Severity = "warning" if share >= STARVES else "hint"
+    severity: Severity = "warning" if share >= _STARVES else "hint"
     return Finding("run.data_wait", severity, evidence, remedy, facts, exhibits)
 
 
@@ -88,19 +88,19 @@ def check_overhead(record: RunRecord) -> Finding | None:
         if not spent:
             continue
         # At least four times in the run.
-        better = min(_round_up(sum(spent) / len(spent) / (AIM * step)), _round_down(record.steps / 4))
+        better = min(_round_up(sum(spent) / len(spent) / (_AIM * step)), _round_down(record.steps / 4))
         rows.append(
             (name, f"{len(spent):,}", f"{sum(spent):,.1f}", f"{sum(spent) / record.seconds:.1%}", f"{now}", f"{better}")
         )
-        if sum(spent) > AIM * record.seconds and better > now > 0:
+        if sum(spent) > _AIM * record.seconds and better > now > 0:
             changes.append(f"--{flag} {better}")
     facts = {"share": share, "seconds": {name: sum(spent) for name, spent in costs.items()}}
     parts = ", ".join(f"{name} {min(1.0, sum(spent) / record.seconds):.0%}" for name, spent in costs.items() if spent)
     evidence = f"previews, evaluations and checkpoints took {share:.0%} of {format_duration(record.seconds)} ({parts})"
     exhibits = (Figure("Time besides training", table=rows),)
-    if share < A_LOT or not changes:
+    if share < _A_LOT or not changes:
         return Finding("run.overhead", "fine", evidence, "", facts, exhibits)
-    severity: Severity = "warning" if share >= MOST and total >= A_WHILE else "hint"
+    severity: Severity = "warning" if share >= _MOST and total >= _A_WHILE else "hint"
     over = record.step >= record.steps
     remedy = f"less often next time: {' '.join(changes)}" if over else record.command("resume", " ".join(changes))
     return Finding("run.overhead", severity, evidence, remedy, facts, exhibits)
@@ -126,14 +126,14 @@ def _round_down(x: float) -> int:
 def check_speed(record: RunRecord) -> Finding | None:
     """run.pace: check that training does not slow down, as by heat or by another program."""
     steps, speeds = record.column("images_per_second")
-    if len(speeds) < FEW:
+    if len(speeds) < _FEW:
         return None
     third = len(speeds) // 3
     before, now = float(np.median(speeds[1 : 1 + third])), float(np.median(speeds[-third:]))
     chart = line_chart({"images a second": (steps, speeds)}, "step", "images a second", zero_y=True)
     exhibits = (Figure("Speed", svg=chart),)
     facts = {"before": before, "now": now}
-    if now >= SLOWER * before:
+    if now >= _SLOWER * before:
         return Finding("run.pace", "fine", f"{now:,.0f} images a second, steady", "", facts, exhibits)
     evidence = f"training became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
     remedy = "look for another program on the machine, for heat (nvidia-smi -q -d PERFORMANCE), or for a slow disk"
@@ -191,21 +191,21 @@ def check_noise_scale(record: RunRecord) -> Finding | None:
     if scale is None:
         evidence = "the gradient noise is too large to measure: a batch is almost only noise"
         unknown = {"noise_scale": None, "batch": batch}
-        return Finding("run.noise_scale", "hint", evidence, _larger(record, UNLIKE * batch), unknown)
+        return Finding("run.noise_scale", "hint", evidence, _larger(record, _UNLIKE * batch), unknown)
     series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
     chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
     exhibits = (Figure("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),)
     facts = {"noise_scale": scale, "batch": batch}
     evidence = batch_advice(scale, batch)
-    if batch > UNLIKE * scale:
+    if batch > _UNLIKE * scale:
         better = _power_of_two(2 * max(scale, 1))
         remedy = (
             f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
             f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
         )
         return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
-    if scale > UNLIKE * batch:
-        remedy = _larger(record, min(scale / 2, UNLIKE * batch))
+    if scale > _UNLIKE * batch:
+        remedy = _larger(record, min(scale / 2, _UNLIKE * batch))
         return Finding("run.noise_scale", "hint", evidence, remedy, facts, exhibits)
     return Finding("run.noise_scale", "fine", evidence, "", facts, exhibits)
 

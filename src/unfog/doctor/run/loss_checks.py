@@ -20,14 +20,14 @@ from unfog.reporting.records import finite_number
 from unfog.reporting.report_charts import finite_column
 from unfog.training.ema_schedules import FixedEma, PowerEma
 
-MEASURED = 128
+_MEASURED = 128
 """Images of each kind whose loss is measured."""
-LEVELS = "noise level: clean 0 to noisy 1"
-CERTAIN = 3.0
+_LEVELS = "noise level: clean 0 to noisy 1"
+_CERTAIN = 3.0
 """Standard errors from which on a difference is not the luck of the draw."""
-BEHIND = 0.03
+_BEHIND = 0.03
 """Share by which the average may lose more than the weights as trained."""
-GAP, ROSE = 0.10, 0.02
+_GAP, ROSE = 0.10, 0.02
 """Share by which unseen images may lose more than seen ones, and that loss may have risen since its lowest."""
 
 
@@ -42,7 +42,7 @@ def loss_images(images: ImageSet, device: torch.device, see: Callable[[Tensor], 
     """Return up to 128 evenly spread images as the network sees them; None for an empty set."""
     if not len(images):
         return None
-    pixels, labels, _ = images.take(evenly_spaced(len(images), MEASURED))
+    pixels, labels, _ = images.take(evenly_spaced(len(images), _MEASURED))
     x0 = see(torch.from_numpy(pixels)).to(device)
     return LossImages(x0, None if labels is None else torch.from_numpy(labels).to(device))
 
@@ -119,7 +119,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
         f"the loss of the EMA weights is {abs(excess):.1%} {side} than that of the raw weights, on "
         f"{len(pairs)} {what}; the EMA averages over the last {horizon:,.0f} of {updates:,} updates"
     )
-    if excess <= BEHIND or excess < CERTAIN * error:
+    if excess <= _BEHIND or excess < _CERTAIN * error:
         return Finding("run.ema_behind", "fine", evidence, "", facts, exhibits)
     ema = record.config.ema
     narrower = f"power:width={max(0.01, ema.width / 3):.2g}" if isinstance(ema, PowerEma) else "power:width=0.05"
@@ -162,7 +162,7 @@ def check_overfitting(record: RunRecord, seen: Floats, unseen: Floats) -> Findin
         evidence += (
             f"; the held-out loss is {rose:.1%} above {lowest}" if rose > 0.001 else "; that loss is at its lowest"
         )
-    certain = gap > max(GAP, CERTAIN * error)
+    certain = gap > max(_GAP, _CERTAIN * error)
     if certain and rose > ROSE:
         return Finding("run.overfitting", "warning", evidence, _overfitting_remedy(record), facts, exhibits)
     if certain or (rose > 2 * ROSE and gap > error):
@@ -203,4 +203,4 @@ def _overfitting_remedy(record: RunRecord) -> str:
 def _level_figure(title: str, curves: dict[str, Floats]) -> Figure:
     """Plot losses [L] over the midpoints of the levels."""
     series = {name: ((np.arange(len(y)) + 0.5) / max(1, len(y)), y) for name, y in curves.items()}
-    return Figure(title, svg=line_chart(series, LEVELS, "loss"), caption="The same noise for both.")
+    return Figure(title, svg=line_chart(series, _LEVELS, "loss"), caption="The same noise for both.")

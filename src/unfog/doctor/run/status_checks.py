@@ -9,15 +9,15 @@ from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS
 
-STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
-UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
+_STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
+_UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 """Last heartbeats of a resume that failed before training; they say nothing about the session before."""
-FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
+_FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 """Words of errors about a full disk; "disk" alone could be part of a path."""
 
 
 def final_state(record: RunRecord) -> tuple[str, str]:
-    """Return (one of STATES, details), from the last event of the last session or else from its heartbeat."""
+    """Return (one of _STATES, details), from the last event of the last session or else from its heartbeat."""
     sessions = [row for row in record.events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
     last = sessions[-1] if sessions else {}
     beat = record.heartbeat or {}
@@ -28,7 +28,7 @@ def final_state(record: RunRecord) -> tuple[str, str]:
         interrupted = reason.startswith("KeyboardInterrupt")
         return ("stopped", "it was interrupted twice") if interrupted else (str(last["kind"]), reason)
     doing = str(beat.get("doing", ""))
-    if last and doing in UNBEGUN:
+    if last and doing in _UNBEGUN:
         return "killed", ""
     if doing in ("finished", "stopped") or doing.startswith("failed"):
         return doing.split(":")[0], doing.partition(": ")[2]
@@ -65,7 +65,7 @@ def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
 def _after_failure(record: RunRecord, word: str, usual_lr: float | None) -> str:
     if "diverged" in word:
         return record.stability_remedy(usual_lr)
-    if any(full in word for full in FULL):
+    if any(full in word for full in _FULL):
         return f"free some space, then {record.command('resume')}"
     if "one image at a time" in word:  # with gradient checkpointing, so that nothing is left to do without
         return "train again with a smaller --size or --network, or where there is more memory"
@@ -87,7 +87,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     seconds = lost * record.seconds / record.step if record.step else 0.0
     age = float((record.heartbeat or {}).get("age", float("nan")))
     silent = f"its last heartbeat is {format_duration(age)} old" if record.heartbeat else "it has no heartbeat"
-    if str((record.heartbeat or {}).get("doing")) in UNBEGUN:
+    if str((record.heartbeat or {}).get("doing")) in _UNBEGUN:
         silent = "a resume since did not begin"
     doing = f", while {word}" if word else ""
     evidence = (

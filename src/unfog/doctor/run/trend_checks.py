@@ -17,17 +17,17 @@ from unfog.reporting.records import finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 
-FEW = 6
+_FEW = 6
 """Lines of metrics without which a trend is none."""
-IMPROVES = 0.03
+_IMPROVES = 0.03
 """Fall of the loss for twice the images, as a share, that makes going on worth it."""
-STEEP = 0.10
+_STEEP = 0.10
 """The same that a run has early on, or for ever with far too low a rate."""
-UNLEARNED = 0.95
+_UNLEARNED = 0.95
 """Share of what answering 0 loses that a network is soon below."""
-HIGH, LOW, FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
+_HIGH, _LOW, _FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
 """Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound."""
-SOON = 100
+_SOON = 100
 """Steps after which something must have been learned."""
 
 
@@ -46,7 +46,7 @@ def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     """Fit the trend of a column; None with too few lines."""
     steps, values = record.column(name)
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
-    if keep.sum() < FEW:
+    if keep.sum() < _FEW:
         return None
     x, y = np.log2(steps[keep]), np.log(values[keep])
     x = x - x[-1]
@@ -73,7 +73,7 @@ def check_loss(
     chart = line_chart(series, "step", "loss", log_y=bool(positive), faint=("loss",) if "smoothed" in series else ())
     exhibits = (Figure("Loss", svg=chart),)
     facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
-    if relative is not None and beaten is not None and record.step >= SOON and (relative > UNLEARNED or beaten > 1):
+    if relative is not None and beaten is not None and record.step >= _SOON and (relative > _UNLEARNED or beaten > 1):
         evidence = (
             f"the loss is {relative:.2f} of the loss of predicting 0, and {beaten:.2f} of that of predicting "
             "each pixel by itself: the network has learned almost nothing"
@@ -89,11 +89,11 @@ def check_loss(
         return Finding("run.loss", "fine", f"the loss is {values[-1]:.3g}; too early for a trend", "", facts, exhibits)
     facts |= trend._asdict()
     known = "" if beaten is None else f", {beaten:.2f} of the loss of predicting each pixel by itself"
-    if trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
+    if trend.fall < -_IMPROVES and trend.fall < -3 * trend.error:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         return Finding("run.loss", "warning", evidence, record.stability_remedy(None), facts, exhibits)
     certain = trend.fall > 2 * trend.error
-    if trend.fall > IMPROVES and certain:
+    if trend.fall > _IMPROVES and certain:
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         if record.step < record.steps or by_heart:
             return Finding("run.loss", "fine", evidence, "", facts, exhibits)
@@ -120,29 +120,29 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
     signs = []
     if backs:
         signs.append(f"{plural(backs, 'roll-back')} halved it")
-    if beaten is not None and beaten > 0.9 and record.step >= SOON:
+    if beaten is not None and beaten > 0.9 and record.step >= _SOON:
         signs.append(f"the loss is still {beaten:.2f} of the loss of predicting each pixel by itself")
-    if trend is not None and trend.fall < -IMPROVES and trend.fall < -3 * trend.error:
+    if trend is not None and trend.fall < -_IMPROVES and trend.fall < -3 * trend.error:
         signs.append(f"the loss rises by {-trend.fall:.0%} with twice the images")
     if growth > 4 and clipped > 0.9:
         signs.append(f"the gradient norm has grown {growth:.0f} times and is clipped in {clipped:.0%} of the steps")
     facts = {"lr": lr, "usual": usual_lr, "clipped": clipped, "growth": growth, "signs": signs}
     exhibits = (Figure("Learning rate", svg=line_chart({"rate": record.column("lr")}, "step", "rate", zero_y=True)),)
-    above = times is None or times > HIGH
+    above = times is None or times > _HIGH
     if signs and above and (times is not None or len(signs) > 1):
         evidence = f"the learning rate {lr:.2g}{compared} is too high: {', and '.join(signs)}"
         return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, exhibits)
-    steep = trend is not None and trend.fall > max(STEEP, 3 * trend.error)
-    if usual_lr and times is not None and times < LOW and (steep or (beaten or 0.0) > 0.9):
+    steep = trend is not None and trend.fall > max(_STEEP, 3 * trend.error)
+    if usual_lr and times is not None and times < _LOW and (steep or (beaten or 0.0) > 0.9):
         falls = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
         why = (
             falls
             if steep
-            else " and ".join(["little is learned", *([falls] if trend and trend.fall > IMPROVES else [])])
+            else " and ".join(["little is learned", *([falls] if trend and trend.fall > _IMPROVES else [])])
         )
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
         remedy = f"continue with a higher rate: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train again with it"
-        severity: Severity = "warning" if times < FAR_TOO_LOW else "hint"
+        severity: Severity = "warning" if times < _FAR_TOO_LOW else "hint"
         return Finding("run.lr_low", severity, evidence, remedy, facts, exhibits)
     return Finding("run.lr", "fine", f"learning rate {lr:.2g}{compared}", "", facts, exhibits)
 
@@ -159,7 +159,7 @@ def _gradient_growth(norms: Floats) -> float:
 def check_gradient(record: RunRecord) -> Finding | None:
     """run.gradient: growth of the gradient norm, and how often it is clipped."""
     steps, norms = record.column("gradient_norm")
-    if len(norms) < FEW:
+    if len(norms) < _FEW:
         return None
     clip, later = record.config.training.clip, norms[len(norms) // 4 :]
     clipped, growth = float((later > clip).mean()) if clip else 0.0, _gradient_growth(norms)

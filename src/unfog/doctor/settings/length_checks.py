@@ -13,10 +13,10 @@ from unfog.data.dataset import Dataset
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, format_number
 
-MANY_EPOCHS = 2000
+_MANY_EPOCHS = 2000
 """Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
-SMALL_SET = 10_000
-LOW_BATCH = 64  # of the founding table, which tells steps only
+_SMALL_SET = 10_000
+_LOW_BATCH = 64  # of the founding table, which tells steps only
 
 
 class PublishedRun(NamedTuple):
@@ -80,7 +80,7 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
     steps = training.images // training.batch
     facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
     said = f"{training.images:,} images in {steps:,} steps, {format_number(epochs)} times the {pictures:,} there are"
-    by_heart, fresh = MANY_EPOCHS * pictures, not config.init.folder
+    by_heart, fresh = _MANY_EPOCHS * pictures, not config.init.folder
     if fresh and by_heart < wanted[0]:
         said += (
             f"; {pictures} are too few: memorized after about {format_count(by_heart)}, before anything is recognisable"
@@ -91,9 +91,9 @@ def check_length(config: Config, prepared: Dataset) -> Finding:
         need = f"samples are recognisable after about {format_count(wanted[0])} to {format_count(wanted[1])} images"
         remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
         return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
-    if epochs > MANY_EPOCHS:
+    if epochs > _MANY_EPOCHS:
         remedy = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
-        if pictures < SMALL_SET:
+        if pictures < _SMALL_SET:
             said += "; a small set is memorized long before that, and samples become copies"
             return Finding("settings.length", "warning", said, remedy, facts)
         return Finding("settings.length", "hint", f"{said}; watch the held-out loss for a rise", remedy, facts)
@@ -115,7 +115,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
         "epochs": training.images / pictures,
         "seconds_per_image": pace,
         "milestones": {name: list(span) for name, span in guide.items()},
-        "memorised_from": MANY_EPOCHS * pictures,
+        "memorised_from": _MANY_EPOCHS * pictures,
     }
     exhibits = (
         Figure(
@@ -171,7 +171,7 @@ def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int,
         time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
         epochs = [value / pictures for value in span]
         often = _format_range([format_count(value) for value in epochs])
-        if epochs[0] > MANY_EPOCHS:
+        if epochs[0] > _MANY_EPOCHS:
             often += ": memorized before"
         rows.append(
             [
@@ -188,7 +188,7 @@ def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int,
 def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
     rows = [["set", "side", "steps", "images", "epochs", "published time", "time at your speed"]]
     for name, its_side, pictures, steps, told in FOUNDING:
-        images = steps * LOW_BATCH
+        images = steps * _LOW_BATCH
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
         cells = [
             name,

@@ -31,20 +31,20 @@ from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
-IMAGES = 8
+_IMAGES = 8
 LEARNED = 0.25
 """Loss, over that of an answer which looks at each pixel alone, at which the images count as learned."""
-LEAST = 0.01
+_LEAST = 0.01
 """Share of the loss of answering 0 beyond which no answer need go: the noise is nearly all there is to be seen at noisy
 levels, so that repeating the input answers the eps target to a hundred thousandth."""
-STUCK, STUCK_AFTER = 0.95, 100
+STUCK, _STUCK_AFTER = 0.95, 100
 """Loss over that of the first step, above which nothing is learned after so many steps. Measured over targets and
 schedules: up to 0.66 after 100 steps at a learning rate of 2e-4, up to 0.54 after 30 at the usual one, and 1 where no
 gradient arrives."""
-FROZEN, FROZEN_AFTER = 0.999, 20
+_FROZEN, _FROZEN_AFTER = 0.999, 20
 """The same for weights that do not move at all, which shows at once."""
-MOST_STEPS = 600
-HEEDED = 1e-6
+_MOST_STEPS = 600
+_HEEDED = 1e-6
 """Relative change of the answers when an input is exchanged, below which the network does not look at it."""
 
 _ToImages = Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ def overfit_one_batch(
     images: ImageSet,
     seconds: float = 20.0,
     stop: Callable[[], bool] = lambda: False,
-    steps: int = MOST_STEPS,
+    steps: int = _MOST_STEPS,
     see: _ToImages = to_model_range,
     show: _ToImages = lambda x0: x0,
 ) -> Finding:
@@ -74,7 +74,7 @@ def overfit_one_batch(
         see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
     """
     lesson = replace(OverfitBatch.of(images, objective, state.precision.device, see), show=show)
-    lesson.at_once = min(IMAGES, config.training.microbatch or IMAGES)
+    lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     drill = OverfitMonitor(lesson, seconds, steps, stop)
     settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
     with Progress("overfitting eight images, step", steps) as progress:
@@ -104,11 +104,11 @@ class OverfitBatch:
     noise: Tensor
     objective: Objective
     show: _ToImages = lambda x0: x0
-    at_once: int = IMAGES
+    at_once: int = _IMAGES
     """How many the network is given at a time, for lack of memory."""
     place: int = 0
     """Of the first image of the batch that was asked for last."""
-    latest: Tensor = field(default_factory=lambda: torch.full((IMAGES,), math.nan))
+    latest: Tensor = field(default_factory=lambda: torch.full((_IMAGES,), math.nan))
     """Loss of each image when it was last shown, float32 [B] on the CPU."""
 
     @classmethod
@@ -116,15 +116,15 @@ class OverfitBatch:
         cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToImages = to_model_range
     ) -> OverfitBatch:
         """Take eight evenly spread images of a set, without label dropout, which would hide labels."""
-        index = np.unique(np.linspace(0, len(images) - 1, IMAGES).astype(np.int64))
-        index = np.resize(index, IMAGES)  # of a smaller set each comes at several levels
+        index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
+        index = np.resize(index, _IMAGES)  # of a smaller set each comes at several levels
         taken, labels, _ = images.take(index)
         pixels = torch.from_numpy(taken)
         label = None if labels is None else torch.from_numpy(labels)
         x0 = see(pixels).to(device)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(x0.shape, generator=generator).to(device)
-        u = (torch.arange(IMAGES, device=device) + 0.5) / IMAGES
+        u = (torch.arange(_IMAGES, device=device) + 0.5) / _IMAGES
         return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
 
     @property
@@ -185,7 +185,7 @@ class OverfitBatch:
         """Return the names of inputs that do not change the outputs."""
         answers = self.answers(network)
         inputs = ["image", "level", *([] if self.label is None else ["label"])]
-        limit = HEEDED * answers.norm()
+        limit = _HEEDED * answers.norm()
         return [name for name in inputs if (self.answers(network, name) - answers).norm() <= limit]
 
     def image_grid(self, network: nn.Module) -> Pixels:
@@ -222,7 +222,7 @@ class OverfitMonitor(TrainingHooks):
         loss = self.lesson.latest.clone()
         if not self.relative:
             self.first = loss
-            self.bar = torch.maximum(self.blind, LEAST * loss)
+            self.bar = torch.maximum(self.blind, _LEAST * loss)
         self.relative.append(ratio(loss, self.bar))
         self.fallen.append(ratio(loss, self.first))
         self.progress.update(step)
@@ -248,12 +248,12 @@ def ratio(loss: Tensor, other: Tensor) -> float:
 
 def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: OverfitMonitor) -> Finding:
     steps, (relative, fallen) = len(drill.relative), drill.reached
-    facts: dict[str, Any] = {"steps": steps, "images": IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
+    facts: dict[str, Any] = {"steps": steps, "images": _IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
     facts |= {"lr": config.optimizer.lr, "precision": config.training.precision}
     lr = f"lr {config.optimizer.lr:.2g}"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
-    said = f"in {steps} steps of {IMAGES} images at {lr} the loss {went} what it was at first"
+    said = f"in {steps} steps of {_IMAGES} images at {lr} the loss {went} what it was at first"
     exhibits = _exhibits(lesson, drill, state.model)
 
     def finding(severity: Severity, evidence: str, remedy: str = "") -> Finding:
@@ -261,13 +261,15 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: Ove
 
     if steps and not math.isfinite(fallen):
         refused = steps - state.updates
-        said = f"in {steps} steps of {IMAGES} images at {lr} the loss became infinite, and {refused} steps were skipped"
+        said = (
+            f"in {steps} steps of {_IMAGES} images at {lr} the loss became infinite, and {refused} steps were skipped"
+        )
         return finding("fatal", said, "a lower --lr, or --precision fp32")
-    if (fallen > FROZEN and steps >= FROZEN_AFTER) or (fallen > STUCK and steps >= STUCK_AFTER):
+    if (fallen > _FROZEN and steps >= _FROZEN_AFTER) or (fallen > STUCK and steps >= _STUCK_AFTER):
         remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
         return finding("fatal", f"{said}, so the network learns nothing", remedy if fallen <= 1.01 else "a lower --lr")
     unheeded = lesson.ignored_inputs(state.model)
-    if unheeded and fallen < FROZEN:
+    if unheeded and fallen < _FROZEN:
         said = f"{said}, but the network's output does not depend on its {' or its '.join(unheeded)}"
         return finding("fatal", said, "check how the network uses its inputs; if it is one of Unfog's own, report it")
     if relative < LEARNED:
