@@ -25,8 +25,9 @@ from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.distributed.coordination import CoordinatedHooks
+from unfog.training.distributed.process_group import is_lost_process
 from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.world import World, is_lost_process
+from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState

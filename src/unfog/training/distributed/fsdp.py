@@ -1,9 +1,9 @@
-"""A training state divided among processes, for networks that do not fit one device: torch's FSDP2.
+"""Sharded training state for networks that do not fit one device: torch's FSDP2.
 
-Each process holds some rows of every weight, gradient, average and moment. A block's weights are brought together for
-its forward and its backward pass, and let go after each. Checkpoints are written and read by all, each its rows (see
-`joint`). What the first process draws and measures alone it does with a whole copy of the average in its host memory,
-gathered tensor by tensor, so that no device ever holds more than one of them whole for it.
+Each rank holds some rows of every weight, gradient, EMA and optimiser moment. The weights of a block are gathered for
+its forward and its backward pass and freed after each. Every rank writes and reads its rows of a checkpoint (see
+`checkpoints.sharded`). For samples and evaluation rank 0 gathers the full EMA in host memory, one tensor at a time, so
+that no device ever holds more than one full tensor for it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.distributed.process_group import ProcessGroup
 from unfog.training.ema import Ema
 from unfog.training.sharded_tensors import full_tensor, is_sharded, to_local
+from unfog.training.state import TrainState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from unfog.training.distributed.world import World
-    from unfog.training.state import TrainState
-
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""By file (model, ema, optimizer), then by name, as `TrainState.tensors` gives them."""
+"""By file (model, ema, optimizer), then by name, as returned by `TrainState.tensors`."""
 Shapes = Mapping[str, Mapping[str, tuple[list[int], str]]]
-"""Of such tensors, and their dtypes."""
+"""Shapes and dtypes of such tensors."""
 
 
 class ShardedState:
-    """The rows that this process has of a state.
-
-    Every method is called by all processes at the same place.
+    """Shards a state over the ranks. Every method is a collective.
 
     Args:
-        world: that has begun.
-        state: whole in the first one's host memory; what the others have in it does not count. Divided from here on.
-        saved: a checkpoint whose tensors it gets, for the first process to say: each reads its rows.
+        world: ranks whose process group is initialised.
+        state: full in rank 0's host memory, without values elsewhere. Sharded from here on.
+        saved: checkpoint folder, given on rank 0, of which each rank reads its rows; None takes `state`'s values.
 
     Raises:
-        RunError: a process does not see the checkpoint.
+        RunError: a rank does not see the checkpoint.
     """
 
-    def __init__(self, world: World, state: TrainState, saved: Path | None = None):
+    def __init__(self, world: ProcessGroup, state: TrainState, saved: Path | None = None):
         self.world = world
         tensors = state.tensors() if world.is_main and saved is None else {}
         shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
-        told: dict[str, Any] = {"saved": saved and str(saved), "shapes": shapes, "progress": state.progress()}
-        told = world.broadcast_object(told)
+        sent: dict[str, Any] = {"saved": saved and str(saved), "shapes": shapes, "progress": state.progress()}
+        sent = world.broadcast_object(sent)
         state.model.to("meta")
         self._empty = copy.deepcopy(state.model)
         device = state.precision.device.type
@@ -64,16 +61,16 @@ class ShardedState:
         state.second_ema = state.second_ema and Ema(state.model, state.second_ema.schedule)
         state.in_host_memory = False
         world.set_phase("sharing weights")
-        if told["saved"] is None:
-            state.load_full(self._scatter_tensors(state, tensors, told["shapes"]), told["progress"])
+        if sent["saved"] is None:
+            state.load_full(self._scatter_tensors(state, tensors, sent["shapes"]), sent["progress"])
         else:
-            checkpoint.load_tensors(Path(told["saved"]), state)
-            state.load_progress(told["progress"])
+            checkpoint.load_tensors(Path(sent["saved"]), state)
+            state.load_progress(sent["progress"])
 
     def reduce_unsharded_gradients(self, model: nn.Module) -> None:
-        """Average the gradients of what is not divided, after the backward pass has done so with the others.
+        """Average the gradients that FSDP2 does not: those of parameters that are not sharded.
 
-        Once more after another pass leaves what was averaged before as it is.
+        Repeating this after another pass leaves what was averaged before as it is.
         """
         for parameter in model.parameters():
             if not is_sharded(parameter) and parameter.grad is not None:
@@ -82,45 +79,45 @@ class ShardedState:
 
     @contextmanager
     def full_state(self, state: TrainState, *files: str) -> Iterator[None]:
-        """Within, the state is whole in the first process's host memory, and nobody's to train.
+        """Within the context, rank 0's `state` is full and in host memory. No rank may train it there.
 
         Args:
-            files: the tensors that are wanted, "model" or averages; what is not asked for is not looked at. A network
-                whose own are not gets the average.
+            state: the sharded state.
+            files: tensors to gather: "model", "ema" or "ema2". Others are not usable; a network whose own weights are
+                not gathered gets those of the EMA.
         """
-        kept = state.model, state.ema, state.second_ema
+        before = state.model, state.ema, state.second_ema
         self.gather(state, *files)
         try:
             yield
         finally:
-            state.model, state.ema, state.second_ema = kept
+            state.model, state.ema, state.second_ema = before
 
     def gather(self, state: TrainState, *files: str) -> None:
-        """Make network and averages whole in the first process's host memory, for good; arguments as of `whole`."""
+        """Replace network and EMAs by full ones in rank 0's host memory; arguments as of `full_state`."""
         found = self._gather_tensors(state, files)
         if not self.world.is_main:
             return
-        # What is not asked for is not looked at, and gets what there is.
-        average = found.get("ema") or found["model"]
+        ema = found.get("ema") or found["model"]
         model = copy.deepcopy(self._empty).train(state.model.training)
-        model.load_state_dict(found.get("model", average), assign=True)
-        state.ema = state.ema.with_tensors(model, average)
-        state.second_ema = state.second_ema and state.second_ema.with_tensors(model, found.get("ema2", average))
+        model.load_state_dict(found.get("model", ema), assign=True)
+        state.ema = state.ema.with_tensors(model, ema)
+        state.second_ema = state.second_ema and state.second_ema.with_tensors(model, found.get("ema2", ema))
         state.model = model
 
     def _gather_tensors(self, state: TrainState, files: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
-        """Copies in host memory, for the first process; nothing for the others, who hold one tensor at a time."""
+        """Return full tensors in host memory on rank 0, and nothing on the others."""
         self.world.set_phase("gathering weights")
         found: dict[str, dict[str, Tensor]] = {}
         for file, tensors in state.tensors().items():
             for name, tensor in tensors.items() if file in files else ():
-                together = full_tensor(tensor)
+                full = full_tensor(tensor)  # freed before the next one is gathered, as a device has no room for two
                 if self.world.is_main:
-                    found.setdefault(file, {})[name] = together.to("cpu", copy=together is tensor).contiguous()
+                    found.setdefault(file, {})[name] = full.to("cpu", copy=full is tensor).contiguous()
         return found
 
     def _scatter_tensors(self, state: TrainState, tensors: Tensors, shapes: Shapes) -> dict[str, dict[str, Tensor]]:
-        """Of what the first process has whole, the rows of each; all of what is not divided."""
+        """Scatter rank 0's full tensors by rows; broadcast those that are not sharded."""
         parameters = dict(state.model.named_parameters())
         rows: dict[str, dict[str, Tensor]] = {file: {} for file in ("optimizer", *shapes)}
         for file, of in shapes.items():
@@ -130,76 +127,70 @@ class ShardedState:
                 if like is not None and is_sharded(like) and shape == list(like.shape):
                     rows[file][full] = _scatter_rows(tensor, like)
                 else:
-                    alike = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                    rows[file][full] = alike if tensor is None else tensor
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    rows[file][full] = empty if tensor is None else tensor
                     dist.broadcast(rows[file][full], 0)
         return rows
 
 
 def build_mesh(device: str, size: int) -> DeviceMesh:
-    """All processes, side by side."""
-    from torch.distributed.device_mesh import init_device_mesh  # a second of import, for those who divide only
+    """Return a one-dimensional mesh of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh  # takes a second, which only sharding needs
 
     return init_device_mesh(device, (size,))
 
 
 def gathers_in_bf16(precision: str, device: str) -> bool:
-    """Whether blocks are brought together in bf16: what autocast would make of their weights is made before they are
-    sent, which halves the bytes."""
+    """Return whether blocks are gathered in bf16: autocast would cast them anyway, and it halves the bytes."""
     return precision == "bf16" and device == "cuda"
 
 
 def shard_network(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
-    """Divide a network by rows: each of its blocks, which are brought together one by one, and what is around them.
-
-    Numbers, which have no rows, stay whole everywhere.
+    """Shard a network by rows: each of its blocks, which are gathered one by one, and the layers around them.
 
     Args:
-        half: see `sent_in_half`.
+        model: the network; scalars, which have no rows, stay whole on every rank.
+        mesh: the ranks.
+        half: gather blocks in bf16; see `gathers_in_bf16`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # The inputs stay what they are: noise levels suffer from bfloat16.
+    # Without casting inputs: noise levels suffer from bfloat16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if half else None
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    numbers = {p for p in model.parameters() if p.ndim == 0}
+    scalars = {p for p in model.parameters() if p.ndim == 0}
     for block in _blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=numbers)
-    fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=numbers)
+        fully_shard(block, mesh=mesh, mp_policy=policy or exact, ignored_params=scalars)
+    fully_shard(model, mesh=mesh, mp_policy=exact, ignored_params=scalars)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The parts that a network is divided by."""
     kind = getattr(model, "block", ())
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Have torch.compile make code of each block of a network that is going to be divided.
+    """Compile each block of a network that is going to be sharded.
 
-    Not of the whole: bringing a block's weights together is no part of a graph, so that would break at each block, and
-    blocks that are alike would not share what is compiled.
+    Gathering a block's weights cannot be part of a graph. Compiling the whole network would break the graph at each
+    block, and equal blocks would not share their code.
     """
-    from torch import _dynamo as dynamo  # seconds of import, for those who compile only
+    from torch import _dynamo as dynamo  # takes seconds, which only compiling needs
 
-    blocks = _blocks(model) or [model]  # a codec is divided as one
-    # They share a function, whose versions torch counts and gives up at eight; each block may have so many.
+    blocks = _blocks(model) or [model]  # an autoencoder is sharded as one
+    # Blocks share a forward function, of which torch gives up after eight versions; allow as many for each block.
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 8 * len(blocks))
     for block in blocks:
-        block.compile(dynamic=False)  # blocks differ in shape, which is not to make code for any shape
+        block.compile(dynamic=False)  # blocks differ in shape, which must not lead to code for dynamic shapes
 
 
 def _scatter_rows(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """The rows of a tensor that are this process's, as `like` is divided.
-
-    Args:
-        tensor: whole, in host memory, at the first process; None elsewhere.
-    """
+    """Scatter the rows of rank 0's full tensor (None elsewhere) over the ranks, as `like` is sharded."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(like, DTensor)
     mine, size = to_local(like), like.device_mesh.size()
-    rows = -(-len(like) // size)  # as FSDP2 divides: the last ones may have fewer, or none
+    rows = -(-len(like) // size)  # FSDP2 rounds up, so the last ranks may hold fewer rows, or none
     own, parts = torch.empty(rows, *like.shape[1:], dtype=like.dtype), None
     if tensor is not None:
         padded = tensor.new_zeros(rows * size, *like.shape[1:])

@@ -1,4 +1,4 @@
-"""How processes that torchrun has started find each other."""
+"""Rendezvous: the processes that torchrun has started find each other, and their devices."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from unfog.errors import RunError
+from unfog.training.distributed.process_group import POLL_SECONDS
 from unfog.training.distributed.watchdog import Watchdog
-from unfog.training.distributed.world import POLL_SECONDS, SINGLE_PROCESS, World
+from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.settings import Training
 
 
 def local_world_size() -> int:
-    """How many processes torchrun has started here."""
+    """Return the number of processes that torchrun has started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def world_size() -> int:
-    """How many processes torchrun has started; 1 without it."""
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Return whether this is rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -52,10 +53,10 @@ def processes_per_device(device: torch.device) -> int:
 
 
 def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
-    """A name that these processes, and no others, have in common: torchrun keeps its store when it restarts them.
+    """Agree on a prefix for keys in the store that no earlier attempt has used: torchrun keeps its store at a restart.
 
-    The first one says a name. The others answer under it with a token of their own, until they find that token in the
-    first one's list, so that what an earlier attempt left there misleads nobody.
+    Rank 0 publishes a name. The other ranks answer under it with a token of their own, until they find that token in
+    rank 0's list. So entries of an earlier attempt mislead nobody.
 
     Raises:
         RunError: some are not there in time.
@@ -84,10 +85,10 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
 
 @contextlib.contextmanager
 def init_world(timeout: float = Training.timeout) -> Iterator[World]:
-    """The processes that torchrun has started, or this one alone. All but the first are silent meanwhile.
+    """Return a context with the ranks that torchrun has started, or a single process. Only rank 0 writes to stderr.
 
     Args:
-        timeout: seconds after which one that hangs ends the others.
+        timeout: seconds after which a rank that hangs ends the others.
     """
     if world_size() == 1:
         yield SINGLE_PROCESS
@@ -100,9 +101,9 @@ def init_world(timeout: float = Training.timeout) -> Iterator[World]:
         if rank > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        # On a connection of its own, as a wait of the main thread would hold the one that both had.
-        vigil = stack.enter_context(Watchdog(rank, size, store.clone(), timeout))  # type: ignore[attr-defined]
-        world = World(rank, size, store, vigil)
+        # A connection of its own, because a wait of the main thread holds the one that it uses.
+        watchdog = stack.enter_context(Watchdog(rank, size, store.clone(), timeout))  # type: ignore[attr-defined]
+        world = World(rank, size, store, watchdog)
         try:
             yield world
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Who hangs, when several processes train: each tells what it does, and who waits too long finds the one to blame."""
+"""Watchdog for distributed training: every rank publishes its phase; a rank that times out names the one that hangs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 STEP = ("data", "forward", "backward", "agreeing")
-"""What each process does in each step, in this order; none of it takes long, other than by waiting for the others."""
+"""Phases of a step, in order. None of them takes long, other than by waiting for other ranks."""
 
 
 class Heartbeat(NamedTuple):
-    """A sign of life."""
+    """The phase of a rank, as published in torchrun's store."""
 
     rank: int
     number: int
-    """Of this sign, counted from 1: one that goes on has a higher one each time."""
+    """Counts the heartbeats of the rank; one that no longer grows means that the rank is frozen or cut off."""
     step: int
     phase: str
     seconds: float
-    """For which it has been at that."""
+    """Time spent in the phase so far."""
     where: str
     """Host and process."""
 
 
 def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], timeout: float) -> str | None:
-    """Which process the others wait for in vain, and what it was at; None if nothing is wrong.
+    """Return a message that names the rank which the others wait for in vain, or None if nothing is wrong.
 
     Args:
-        signs: the last one of each.
-        unheard: of each rank, the seconds for which its sign has been the same; they are counted only while somebody
-            waits, from half of the timeout on.
-        timeout: seconds that a part of a step may take.
+        signs: the last heartbeat of each rank.
+        unheard: by rank, the seconds since its heartbeat was new. Counted only while somebody waits, from half of the
+            timeout on.
+        timeout: seconds that a phase of a step may take.
     """
     late = any(sign.phase in STEP and sign.seconds > timeout for sign in signs)
     one = max(signs, key=lambda sign: unheard.get(sign.rank, 0.0))
@@ -49,7 +49,7 @@ def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], t
         return f"rank {one.rank} ({one.where}) has given no sign of life for {silent:.0f} s; it was {_doing(one)}"
     if not late:
         return None
-    # Who is behind all others is waited for; the one that is ahead waits.
+    # The rank that is furthest behind is the one that the others wait for.
     one = min((sign for sign in signs if sign.phase in STEP), key=lambda sign: (sign.step, STEP.index(sign.phase)))
     return f"rank {one.rank} ({one.where}) has been {_doing(one)} for {one.seconds:.0f} s"
 
@@ -59,10 +59,10 @@ def _doing(sign: Heartbeat) -> str:
 
 
 class Watchdog:
-    """A thread that tells the others what this process does, and ends it when one of them hangs.
+    """A thread that publishes this rank's phase, and ends the process when another rank hangs.
 
-    Ends it at once, as a process that waits inside a collective cannot be reached by an exception; torchrun then ends
-    the others, and starts all of them anew from the newest checkpoint if it is told to (`--max-restarts`).
+    The process ends without an exception, which could not reach a main thread that waits inside a collective. torchrun
+    then ends the other ranks, and with `--max-restarts` starts all of them again from the newest checkpoint.
     """
 
     def __init__(self, rank: int, size: int, store: Store, timeout: float):
@@ -73,10 +73,10 @@ class Watchdog:
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last sign's number, and when it was new
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def at(self, phase: str, step: int = -1) -> None:
-        """Note what this process does from now on."""
+    def set_phase(self, phase: str, step: int = -1) -> None:
+        """Note the phase that begins now."""
         self._at = (phase, step, time.monotonic())
 
     def __enter__(self) -> Watchdog:
@@ -93,8 +93,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._over.wait(self._interval):
-            # Without a network nobody answers, and no error comes for a quarter of an hour. The others have then begun
-            # anew, and must not meet what is left of this process.
+            # Without a network the store neither answers nor fails for a quarter of an hour. By then the others have
+            # been restarted, and must not meet what is left of this process.
             patience = self.timeout / 2
             cut_off = threading.Timer(patience, self._end, [f"torchrun's store has not answered for {patience:.0f} s"])
             cut_off.daemon = True
@@ -103,7 +103,7 @@ class Watchdog:
                 self._tell()
                 if time.monotonic() - self._at[2] > self.timeout / 2:
                     self._look()
-            except (dist.DistError, RuntimeError):  # the store is gone; who talks to it next says so
+            except (dist.DistError, RuntimeError):  # the store is gone; the main thread will report that
                 return
             finally:
                 cut_off.cancel()

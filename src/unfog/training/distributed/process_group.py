@@ -1,0 +1,188 @@
+"""Communication between the processes that torchrun starts.
+
+Tensors of a step go through torch's process group. Work that may take long (previews, evaluation, saving, reading
+images) is done by rank 0 while the other ranks poll torchrun's store. The store allows waits of any length, as long as
+every rank sends heartbeats (`watchdog`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
+from unfog.training.distributed.watchdog import Watchdog
+
+POLL_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """This process's `rank`, from 0, among `size` ranks, and messages between them.
+
+    Without arguments, a single process whose collectives do nothing.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Store | None = None, watchdog: Watchdog | None = None):
+        self.rank, self.size = rank, size
+        self._store, self._watchdog = store, watchdog
+        # Keys in the store are numbered, so all ranks must count the same messages and barriers.
+        self._messages = self._barriers = 0
+        self._begun = False
+        self._sent, self._read = 0, dict[int, int]()  # reports of this rank, and those read of each other rank
+
+    @property
+    def has_own_gpu(self) -> bool:
+        """Return whether each rank of this machine has a GPU of its own."""
+        return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is rank 0, which writes files and logs for all."""
+        return self.rank == 0
+
+    def init_process_group(self, device: torch.device, timeout: float) -> None:
+        """Initialise torch's process group: NCCL between GPUs, gloo otherwise.
+
+        Args:
+            device: on which this rank computes.
+            timeout: seconds after which a rank that hangs ends the others.
+        """
+        if self._store is None or self._watchdog is None or self._begun:
+            return
+        self.barrier()  # rank 0 may have prepared for longer than torch's process group waits
+        self.set_phase("meeting")
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            # NCCL refuses ranks that share a GPU; gloo does not.
+            backend = "cpu:gloo,cuda:nccl" if self.has_own_gpu else "gloo"
+        patience = timedelta(seconds=1.5 * timeout + 30)  # longer than the watchdog's, whose message says more
+        group = PrefixStore("group", self._store)
+        dist.init_process_group(backend, store=group, rank=self.rank, world_size=self.size, timeout=patience)
+        self._watchdog.timeout, self._begun = timeout, True
+
+    def destroy_process_group(self) -> None:
+        """Destroy the group that `init_process_group` made, if any."""
+        if self._begun:
+            self._begun = False
+            dist.destroy_process_group()
+
+    def set_phase(self, phase: str, step: int = -1) -> None:
+        """Note for the watchdog what this rank is doing. Costs nothing."""
+        if self._watchdog is not None:
+            self._watchdog.set_phase(phase, step)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks in place; the result has the same bits everywhere."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def run_on_main(self, phase: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 alone, and return its result, as JSON carries it, on every rank.
+
+        Raises:
+            Interrupted, RunError: on every rank, if rank 0 raised one.
+        """
+        if self.size == 1:
+            return work()
+        self._messages += 1
+        key = f"said/{self._messages}"
+        if not self.is_main:
+            self.set_phase(f"waiting for rank 0: {phase}")
+            value: T = self._receive(key)
+            return value
+        self.set_phase(f"{phase} (rank 0 alone)")
+        try:
+            value = work()
+        except BaseException as error:
+            self._send(key, _failure_message(error))
+            raise
+        self._send(key, {"value": value})
+        return value
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value, which JSON must hold, on every rank."""
+        return self.run_on_main("telling", lambda: value)
+
+    def send_report(self, lines: list[list[str]]) -> None:
+        """Send lines to rank 0 without waiting; see `collect_reports`."""
+        if self._store is not None and lines:
+            self._sent += 1
+            self._store.set(f"news/{self.rank}/{self._sent}", json.dumps(lines))
+
+    def collect_reports(self) -> list[list[str]]:
+        """Return, on rank 0, the lines that other ranks have sent since the last call."""
+        found: list[list[str]] = []
+        for rank in range(1, self.size if self._store is not None else 1):
+            while self._store is not None and self._store.check([f"news/{rank}/{self._read.get(rank, 0) + 1}"]):
+                self._read[rank] = self._read.get(rank, 0) + 1
+                found += json.loads(self._store.get(f"news/{rank}/{self._read[rank]}"))
+        return found
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Tell the other ranks that rank 0 fails, in case they wait for its next message."""
+        if self.is_main and self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._send(f"said/{self._messages + 1}", _failure_message(error))
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here, however long that takes."""
+        if self._store is None:
+            return
+        self._barriers += 1
+        self.set_phase("waiting for all")
+        if self._store.add(f"met/{self._barriers}", 1) == self.size:
+            self._store.set(f"all met/{self._barriers}", "")
+        self._wait(f"all met/{self._barriers}")
+
+    def _send(self, key: str, message: dict[str, Any]) -> None:
+        assert self._store is not None
+        self._store.set(key, json.dumps(message, default=float))
+
+    def _receive(self, key: str) -> Any:
+        self._wait(key)
+        assert self._store is not None
+        message = json.loads(self._store.get(key))
+        if "stopped" in message:
+            raise Interrupted(message["stopped"])
+        if "failed" in message:
+            raise RunError(f"rank 0 failed: {message['failed']}")
+        return message["value"]
+
+    def _wait(self, key: str) -> None:
+        assert self._store is not None
+        pause = 0.001
+        try:
+            # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
+            while not self._store.check([key]):
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
+        except (dist.DistError, RuntimeError) as error:
+            raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
+
+
+def _failure_message(error: BaseException) -> dict[str, str]:
+    if isinstance(error, KeyboardInterrupt):
+        return {"stopped": str(error)}
+    return {"failed": str(error) if isinstance(error, UnfogError) else f"{type(error).__name__}: {error}"}
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Return whether this is how torch reports that another process is gone, or does not answer."""
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in message or "nccl" in message
+    )
