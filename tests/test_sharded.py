@@ -255,7 +255,7 @@ def wait_for_events(folder, kind, process):
 
 
 def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(joint, "TO_BE_SEEN", 0.1)
+    monkeypatch.setattr(joint, "_VISIBLE_SECONDS", 0.1)
     (tmp_path / "here").write_text("four")
     post, on, off = ShardStatusStore(HashStore(), "parts/1"), threading.Event(), threading.Event()
     on.set()

@@ -1,4 +1,4 @@
-"""What a codec is trained to: images that come back as they were, from latents near to a standard normal."""
+"""Loss of the autoencoder: reconstruction of images, and latents near a standard normal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from unfog.diffusion.objective import Loss
 
 _BANDS = 3
-"""Of the pyramid, each at half the resolution of the one before; what is coarser is left to the plain error."""
+"""Bands of the pyramid, each at half the resolution of the one before. Coarser ones are left to the plain error."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,23 @@ class AutoencoderLoss:
     """
 
     kl: float
-    """Weight of the divergence."""
+    """Weight of the KL divergence."""
     pyramid: float
     """Weight of each band."""
 
     def __call__(
         self, network: nn.Module, x0: Tensor, label: Tensor | None = None, condition: Tensor | None = None
     ) -> Loss:
-        """Loss of images x0 float32 [B, C, H, W] in [-1, 1]; the network draws one latent for each.
+        """Return the loss of images x0 float32 [B, C, H, W] in [-1, 1]; the network draws one latent for each.
 
-        Labels and augmentation say nothing here. `u`, the noise level of a diffusion, is 1/2 for all.
+        Labels and augmentation are ignored. `u`, the noise level of a diffusion, is 1/2 for all.
         """
         image, mean, logvar = network(x0)
         cost = self.reconstruction(image.float() - x0) + self.kl * standard_normal_kl(mean, logvar).mean((1, 2, 3))
         return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
 
     def reconstruction(self, error: Tensor) -> Tensor:
-        """What an error [B, C, H, W] costs, [B]."""
+        """Return the loss [B] of a reconstruction error [B, C, H, W]."""
         cost = error.abs().mean((1, 2, 3))
         if self.pyramid:
             for band in _laplacian_pyramid(error):
@@ -54,7 +54,7 @@ def standard_normal_kl(mean: Tensor, logvar: Tensor) -> Tensor:
 
 
 def _laplacian_pyramid(x: Tensor) -> list[Tensor]:
-    """The Laplacian pyramid of [B, C, H, W], finest band first, without what remains below the last.
+    """Return the Laplacian pyramid of [B, C, H, W], finest band first, without the low-pass residue.
 
     Linear, so the bands of a difference are the differences of the bands. Fewer bands of images below 8 pixels.
     """
@@ -69,7 +69,7 @@ def _laplacian_pyramid(x: Tensor) -> list[Tensor]:
 
 
 def _blur(x: Tensor) -> Tensor:
-    """Convolution of [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both sides, edges repeated."""
+    """Convolve [B, C, H, W] with the binomial kernel (1, 4, 6, 4, 1) / 16 along both axes, edges repeated."""
     weights = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0], device=x.device, dtype=x.dtype) / 16
     channels = x.shape[1]
     x = F.pad(x, (2, 2, 2, 2), mode="replicate")
@@ -78,9 +78,9 @@ def _blur(x: Tensor) -> Tensor:
 
 
 def psnr(x: Tensor, y: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB of uint8 images [B, C, H, W], each over its own error, float64 [B].
+    """Return the peak signal-to-noise ratio in dB of uint8 images [B, C, H, W], float64 [B].
 
-    10 log10(255^2 / mean squared error); of equal images that of half a level, as no more is to be seen.
+    10 log10(255^2 / mean squared error), where an error below half a level counts as half a level.
     """
     error = (x.double() - y.double()).square().mean((1, 2, 3)).clamp_min(0.25)
     return 10 * torch.log10(255**2 / error)

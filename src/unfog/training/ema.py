@@ -14,10 +14,10 @@ from unfog.training.sharded_tensors import to_local
 
 
 class Ema:
-    """Average of the floating-point parameters; buffers are copied as they are, since an average of a table is none.
+    """Average of a network's parameters, with copies of its buffers, on the network's device.
 
-    Lives on the network's device. Starts as a copy of the network, whose parameters and buffers have to stay the same
-    objects from then on, whatever is put into them: to look for them takes as long as half of an update.
+    Starts as a copy of the network. The network's parameters and buffers must stay the same objects from then on,
+    because looking them up again would take half as long as an update.
     """
 
     def __init__(self, model: nn.Module, schedule: EmaSchedule):
@@ -27,13 +27,13 @@ class Ema:
 
     @property
     def width(self) -> float:
-        """Of its profile, which is a power function. AssertionError if it is not."""
+        """Width of the schedule, which must be a `PowerEma`."""
         assert isinstance(self.schedule, PowerEma)
         return self.schedule.width
 
     @torch.no_grad()
     def update(self, update: int) -> None:
-        """Fold in the network's weights after optimiser update number `update` (1, 2, …)."""
+        """Average in the network's weights after optimiser update number `update` (1, 2, …)."""
         # One fused call for all tensors; torch's own optimisers use the same family of functions.
         parameters, buffers = self._of
         mine, theirs = list(map(to_local, self.parameters)), list(map(to_local, parameters))
@@ -42,17 +42,14 @@ class Ema:
             kept.copy_(buffer)
 
     def swap(self, model: nn.Module) -> None:
-        """Exchange the average and the network's weights; once more returns them. See `swapped_into`."""
+        """Exchange the average and the network's weights; a second call restores them. See `swapped_into`."""
         for mine, theirs in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
             for i, tensor in enumerate(theirs):
                 tensor.data, mine[i] = mine[i], tensor.data
 
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Let the network hold the average inside the `with`; its own weights return whatever happens in there.
-
-        Storage changes hands and nothing is copied, so the weights come back bit for bit.
-        """
+        """Let the network hold the average in a context. Nothing is copied, so its weights return bit for bit."""
         self.swap(model)
         try:
             yield
@@ -60,19 +57,19 @@ class Ema:
             self.swap(model)
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The average under the network's own names, so that it loads into a network of the same kind."""
+        """Return the average under the network's own names, so that it loads into a network of the same kind."""
         found = self._named(model)
         return {name: found[name] for name in model.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the tensors of `state_dict`; buffers that no checkpoint holds stay as they are."""
         for name, mine in self._named(model).items():
-            if name in tensors:  # all but buffers that no checkpoint holds
+            if name in tensors:
                 mine.copy_(tensors[name])
 
     def with_tensors(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Ema:
-        """Another average of the same profile, for a network of the same kind, that holds these themselves."""
+        """Return an EMA with the same schedule for another network of the same kind, holding `tensors` itself."""
         other = copy.copy(self)
         other._of = list(model.parameters()), list(model.buffers())
         other.parameters = [tensors[name] for name, _ in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Profiles of averages of weights: how much of the old average each update keeps. Imports nothing heavy."""
+"""EMA schedules: how much of the old average each update keeps. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PowerEma:
 
     @cached_property
     def gamma(self) -> float:
-        """The exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
+        """Exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
         low, high = 0.0, 200.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -39,7 +39,7 @@ class PowerEma:
         return low
 
     def decay(self, update: int) -> float:
-        """Weight of the old average at update 1, 2, 3, …"""
+        """Return the weight of the old average at update 1, 2, 3, …"""
         return float((1 - 1 / update) ** (self.gamma + 1))
 
 
@@ -60,7 +60,7 @@ class FixedEma:
             raise RequestError(f"decay_max = {self.decay_max} must be from 0 up to, not including, 1; 0.9999 is usual")
 
     def decay(self, update: int) -> float:
-        """Weight of the old average at update 1, 2, 3, …"""
+        """Return the weight of the old average at update 1, 2, 3, …"""
         return min(self.decay_max, (1 + update) / (10 + update))
 
 

@@ -1,4 +1,4 @@
-"""What the training loop is given, and what it calls: the task to train on, and hooks that record, draw and save."""
+"""Interface of the training loop: the task to train on, and hooks that record, preview and save."""
 
 from __future__ import annotations
 

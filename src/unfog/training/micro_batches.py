@@ -31,7 +31,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether noise is drawn for more images than these."""
+        """Return whether noise is drawn for more images than these."""
         return self.images != self.rng_count
 
 

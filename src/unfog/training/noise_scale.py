@@ -1,4 +1,4 @@
-"""How large a batch is worth while: the gradient noise scale, measured on one device.
+"""Gradient noise scale: the batch size beyond which larger batches hardly help, measured on one device.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training": a gradient of B images is G, the true one, plus
 noise of covariance Sigma / B. The simple noise scale tr(Sigma) / |G|^2 (eq. 2.9) is the number of images at which the
@@ -25,7 +25,7 @@ from unfog.training.sharded_tensors import total_norm
 
 
 class NoiseScale:
-    """Sums since the last log, kept on the device: reading them there would make the host wait.
+    """Sums since the last log, kept on the device, because reading them there would make the host wait.
 
     Signal and noise are averaged before their ratio is taken: each alone is unbiased, a ratio of single steps is not.
     """
@@ -35,7 +35,7 @@ class NoiseScale:
         self.count = 0
 
     def add(self, part_square: Tensor, part: int, whole_square: Tensor, whole: int) -> None:
-        """Take in one accepted step of `whole` images.
+        """Add one accepted step of `whole` images.
 
         Args:
             part_square: squared norm of `.grad` after the first pass, of `part` images whose losses were summed and
@@ -51,10 +51,10 @@ class NoiseScale:
         self.count += 1
 
     def close(self) -> dict[str, Any]:
-        """For the log: noise scale in images, squared norm of the gradient, trace of its covariance. A window begins.
+        """Return noise scale in images, squared gradient norm and trace of its covariance; then start at zero.
 
-        The noise scale is None where the gradient drowns in the noise, so that its squared norm was estimated at zero
-        or less. Nothing without a step that took several passes.
+        The noise scale is None if noise exceeds the gradient, whose squared norm was then estimated at zero or less.
+        Returns {} if no step had several micro-batches.
         """
         if not self.count:
             return {}
@@ -65,19 +65,19 @@ class NoiseScale:
         return {"noise_scale": noise_scale([record]), **record}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which keeps every bit of a float."""
+        """Return plain values; JSON keeps every bit of a float."""
         return {"sums": self.sums.tolist(), "count": self.count}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the values of `state_dict`."""
         self.sums.copy_(torch.tensor(saved["sums"]))
         self.count = saved["count"]
 
 
 def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
-    """Noise scale in images over several windows of a log, by the ratio of their means.
+    """Return the noise scale in images over several windows of a log, by the ratio of their means.
 
-    None where no window has it, or the gradient drowns in the noise even so.
+    None if no window has it, or if noise exceeds the gradient even so.
     """
     known = [row for row in records if row.get("gradient_signal") is not None and row.get("gradient_noise") is not None]
     signal = sum(row["gradient_signal"] for row in known)
@@ -87,12 +87,12 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def squared_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Squared norm of the gradients as they are, a 0-d tensor on the device; as of `total_norm`."""
+    """Return the squared norm of the gradients, 0-d, on the device. A collective if they are sharded."""
     return total_norm(gradients(optimizer)).square()
 
 
 def batch_advice(scale: float, batch: int) -> str:
-    """What a batch of this size costs at this noise scale, and what another size would, in a sentence without stop.
+    """Describe what this batch size costs at this noise scale, and what another would; a sentence without stop.
 
     To get equally far, batches of B need 1 + scale / B times the fewest possible steps, and 1 + B / scale times the
     fewest possible images (McCandlish et al. 2018, eq. 2.7 and 2.11). That was derived for gradient descent, and held
@@ -121,6 +121,6 @@ def batch_advice(scale: float, batch: int) -> str:
 
 
 def _two_digits(value: float) -> str:
-    """A number to two digits, written out: 0.31, 1,300."""
+    """Format a number to two digits, written out: 0.31, 1,300."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

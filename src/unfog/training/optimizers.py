@@ -1,4 +1,4 @@
-"""Optimisers: AdamW, Muon with AdamW, and any other by its path; and what they remember, by the names of weights."""
+"""Optimisers: AdamW, Muon with AdamW, and any other by its path; and their state, by the names of weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-    """The optimiser of a network's parameters; `fast` is what Muon iterates in, which needs no more than bfloat16.
+    """Return the optimiser of a network's parameters; Muon iterates in `fast`, for which bfloat16 suffices.
 
     Raises:
-        RequestError: it cannot be had, or what it remembers cannot be saved.
+        RequestError: the optimiser cannot be built, or its state cannot be saved.
     """
     method = settings.method
     if isinstance(method, Custom):
@@ -36,12 +36,12 @@ def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = t
 
 
 def _sharded_first(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a network, those that are divided first: torch's loss scaler asks the first for all."""
+    """Return the parameters, sharded ones first: torch's loss scaler looks at the first to handle all of them."""
     return sorted(model.parameters(), key=lambda p: not is_sharded(p))
 
 
 def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW, fused; but not of parameters without values, which is for those who await others."""
+    """Return a fused AdamW; not fused for parameters on "meta", whose values come later."""
     return torch.optim.AdamW(
         parameters,
         lr=settings.lr,
@@ -53,10 +53,10 @@ def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.o
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices that Muon is for, and all other parameters.
+    """Return the matrices for Muon, and all other parameters for AdamW.
 
-    Left out are embeddings, which are tables, and the network's ends, whose rows or columns are not those of a hidden
-    space: the layers that it names as its `ends`, or else the first and the last matrix there are.
+    Embeddings, which are tables, go to AdamW, and so do the network's first and last layer, whose rows or columns are
+    not those of a hidden space: the layers that it names as its `ends`, or else its first and last matrix.
     """
     tables = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
     found = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables]
@@ -68,10 +68,10 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for some parameters, of two dimensions or more, and AdamW for the others, as one optimiser.
+    """Muon for parameters of two dimensions or more, and AdamW for the others, as one optimiser.
 
-    One, so that the loss scaler, a refused step and a roll-back treat both alike. A kernel [out, in, k, k] is the
-    matrix [out, in k k]. Matrices of one shape are worked on together.
+    One, so that the loss scaler, a skipped step and a roll-back treat both alike. A kernel [out, in, k, k] is the
+    matrix [out, in k k]. Matrices of one shape are stacked.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step with both. `closure` is not supported, and nobody here has one."""
+        """Take one step with both optimisers. `closure` is not supported."""
         assert closure is None
         group = self.param_groups[0]
         by_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -107,12 +107,12 @@ class MuonAdamW(torch.optim.Optimizer):
             torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
             far = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # AdamW's steps have a root mean square of 0.2 lr
             torch._foreach_add_(moved, [u.view_as(p) for u, p in zip(updates, moved)], alpha=-far)
-        # A load replaces both, so they are handed over each time.
+        # Loading a state dict replaces groups and state, so AdamW gets them anew each time.
         self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
         self._adamw.step()
 
     def _directions(self, parameters: list[Tensor], rows: int, columns: int, momentum: float, rounds: int) -> Tensor:
-        """[N, rows, columns]: the orthogonalised Nesterov momentum of each of these, or its rows that are here."""
+        """Return the orthogonalised Nesterov momenta [N, rows, columns], or this rank's rows of them."""
         gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
         for p in parameters:
             if not self.state[p]:
@@ -131,7 +131,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
-    """Matrices [N, R, C] with their singular vectors, and singular values of about one, by Newton-Schulz iteration.
+    """Set the singular values of matrices [N, R, C] to about one, by Newton-Schulz iteration.
 
     X <- a X + (b X X' + c (X X')^2) X, begun at X / |X|, where no singular value is above one (Jordan et al. 2024).
     """
@@ -146,10 +146,10 @@ def orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
 
 
 def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """The optimiser that a path names, tried out on two weights of its own first.
+    """Return the optimiser of a dotted path, after two steps with it on small tensors.
 
     Raises:
-        RequestError: there is none, it does not take the arguments, does not step, or keeps what cannot be saved.
+        RequestError: it does not exist, refuses the arguments, cannot step, or has state that cannot be saved.
     """
     kind: Callable[..., torch.optim.Optimizer] = method.load()
     keywords = method.keywords()
@@ -161,7 +161,7 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
             tried = kind(list(toys), lr=lr or 1e-3, **keywords)
             for _ in range(2):
                 _step_once(tried, toys)
-        except Exception as error:  # whatever a stranger's code raises, in words
+        except Exception as error:  # foreign code may raise anything
             raise RequestError(f"{method.path} cannot be used as an optimiser: {error}") from error
     kept = {key for state in tried.state.values() for key, value in state.items() if not _is_storable(value)}
     if kept:
@@ -170,7 +170,7 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
 
 
 def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
-    """Take a step with a gradient, at the learning rate that the loop would set."""
+    """Take one step with a gradient of 0.1, and the learning rate set as the loop sets it."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
     for toy in toys:
@@ -179,7 +179,7 @@ def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None
 
 
 def check_resumable(method: Custom) -> None:
-    """Try out whether it goes on from what a checkpoint holds of it as it does without, to the bit.
+    """Check that an optimiser resumes from a checkpoint to the bit.
 
     Raises:
         RequestError: it does not, or cannot be used at all.
@@ -202,14 +202,14 @@ def check_resumable(method: Custom) -> None:
 
 
 def _is_storable(value: object) -> bool:
-    """Whether a checkpoint can hold this: a tensor, tensors in a list, a number, or nothing."""
+    """Return whether a checkpoint can hold a value: a tensor, a list of tensors, a number, or None."""
     if isinstance(value, list | tuple):
         return all(isinstance(item, Tensor) for item in value)
     return value is None or isinstance(value, Tensor | bool | int | float)
 
 
 def _iter_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """("moment/parameter", value) of all that it remembers; of a list "moment.0/parameter", "moment.1/parameter"…"""
+    """Yield ("moment/parameter", value) of all state; items of a list as "moment.0/parameter", "moment.1/parameter"…"""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, list | tuple):
@@ -219,12 +219,12 @@ def _iter_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Its tensors, by "moment/parameter"."""
+    """Return the tensors of an optimiser's state, by "moment/parameter"."""
     return {name: value for name, value in _iter_state(optimizer, model) if isinstance(value, Tensor)}
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """What else it remembers, as JSON holds it: numbers of weights, and settings of its own that its steps changed."""
+    """Return the other state for JSON: numbers by parameter, and group settings that steps changed."""
     found = {name: value for name, value in _iter_state(optimizer, model) if not isinstance(value, Tensor)}
     for i, group in enumerate(optimizer.param_groups):
         for key, usual in optimizer.defaults.items():
@@ -242,13 +242,17 @@ def load_optimizer_state(
     others: Mapping[str, Any],
     copies: bool = True,
 ) -> None:
-    """Take over what `moments` and `numbers` gave: copies of it, or itself. ValueError if it is of another network."""
+    """Restore the values of `optimizer_tensors` and `optimizer_numbers`, copied unless `copies` is False.
+
+    Raises:
+        ValueError: they are of another network.
+    """
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     order = dict(zip(held, range(len(held))))
     places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}
     state: dict[int, dict[str, Any]] = {}
     lists: dict[tuple[int, str], dict[int, Any]] = defaultdict(dict)
-    groups = optimizer.state_dict()["param_groups"]  # the settings of today, not those that were saved
+    groups = optimizer.state_dict()["param_groups"]  # the current settings, not the saved ones
     for full, value in {**tensors, **others}.items():
         key, _, name = full.partition("/")
         value = float(value) if isinstance(value, str) else value
@@ -258,7 +262,7 @@ def load_optimizer_state(
             continue
         if name not in places:
             raise ValueError(f"{full} is of no parameter of the network")
-        # A copy, as it may be the file itself, mapped.
+        # A copy, because the tensor may be memory-mapped from the file.
         value = value.clone() if isinstance(value, Tensor) and copies else value
         plain, dot, number = key.rpartition(".")
         if dot and number.isdigit():

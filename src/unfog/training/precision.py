@@ -1,4 +1,4 @@
-"""Arithmetic of forward and backward: fp32, bf16 by autocast, or fp16 by autocast with a loss scaler."""
+"""Precision of forward and backward: fp32, bf16 by autocast, or fp16 by autocast with a loss scaler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context for the forward pass."""
+        """Return the autocast context for a forward pass."""
         if self.name == "fp32":
             return nullcontext()
         # The cache would keep casts of weights alive across the optimiser step of a captured graph; it gains nothing
@@ -37,12 +37,12 @@ class Precision:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def gradient_norm(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Norm of the whole gradient, unscaled from here on: a 0-d tensor on the device."""
+        """Unscale the gradients, and return their norm as a 0-d tensor on the device."""
         self.scaler.unscale_(optimizer)
         return total_norm(gradients(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, norm: float, accepted: bool) -> None:
-        """Take the optimiser's step with the gradient clipped to norm `clip` (0: as it is), or only adapt the scale."""
+        """Step with the gradient clipped to norm `clip` (0: not clipped), or only adapt the loss scale."""
         if accepted:
             # As torch's `clip_grads_with_norm_`, which multiplies by 1 what is short enough, so as not to wait for it.
             if 0 < clip < (length := norm + 1e-6):
@@ -52,16 +52,16 @@ class Precision:
 
     @property
     def scale(self) -> float:
-        """What the gradient is multiplied by until `gradient_norm` divides it again; 1 except in fp16."""
+        """Loss scale of the gradients until `gradient_norm` unscales them; 1 except in fp16."""
         return self.scaler.get_scale()
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a gradient may be infinite for no other reason than the scale, which is lowered until it is not."""
+        """Return whether the loss scale, which can still fall, may be all that made a gradient infinite."""
         return self.scaler.is_enabled() and self.scale > 1
 
     def describe_machine(self) -> str:
-        """What computes, in words: where they are the same, results are the same to the bit."""
+        """Describe the hardware and software; equal descriptions give equal results to the bit."""
         others = f" in {self.processes} processes" if self.processes > 1 else ""
         if self.device.type == "cuda":
             name, cudnn = torch.cuda.get_device_name(self.device), torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -73,24 +73,24 @@ class Precision:
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of all parameters that have one."""
+    """Return the gradients of all parameters that have one."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device; without waiting where that is safe, which is from pinned memory to CUDA."""
+    """Copy a CPU tensor to the device, without waiting where that is safe: from pinned memory to CUDA."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def native_precision(device: torch.device) -> PrecisionName:
-    """What an accelerator is made for: bf16 where the hardware has it, fp16 on older CUDA cards, else fp32."""
+    """Return bf16 where CUDA hardware has it, fp16 on older CUDA cards, else fp32."""
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return "fp32"
 
 
 def default_memory_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
-    """In which memory format convolutions are faster, and why; measurements are in the benchmark ledger."""
+    """Return the memory format in which convolutions are faster, and the reason; measured in the benchmark ledger."""
     # In bf16 convolutions are faster too, but normalisation loses what they gain.
     if device.type == "cpu" and precision == "fp32":
         return "channels_last", "faster in fp32 on a CPU"
@@ -100,7 +100,7 @@ def default_memory_format(device: torch.device, precision: PrecisionName) -> tup
 
 
 def emulates_bf16() -> bool:
-    """Whether this CPU is known to compute bf16 by way of fp32, which takes longer than fp32 itself."""
-    # Which not every torch tells; then nothing is known.
+    """Return whether this CPU is known to emulate bf16 by fp32, which takes longer than fp32 itself."""
+    # Not every version of torch has this; then nothing is known.
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return known.get("architecture") == "x86_64" and not (known.get("avx512_bf16") or known.get("amx_bf16"))

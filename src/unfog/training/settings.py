@@ -18,7 +18,7 @@ MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 
 @dataclass(frozen=True)
 class Training:
-    """How long, how much at once, on what."""
+    """Length of training, batch size, precision and device."""
 
     steps: int = setting(0, short="steps", at_least=0, affects="steps", resume="free")
     """Optimiser steps of the whole run. Give one of steps, images and budget."""
@@ -31,31 +31,31 @@ class Training:
     microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
     noise: Literal["microbatch", "batch"] = setting("microbatch", affects="steps", resume="free", added_later=True)
-    """batch: the same noise however many images go at once, and on however many processes. microbatch: of before."""
+    """batch: draw the same noise whatever the micro-batch and the number of processes. microbatch: draw it for each."""
     clip: float = setting(1.0, at_least=0, resume="free")
-    """Largest norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
+    """Gradient norm above which the gradient is scaled down to it. 0: no clipping."""
     precision: PrecisionName = setting("auto", short="precision", resume="free")
     """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device."""
     memory_format: MemoryFormat = setting("auto", affects="steps", resume="free", added_later=True)
-    """How convolutions have images in memory. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
+    """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
     device: str = setting("auto", short="device", affects="nothing", resume="free")
     """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu."""
     seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force")
     """Seed of the initial weights, the order of images, noise and dropout."""
     patience: int = setting(20, at_least=1, affects="steps", resume="free")
-    """Steps in a row that may be refused for a non-finite gradient, or lose far more than usual, before a roll-back."""
+    """Steps in a row that may be skipped for a non-finite gradient, or have a far higher loss, before a roll-back."""
     rollbacks: int = setting(8, at_least=0, affects="steps", resume="free")
-    """Times that a run may go back to its last good weights, with half the learning rate, before it stops."""
+    """Roll-backs to the last good weights, each with half the learning rate, before the run stops."""
     grace: float = setting(30.0, at_least=0, affects="nothing", resume="free")
-    """Seconds within which a stop ends the run, also if the disk is full; job managers usually grant 30."""
+    """Seconds within which a stop ends the run, even if the disk is full; job managers usually grant 30."""
     timeout: float = setting(600.0, at_least=1, at_most=1000000, usual="600", affects="nothing", resume="free")
-    """Seconds that processes which train together wait for one that hangs before they end."""
+    """Seconds that several processes wait for one that hangs before they end."""
     compress: Literal["none", "bf16"] = setting("none", affects="steps", resume="free", added_later=True)
-    """What gradients travel as between processes. bf16: half the bytes, and each to three digits."""
+    """Compression of gradients between processes. bf16: half the bytes, and three digits of each."""
     shard: bool = setting(False, affects="nothing", resume="free")
-    """Divide weights, gradients, averages and moments among the processes that torchrun starts, for large networks."""
+    """Shard weights, gradients, EMAs and optimiser state over the processes of torchrun, for large networks."""
     checkpointing: bool = setting(False, affects="nothing", resume="free")
-    """Recompute activations in the backward pass: a third more time, for a third to a half less memory at the peak."""
+    """Gradient checkpointing: a third more time, for a third to a half less peak memory."""
     compile: bool = setting(False, short="compile", affects="nothing", resume="free")
     """Compile the network with torch.compile: slow to start, faster after that on GPUs."""
 
@@ -71,13 +71,13 @@ class Training:
             )
 
     def is_sharded(self, processes: int) -> bool:
-        """Whether so many processes divide the network."""
+        """Return whether so many processes shard the network."""
         return self.shard and processes > 1
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What moves the weights, and its learning rate over the run."""
+    """Optimiser, and its learning rate over the run."""
 
     lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3, or 0 to choose it,")
     """Peak learning rate. 0: by size: 0.006 with Muon, 0.003 with AdamW for a U-Net of 1M, batch 64."""
@@ -86,7 +86,7 @@ class Optimizer:
     schedule: Literal["constant", "cosine", "inverse-sqrt", "cooldown"] = "constant"
     """After warm-up: cosine to zero; constant, with no end yet; cooldown, which ends a constant one; or 1/sqrt."""
     cooldown: float = setting(0.2, above=0, at_most=1, usual="0.2", added_later=True)
-    """Share of the whole run, at its end, in which `cooldown` falls to zero."""
+    """Share of the run, at its end, in which the schedule `cooldown` falls to zero."""
     method: OptimizerKind = setting(AdamW(), short="optimizer", added_later=True)
     """adamw, muon, or custom:path=torch.optim.RMSprop, which runs the code that is named."""
     betas: tuple[float, float] = setting((0.9, 0.999), at_least=0, below=1, usual="0.9 0.999")
@@ -101,17 +101,17 @@ class Optimizer:
 
 
 MAX_EMA_SNAPSHOTS = 48
-"""Snapshots that are kept; beyond, every other one goes."""
+"""Beyond so many snapshots every other one is removed."""
 
 
 @dataclass(frozen=True)
 class EmaSnapshots:
-    """Snapshots of two averages, from which `unfog ema-sweep` rebuilds one of any length after training."""
+    """Snapshots of two EMAs, from which `unfog ema-sweep` rebuilds one of any length after training."""
 
     every: int = 0
-    """Steps between snapshots. 0: some 24 in a run of 200 steps or more with --ema power; -1: none, and no second."""
+    """Steps between snapshots. 0: about 24 in a run of 200 steps or more with --ema power; -1: none, no second EMA."""
     second: float = 0.0
-    """Width of the second average, which only these snapshots need. 0: half of that of --ema."""
+    """Width of the second EMA, which only these snapshots need. 0: half of that of --ema."""
 
     def __post_init__(self) -> None:
         check_interval("ema_snapshots.every", self.every)
@@ -119,7 +119,7 @@ class EmaSnapshots:
             PowerEma(self.second)
 
     def second_schedule(self, ema: EmaSchedule) -> PowerEma | None:
-        """The second average; None where there is none."""
+        """Return the schedule of the second EMA, or None."""
         if self.every < 0 or not isinstance(ema, PowerEma):
             return None
         return PowerEma(self.second or (ema.width / 2 if ema.width >= 0.02 else 2 * ema.width))
@@ -132,7 +132,7 @@ class Preview:
     every: int = 0
     """Steps between previews. 0: about ten in the run; -1: only the first and the last."""
     images: int = setting(16, at_least=1, at_most=10000)
-    """Pictures in a preview. With classes, they cycle through them."""
+    """Samples in a preview. With classes, they cycle through them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -140,40 +140,40 @@ class Preview:
 
 
 def split_names(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Each name once, in the order given; a word may hold several with commas between."""
+    """Return each name once, in order; a word may hold several with commas between."""
     return tuple(dict.fromkeys(name.strip() for word in words for name in word.split(",")))
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """What is measured during training: held-out loss, on the same images, noise and noise levels each time; and, where
-    it is asked for, metrics of pictures that are drawn for it, always from the same noise."""
+    """Evaluation during training: held-out loss on the same images, noise and noise levels each time, and optionally
+    metrics of samples, generated from the same noise each time."""
 
     DRAWN: ClassVar[tuple[str, ...]] = ("fid", "kid", "precision", "recall", "density", "coverage", "sliced")
-    """Metrics that need drawn pictures."""
+    """Metrics that need samples."""
     HIGHER: ClassVar[tuple[str, ...]] = ("precision", "recall", "density", "coverage")
-    """Those that are better when higher."""
+    """Metrics that are better when higher."""
 
     every: int = 0
     """Steps between evaluations. 0: about ten in the run; -1: none."""
     images: int = setting(64, at_least=1, at_most=1000000, affects="held_out_loss")
-    """Held-out images that are used."""
+    """Held-out images to use."""
     levels: int = setting(8, at_least=1, at_most=1000, affects="held_out_loss")
     """Noise levels, at equal quantiles of the training distribution."""
     metrics: tuple[str, ...] = ()
-    """Of drawn pictures as well: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
+    """Metrics of samples: kid, fid, precision, recall, density, coverage, sliced, with commas between."""
     features: str = setting("texture", affects="samples")
-    """What the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
+    """Features that the metrics compare: texture, pixels (coarser), or inception, which needs its file."""
     samples: int = setting(0, affects="samples")
-    """Pictures that are drawn for the metrics. 0: as many as `share` permits, up to 5000."""
+    """Samples to generate for the metrics. 0: as many as `share` permits, up to 5000."""
     reference: int = setting(0, affects="samples")
-    """Training images that they are compared with. 0: as many as `share` permits, up to 10000."""
+    """Training images to compare them with. 0: as many as `share` permits, up to 10000."""
     metrics_every: int = 0
-    """Steps between two times that pictures are drawn, at evaluations. 0: what `share` permits; -1: never."""
+    """Steps between evaluations that generate samples. 0: as often as `share` permits; -1: never."""
     share: float = setting(0.05, above=0, at_most=0.5, usual="0.05")
     """Share of the training time that the metrics may take, where `samples` or `metrics_every` is 0."""
     best: str = "held_out_loss"
-    """What says which checkpoint is the best, and kept: held_out_loss, or one of `metrics`."""
+    """Metric by which the best checkpoint is chosen and kept: held_out_loss, or one of `metrics`."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -197,14 +197,14 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a crash leaves behind."""
+    """Saving of checkpoints, and which of them are kept."""
 
     every: int = 0
     """Steps between checkpoints. 0: about ten in the run; -1: only the first and the last."""
     keep: int = setting(3, at_least=1)
     """Newest checkpoints to keep, besides the best one by `evaluate.best`."""
     milestones: int = setting(0, at_least=0)
-    """Also keep those at multiples of this many steps, for good; 0: none."""
+    """Keep checkpoints at multiples of this many steps for good; 0: none."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -212,19 +212,19 @@ class Checkpoint:
 
 
 def check_interval(name: str, steps: int) -> None:
-    """RequestError for a negative interval other than -1."""
+    """Raise RequestError for a negative interval other than -1."""
     if steps < -1:
         raise RequestError(f"{name} = {steps} must be a number of steps, 0 to choose it, or -1 for never")
 
 
 def at_least_one(name: str, value: int, most: int | None = None) -> None:
-    """RequestError unless `value` is 1 or more, and at most `most`."""
+    """Raise RequestError unless `value` is 1 or more, and at most `most`."""
     if value < 1 or (most is not None and value > most):
         raise RequestError(f"{name} = {value} must be at least 1" + (f" and at most {most}" if most else ""))
 
 
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Learning rate of optimiser step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
+    """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
     warmup = max(settings.warmup, 1)
     if step < warmup:
         return settings.lr * (step + 1) / warmup

@@ -1,8 +1,8 @@
-"""Snapshots of the averages, written while training goes on: RUN/averages/00001000.safetensors.
+"""Snapshots of the EMAs, written while training goes on: RUN/averages/00001000.safetensors.
 
-In float16: a weight is rounded by at most 0.05%, and an average rebuilt from them by about 0.02%
-(docs/decisions/0014-averages.md).
-A snapshot can be done without, so nothing here stops a run: what cannot be written is left out, and told.
+They are in float16, which rounds a weight by at most 0.05%, and an EMA rebuilt from them by about 0.02%
+(docs/decisions/0014-averages.md). A run can do without a snapshot, so one that cannot be written is reported and left
+out.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from unfog.training.state import TrainState
 
 
 class EmaSnapshot(NamedTuple):
-    """Averages in host memory, no longer changing."""
+    """Copy of both EMAs in host memory."""
 
     step: int
     updates: int
     widths: tuple[float, ...]
     tensors: dict[str, Tensor]
-    """float16 under "0/name" and "1/name" by average, buffers as they are under "buffer/name"."""
+    """float16 under "0/name" and "1/name" for the two EMAs; buffers as they are under "buffer/name"."""
 
 
 def snapshot_interval(every: int, step: int) -> int:
-    """Steps between snapshots at a step: `every`, doubled as often as it takes to keep at most MOST_AVERAGES of them.
+    """Return the steps between snapshots: `every`, doubled until at most MAX_EMA_SNAPSHOTS lie before `step`.
 
-    A function of position, so that a run that was interrupted keeps the same ones.
+    A function of position, so that an interrupted run keeps the same snapshots.
     """
     while every > 0 and step // every > MAX_EMA_SNAPSHOTS:
         every *= 2
@@ -45,7 +45,7 @@ def snapshot_interval(every: int, step: int) -> int:
 
 
 def take_snapshot(state: TrainState, step: int) -> EmaSnapshot:
-    """Copy the averages of a state to host memory, rounded."""
+    """Copy the EMAs of a state to host memory in float16."""
     assert state.second_ema is not None
     averages = [state.ema, state.second_ema]
     names = [name for name, _ in state.model.named_parameters()]
@@ -61,16 +61,16 @@ def take_snapshot(state: TrainState, step: int) -> EmaSnapshot:
 
 
 def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
-    """float16, or as they are where a value would be infinite there."""
+    """Cast to float16, except tensors with values that would be infinite there."""
     halves = [tensor.to(torch.float16) for tensor in tensors]
-    # One answer for all of them, because each one asked for makes the host wait for the device.
+    # Stacked, because each value that is read makes the host wait for the device.
     finite = torch.stack([half.isfinite().all() for half in halves]).tolist()
     return [half if good else tensor for half, good, tensor in zip(halves, finite, tensors)]
 
 
 def write_snapshot(taken: EmaSnapshot, folder: Path) -> None:
-    """Write a snapshot: whole, or not at all (OSError)."""
-    folder.mkdir(exist_ok=True)  # not what it is in: a run that was moved is not to be made anew
+    """Write a snapshot. Raises OSError if that fails, and then leaves nothing."""
+    folder.mkdir(exist_ok=True)  # without parents: a run that was moved must not be created again
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
     said = {METADATA_KEY: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
@@ -85,7 +85,7 @@ def write_snapshot(taken: EmaSnapshot, folder: Path) -> None:
 
 
 def _remove_surplus(folder: Path, every: int, step: int) -> None:
-    """Remove those between the places where one is kept, at this step of the run."""
+    """Remove the snapshots that a doubled interval skips."""
     apart = snapshot_interval(every, step)
     for one in list_snapshots(folder):
         if one.step % apart and one.step != step:
@@ -93,7 +93,7 @@ def _remove_surplus(folder: Path, every: int, step: int) -> None:
 
 
 def remove_after(folder: Path, step: int) -> None:
-    """Remove what belongs to steps after this one, which a run has gone back to, and what a crash left half done."""
+    """Remove snapshots after a step that the run has gone back to, and what a crash left half done."""
     for path in folder.glob("[0-9]*.safetensors"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def remove_after(folder: Path, step: int) -> None:
 
 
 class EmaSnapshotWriter:
-    """Writes one snapshot after the other by a thread."""
+    """Writes snapshots in a thread, one after the other."""
 
     def __init__(self, settings: EmaSnapshots):
         self.settings = settings
@@ -110,18 +110,18 @@ class EmaSnapshotWriter:
         self._failed: deque[tuple[int, str]] = deque()
 
     def submit(self, taken: EmaSnapshot, folder: Path) -> None:
-        """Begin to write, after the one before."""
+        """Begin to write a snapshot, once the one before is done."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(taken, folder), name="averages", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is on its way: seconds at the most, as a full disk is not waited for."""
+        """Wait until nothing is being written: seconds at most, because a full disk is an error here."""
         if self._thread is not None:
             self._thread.join()
 
     def failures(self) -> list[tuple[int, str]]:
-        """(step, reason) of what could not be written since the last call."""
+        """Return (step, reason) of the snapshots that could not be written since the last call."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def _work(self, taken: EmaSnapshot, folder: Path) -> None:

@@ -2,17 +2,18 @@
 
     checkpoints/00001000/manifest.json           step, images, what made it, size and sha256 of every other file
     checkpoints/00001000/model.safetensors       weights under the network's own names
-    checkpoints/00001000/ema.safetensors         the average, same names
-    checkpoints/00001000/ema2.safetensors        a second average, where there is one: see `posthoc`
-    checkpoints/00001000/optimizer.safetensors   its moments, as "exp_avg/" and the name of the weight
-    checkpoints/00001000/state.json              position, guard, loss scaler, sums for the log
+    checkpoints/00001000/ema.safetensors         EMA of the weights, same names
+    checkpoints/00001000/ema2.safetensors        a second EMA, if there is one: see `posthoc_ema`
+    checkpoints/00001000/optimizer.safetensors   optimiser moments, as "exp_avg/" and the name of the weight
+    checkpoints/00001000/state.json              `TrainState.progress`: position, guard, loss scaler, sums for the log
     checkpoints/00001000/config.toml             the settings that it was trained with
 
-A network that is divided among processes is saved by all of them, each its rows: in place of model.safetensors there
-are model-00001-of-00004.safetensors and so on, and of the others likewise. Whoever reads need not know: see `parts`.
+Of a sharded network every rank saves its rows: instead of model.safetensors there are
+model-00001-of-00004.safetensors and so on, and likewise for the other tensor files. Readers need not know: see
+`shard_files`.
 
-Names that begin with a dot are work in progress, or what was broken and set aside; they are never read. Nothing is a
-pickle, so nothing in a checkpoint can run code. `snapshot` and `joint` write them, `rotation` removes them.
+Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
+nothing in a checkpoint can run code. `snapshot` and `sharded` write checkpoints, `rotation` removes them.
 """
 
 from __future__ import annotations
@@ -38,47 +39,47 @@ LARGEST_JSON = 2**20  # bytes; ours have a few thousand
 
 
 class CheckpointFile(NamedTuple):
-    """What a file of a checkpoint must be."""
+    """Expected size and digest of a file."""
 
     bytes: int
     sha256: str
 
 
 class CheckpointInfo(NamedTuple):
-    """A checkpoint, as its manifest describes it."""
+    """A checkpoint as described by its manifest."""
 
     folder: Path
     step: int
     images: int
     anchor: bool
-    """Whether a roll-back may come back to it."""
+    """Whether a roll-back may return to it: taken at a regular interval, when training was stable."""
     for_best: bool
-    """Whether it was saved only for what it measures."""
+    """Whether it was saved only because its metric was the best so far."""
     held_out_loss: float | None
-    """Where it was measured at this step."""
+    """None if it was not measured at this step."""
     measure: str
-    """Digest of how it was measured: only equals can be compared."""
+    """Digest of the evaluation settings; values compare only under equal digests."""
     chosen_by: str
-    """What the best is chosen by: held_out_loss, or kid, …, and a digest of how; only equals compare."""
+    """Metric of the best checkpoint, such as held_out_loss or kid, and a digest of its settings."""
     value: float | None
-    """Of that, where it was measured at this step."""
+    """Value of that metric, or None if it was not measured at this step."""
 
     @property
     def metric(self) -> str:
-        """The name of what the best is chosen by."""
+        """Name of the metric by which the best checkpoint is chosen."""
         return self.chosen_by.partition(":")[0]
 
     made_on: str
-    """What computed it, in words; the same again repeats it to the bit."""
+    """`Precision.describe_machine`; an equal machine repeats the run to the bit."""
     files: dict[str, CheckpointFile]
 
     def holds(self, name: str) -> bool:
-        """Whether it has this file, such as ema2.safetensors, whole or in parts."""
+        """Return whether it has this file, such as ema2.safetensors, in one piece or as shards."""
         return name in merge_shard_names(self.files)
 
 
 class BrokenCheckpoint(NamedTuple):
-    """A folder that should be a checkpoint and is none, and why."""
+    """A folder that should be a checkpoint and is not, and the reason."""
 
     folder: Path
     reason: str
@@ -88,7 +89,7 @@ class BrokenCheckpoint(NamedTuple):
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The best by the metric that was chosen last, measured as it was last; None if none was."""
+    """Return the best checkpoint by the metric and evaluation settings of the last one measured, or None."""
     measured = [one for one in saved if one.value is not None and math.isfinite(one.value)]
     best: CheckpointInfo | None = None
     for one in measured:
@@ -100,7 +101,7 @@ def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[BrokenCheckpoint]]:
-    """What there is by its manifests, oldest first, and the folders without a usable one. Reads no weights."""
+    """Read all manifests: checkpoints, oldest first, and folders without a usable manifest. Reads no weights."""
     found: list[CheckpointInfo] = []
     broken: list[BrokenCheckpoint] = []
     for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
@@ -115,7 +116,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """A checkpoint by its manifest. One of several exceptions, ValueError mostly, for anything that is none."""
+    """Read a checkpoint's manifest. Raises one of several exceptions, mostly ValueError, if it is not valid."""
     if folder.is_symlink():
         raise ValueError("the folder is a link")
     manifest = read_json(folder / MANIFEST)
@@ -143,12 +144,12 @@ def read_manifest(folder: Path) -> CheckpointInfo:
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    """sha256 of a manifest's values, which the manifest holds as well."""
+    """Return the sha256 of a manifest's values, which the manifest itself holds too."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object from a file. ValueError if it is not, OSError if it cannot be read."""
+    """Read a small JSON object. Raises ValueError if it is not one, OSError if it cannot be read."""
     if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
         raise ValueError("not a plain file")
     with path.open("rb") as file:
@@ -162,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_damage(saved: CheckpointInfo) -> str | None:
-    """What is wrong with the files of a checkpoint, after reading them all; None if nothing is."""
+    """Read all files of a checkpoint, and return what is wrong with them, or None."""
     for name, file in saved.files.items():
         path = saved.folder / name
         try:
@@ -181,9 +182,9 @@ def find_damage(saved: CheckpointInfo) -> str | None:
 
 
 def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
-    """The newest whole checkpoint, verified, and the broken ones passed over; None if nothing was ever saved.
+    """Return the newest intact checkpoint, verified, and the broken ones passed over; None if nothing was ever saved.
 
-    What the folders hold decides, not what they are called.
+    Contents decide the order, not folder names.
 
     Raises:
         RunError: there are checkpoints, and all of them are broken.
@@ -196,7 +197,7 @@ def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpo
 
 
 def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
-    """As `newest`, for those who have something to say of broken ones also where no other is left."""
+    """Return the same as `newest`, but None where all checkpoints are broken."""
     found, broken = list_checkpoints(checkpoints)
     for saved in reversed(found):
         wrong = find_damage(saved)
@@ -211,9 +212,9 @@ def find_checkpoint(
     which: int | Literal["best"] | None,
     tell: Callable[[str], None] = lambda broken: None,
 ) -> CheckpointInfo:
-    """The whole checkpoint of a step; the best by what the run measures it by for "best", the newest for None.
+    """Return the intact checkpoint of a step, the best one for "best", or the newest for None.
 
-    `tell` is told of each broken one that the newest was looked for among.
+    `tell` is called with a message for each broken checkpoint that the newest was looked for among.
 
     Raises:
         RequestError: there is no such checkpoint.
@@ -238,17 +239,17 @@ def find_checkpoint(
 
 
 def _newest_rollback_checkpoint(checkpoints: Path, images: int) -> CheckpointInfo | None:
-    """The newest whole checkpoint, of at most so many images, that a roll-back may come back to; None if none is."""
+    """Return the newest intact rollback checkpoint of at most so many images, or None."""
     found, _ = list_checkpoints(checkpoints)
     good = (saved for saved in reversed(found) if saved.anchor and saved.images <= images)
     return next((saved for saved in good if find_damage(saved) is None), None)
 
 
 def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int) -> CheckpointInfo | None:
-    """The checkpoint that a roll-back of this state returns to; None if there is none.
+    """Return the checkpoint that a roll-back of this state returns to, or None.
 
-    The newest anchor; but if fewer than `patience` ordinary steps have followed the last roll-back, that did not help,
-    so those weights may be past help, and it is the anchor before, if there is one.
+    That is the newest rollback checkpoint. But if fewer than `patience` ordinary steps have followed the last
+    roll-back, its weights may be bad already, and the one before it is chosen, if there is one.
     """
     guard = state.guard
     if guard.roll_backs and guard.ordinary < patience:
@@ -262,24 +263,29 @@ def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int
 
 
 def load(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a whole checkpoint, on whatever device it lives. RunError if it is of another network."""
+    """Restore `state` from a checkpoint, on any device. Raises RunError if it is of another network."""
     load_tensors(folder, state)
     state.load_progress(read_state(folder))
 
 
 def roll_back(folder: Path, state: TrainState) -> None:
-    """Return to the weights of a whole checkpoint, while the position stays where it is."""
+    """Return to the weights of a checkpoint, while the position stays where it is."""
     load_tensors(folder, state)
     state.roll_back_to(read_state(folder))
 
 
 def load_tensors(folder: Path, state: TrainState) -> None:
-    """Put the weights, their average and the optimiser's moments into `state`: where it is divided, the rows that are
-    here, so that nobody holds the whole. RunError if they do not fit."""
+    """Load weights, EMAs and optimiser state into `state`; of a sharded state, only this rank's rows are read.
+
+    Raises:
+        RunError: they do not fit.
+    """
     _load_into(folder, "model", state.model.state_dict())
     _load_into(folder, "ema", state.ema.state_dict(state.model))
     if state.second_ema is not None:
-        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"  # as near as an older run comes
+        kind = (
+            "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
+        )  # the nearest that a run without a second EMA has
         _load_into(folder, kind, state.second_ema.state_dict(state.model))
     stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
@@ -290,7 +296,7 @@ def load_tensors(folder: Path, state: TrainState) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json. RunError if it cannot be read."""
+    """Read state.json. Raises RunError if it cannot be read."""
     try:
         return read_json(folder / STATE)
     except (OSError, ValueError, RecursionError) as error:
@@ -298,22 +304,18 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of its parts. RunError if it is damaged."""
+    """Read the tensors of a file, or of its shards. Raises RunError if it is damaged."""
     stored = TensorFile(path)
     return {name: stored.tensor(name) for name in stored.shapes}
 
 
 def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
-    """Put the weights of a checkpoint into a network; `kind` is "model", "ema" or "ema2".
-
-    Raises:
-        RunError: they are those of another network.
-    """
+    """Load the weights "model", "ema" or "ema2" into a network. Raises RunError if they do not fit."""
     _load_into(folder, kind, network.state_dict())
 
 
 def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-    """Put the weights of a checkpoint into these tensors of a network. RunError if they are those of another one."""
+    """Load the weights of a checkpoint into tensors. Raises RunError if they are of another network."""
     stored = TensorFile(folder / f"{kind}.safetensors")
     try:
         stored.load_into(tensors)

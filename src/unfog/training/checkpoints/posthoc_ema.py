@@ -1,4 +1,4 @@
-"""An average of any length, rebuilt after training from snapshots of two (Karras et al. 2024, EDM2, appendix C).
+"""Post-hoc EMA: an EMA of any length, rebuilt after training from snapshots of two (EDM2, appendix C).
 
 An average with a power-function profile weighs the weights after update n of N with (n/N)^(gamma+1) minus
 ((n-1)/N)^(gamma+1), the integral of p(t) = (gamma + 1) t^gamma / N^(gamma+1) over that update. A sum of snapshots is an
@@ -24,35 +24,35 @@ from unfog.training.ema_schedules import PowerEma
 
 Floats = npt.NDArray[np.float64]
 METADATA_KEY = "averages"
-"""Where a file says what it holds. One entry, as safetensors writes several in no fixed order."""
+"""Key of a file's metadata. A single one, because safetensors writes several in no fixed order."""
 MAX_PROFILE_ERROR = 0.25
-"""Distance between profiles beyond which nothing is rebuilt. That of the weights is some thirty times smaller."""
+"""Distance between profiles beyond which nothing is rebuilt. The error of the weights is about thirty times smaller."""
 
 
 class EmaSnapshotFile(NamedTuple):
-    """A snapshot of averages on disk."""
+    """A snapshot of EMAs on disk."""
 
     path: Path
     step: int
     updates: int
-    """Updates that it averages over."""
+    """Optimiser updates up to its step."""
     widths: tuple[float, ...]
-    """Of its averages, in the order of their numbers."""
+    """Widths of its EMAs, in the order of their numbers."""
 
 
 class Mixture(NamedTuple):
-    """How snapshots add up to an average."""
+    """Weighted sum of snapshots that makes an EMA."""
 
     terms: list[tuple[EmaSnapshotFile, int, float]]
-    """Snapshot, number of the average in it, weight."""
+    """Snapshot, number of the EMA in it, weight."""
     error: float
-    """Distance between the profile that they make and the wanted one, over the length of that."""
+    """Distance between its profile and the target, relative to the norm of the target."""
     step: int
-    """At which it averages: that of a snapshot."""
+    """Step of the EMA: that of a snapshot."""
 
 
 def _inner_product(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: Floats | float) -> Floats:
-    """Integral of the product of two profiles; by logarithms, as the powers alone would overflow."""
+    """Integrate the product of two profiles; by logarithms, because the powers alone would overflow."""
     log_m, total = np.log(np.minimum(t_a, t_b)), gamma_a + gamma_b + 1
     logs = total * log_m - (gamma_a + 1) * np.log(t_a) - (gamma_b + 1) * np.log(t_b)
     product: Floats = (gamma_a + 1) * (gamma_b + 1) / total * np.exp(logs)
@@ -60,9 +60,10 @@ def _inner_product(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: F
 
 
 def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats, float]:
-    """Weights [K] of averages with these exponents, each over its first `ends` updates, that add up to (gamma, end).
+    """Fit the profile (gamma, end) by EMAs with exponents `gammas`, each over its first `ends` updates.
 
-    Returns them, and how far the sum's profile is from the wanted one, relative to that.
+    Returns:
+        The least-squares weights [K], and the relative distance of the sum's profile from the target.
     """
     products = _inner_product(gammas[:, None], ends[:, None], gammas[None], ends[None])
     wanted = _inner_product(gammas, ends, gamma, end)
@@ -76,7 +77,7 @@ def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tupl
 
 
 def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
-    """The snapshots in a folder, oldest first. What is none, or damaged, is passed over: a sum does without."""
+    """Return the snapshots in a folder, oldest first. Damaged ones are passed over: a sum can do without them."""
     found = []
     for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
         if not path.is_file():  # a pipe would be waited for
@@ -95,9 +96,9 @@ def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
 
 
 def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | None = None) -> Mixture:
-    """How snapshots add up to the average of this width at a step, or at the snapshot before; None is the last one's.
+    """Return the mixture for an EMA of this width at a step; None is that of the last snapshot.
 
-    Between two snapshots the newest weights are in none, and an average without them would be another.
+    A step between two snapshots is moved to the one before, because no snapshot holds the weights since then.
 
     Raises:
         RequestError: the width is out of range, the step is after the last, or too few snapshots lie before it.
@@ -127,9 +128,9 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
 
 @torch.no_grad()
 def rebuild(mix: Mixture) -> dict[str, Tensor]:
-    """The average that a mixture stands for, float32 by the network's names; summed in float64, one tensor at a time.
+    """Sum a mixture to the EMA, float32 by the network's names; in float64, one tensor at a time.
 
-    Buffers are those of the newest snapshot. RunError if a snapshot cannot be read.
+    Buffers are those of the newest snapshot. Raises RunError if a snapshot cannot be read.
     """
     paths = {one.path for one, _, _ in mix.terms}
     try:

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how one takes the place of another, so that a crash never leaves none."""
+"""Removal and replacement of checkpoints, such that a crash never leaves none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unfog.training.settings import Checkpoint
 
 
 def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
-    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two to roll back to.
+    """Remove all checkpoints but the newest `keep.keep`, the milestones, the best one and two rollback checkpoints.
 
-    A broken one in a place of honour would cost a whole one its life, but those are set aside when a run is resumed.
+    Broken ones count here by their manifests; `remove_leftovers` sets them aside when a run is resumed.
     """
     saved, _ = list_checkpoints(checkpoints)
     wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
@@ -27,7 +27,7 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint so that it is whole or gone, never half there under its name."""
+    """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
     aside = folder.with_name(f".old-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
@@ -38,7 +38,7 @@ def _remove_checkpoint(folder: Path) -> None:
 
 
 def replace_checkpoint(partial: Path, folder: Path) -> None:
-    """Put a checkpoint in its place. One that is there, of the same step, goes when this one has come."""
+    """Move a checkpoint to its place, then remove an older one of the same step."""
     if not os.path.lexists(folder):
         partial.rename(folder)
         return
@@ -50,7 +50,7 @@ def replace_checkpoint(partial: Path, folder: Path) -> None:
 
 
 def restore_replaced(checkpoints: Path) -> None:
-    """Undo a `replace` that was cut short before the new one had come."""
+    """Undo a `replace_checkpoint` that was interrupted before the new one was in place."""
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
         if not os.path.lexists(folder):
@@ -58,7 +58,7 @@ def restore_replaced(checkpoints: Path) -> None:
 
 
 def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
-    """Remove what a crash left half done, and hide what is broken, so that it is not counted among those to keep."""
+    """Remove what a crash left half done, and hide broken checkpoints, so that they are not counted."""
     for folder in checkpoints.glob(".[por]*"):
         if folder.name.startswith((".partial-", ".old-", ".replaced-")):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Tensors in files: all in one, or in as many as there were processes, each with the rows that it had.
+"""Tensor files in one piece, or as one shard per rank with the rows that it held.
 
-`model.safetensors` stands for itself or, where it is not there, for its parts model-00001-of-00004.safetensors and so
-on. A part says of each tensor where its rows begin, as torch's `HuggingFaceStorageWriter(save_distributed=True)` does,
-so `torch.distributed.checkpoint` reads the same files.
+`model.safetensors` stands for itself or, if it does not exist, for its shards model-00001-of-00004.safetensors and so
+on. A shard stores where the rows of each tensor begin, as torch's `HuggingFaceStorageWriter(save_distributed=True)`
+does, so `torch.distributed.checkpoint` reads the same files.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
 
 def shard_name(file: str, rank: int, size: int) -> str:
-    """The name of what one of several processes writes of `file`.safetensors; that itself where there is one."""
+    """Return the name of a rank's shard of `file`.safetensors; that itself if there is one rank."""
     return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
 
 
 def shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
-    """What a part says of its tensors, in torch's words: where the rows of each begin in the whole."""
+    """Return a shard's metadata in torch's format: where the rows of each tensor begin in the full tensor."""
     starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
     told = {name: {"saved_offsets": start} for name, start in starts.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}
 
 
 def merge_shard_names(names: Iterable[str]) -> set[str]:
-    """Names of files, with one for all parts of a file where none of them is missing."""
+    """Replace the names of a file's shards by the file's name, if none is missing."""
     found, parts = set[str](), dict[tuple[str, str], set[int]]()
     for name in names:
         if match := _PART.fullmatch(name):
@@ -56,24 +56,23 @@ def merge_shard_names(names: Iterable[str]) -> set[str]:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The file, or its parts in order where it is in parts."""
+    """Return the file, or its shards in order."""
     return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file; of one in parts, that of the digests of its parts."""
+    """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
     digests = [sha256(file) for file in shard_paths(path)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Rows(NamedTuple):
-    """Some rows of a tensor, in a file."""
+    """Rows of a tensor in one file."""
 
     first: int
     rows: int
@@ -82,10 +81,10 @@ class _Rows(NamedTuple):
 
 
 class TensorFile:
-    """The tensors of a file or of its parts, mapped, so that memory is taken by what is asked for.
+    """The tensors of a file or of its shards, memory-mapped.
 
     Args:
-        path: of the file; see `files_of`.
+        path: of the file; see `shard_paths`.
 
     Raises:
         RunError: it cannot be read, or rows are missing.
@@ -94,7 +93,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         self.shapes: dict[str, list[int]] = {}
-        """Of whole tensors."""
+        """Shapes of the full tensors."""
         self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
             for part in shard_paths(path):
@@ -126,7 +125,7 @@ class TensorFile:
             raise RunError(f"{self.path} cannot be read: {error}") from None
 
     def copy_into(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into one of the same shape; into one that is divided, the rows that are here."""
+        """Copy a stored tensor into one of the same shape; into a sharded one, this rank's rows."""
         mine, first = to_local(tensor.detach()), first_local_row(tensor)
         with self._reading():
             if not mine.ndim:
@@ -138,7 +137,7 @@ class TensorFile:
                     mine[begin - first : end - first].copy_(file.get_slice(name)[begin - at : end - at])
 
     def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
-        """A tensor in host memory; divided as `like` is if that is of its shape, where `like` is."""
+        """Read a tensor to host memory; if `like` is sharded and of its shape, this rank's rows to `like`'s device."""
         dtype = self._dtype(name)
         if like is not None and is_sharded(like) and list(like.shape) == self.shapes[name]:
             made = torch.empty_like(like, dtype=dtype)
@@ -154,12 +153,12 @@ class TensorFile:
             return found.dtype
 
     def kind(self, name: str) -> tuple[str, int]:
-        """How safetensors calls the dtype of a tensor, and its bytes."""
+        """Return the dtype of a tensor as safetensors names it, and its size in bytes."""
         made = self._pieces[name][0].file.get_slice(name).get_dtype()
         return made, self._dtype(name).itemsize * math.prod(self.shapes[name])
 
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill these, which have to be what is stored, by name and shape. ValueError if they are not."""
+        """Copy all stored tensors into `tensors`. Raises ValueError if names or shapes differ."""
         wrong = [name for name in sorted({*tensors, *self.shapes}) if name not in tensors or name not in self.shapes]
         wrong += [n for n, t in tensors.items() if n in self.shapes and self.shapes[n] != list(t.shape)]
         if wrong:
@@ -170,14 +169,14 @@ class TensorFile:
 
 
 def write_merged(path: Path, out: Path) -> None:
-    """Write a file that is in parts as an ordinary one, with no more than one of its tensors in memory.
+    """Merge the shards of a file into one, with no more than one tensor in memory.
 
     safetensors itself writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
     without dimensions.
 
     Args:
-        path: of the file; see `files_of`.
-        out: where; it appears when it is whole.
+        path: of the file; see `shard_paths`.
+        out: written under another name first, and renamed when complete.
 
     Raises:
         RunError: it cannot be read.
@@ -189,7 +188,7 @@ def write_merged(path: Path, out: Path) -> None:
         dtype, size = stored.kind(name)
         told[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin := begin + size]}
     head = json.dumps(told).encode()
-    head += b" " * (-len(head) % 8)  # what follows is aligned
+    head += b" " * (-len(head) % 8)  # aligns the tensors
     partial = out.with_name(f".partial-{out.name}")
     with partial.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)

@@ -1,7 +1,7 @@
-"""A checkpoint that several processes write, each the rows that it has, into a folder that all of them see.
+"""Sharded checkpoints: every rank writes its rows into a folder that all ranks see, while training goes on.
 
-No collective takes part, so training goes on: each process tells the first one by torchrun's store what it has on disk,
-flushed and read back, and the first one makes the whole a checkpoint when all have, by renaming the folder.
+Without collectives: each rank reports through torchrun's store once its files are flushed and read back. When all have,
+rank 0 publishes the checkpoint by renaming the folder.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from unfog.errors import RunError
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.snapshot import FileEntry, Snapshot
 
-LOOK = 0.05  # seconds between two looks for what others have to say
-TO_BE_SEEN = 30.0  # seconds that a network file system may take to show what another machine has written
+_POLL_SECONDS = 0.05
+_VISIBLE_SECONDS = 30.0  # that a network file system may take to show files of another machine
 
 
 class ShardStatusStore:
-    """What the processes tell the first one about their parts of one checkpoint.
+    """Status of each rank's shard files of one checkpoint, for rank 0.
 
     Args:
         store: torchrun's, by a connection of its own.
-        name: of this checkpoint, as no other has.
+        name: unique to this checkpoint.
     """
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
 
     def set(self, rank: int, said: dict[str, Any]) -> None:
-        """Say something, in place of what was said before."""
+        """Replace the status of a rank."""
         self._store.set(f"{self._name}/{rank}", json.dumps({"where": socket.gethostname(), **said}))
 
     def get(self, rank: int) -> dict[str, Any] | None:
-        """What that process has said; None while it has not."""
+        """Return the status of a rank, or None while it has none."""
         key = f"{self._name}/{rank}"
         found: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return found
 
 
 def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give_up: threading.Event) -> bool:
-    """Write this process's part of a checkpoint, and at the first process make it one when all have written theirs.
+    """Write this rank's shard files; rank 0 publishes the checkpoint when all ranks have written theirs.
 
-    May be tried again after an OSError.
+    May be repeated after an OSError.
 
     Args:
-        taken: the part.
-        checkpoints: the folder of checkpoints, which has to be there.
-        post: by which the others tell.
-        give_up: set when the others are not to be waited for any more.
+        taken: this rank's rows.
+        checkpoints: the existing folder of checkpoints.
+        post: status of the ranks.
+        give_up: set to stop waiting for other ranks.
 
     Returns:
-        False if that was given up.
+        False if `give_up` was set.
 
     Raises:
         OSError: it could not be written here; another process waits for room.
-        RunError: another process could not write its part, or what it wrote is not to be seen.
+        RunError: another rank could not write its shard, or its files are not visible here.
     """
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
     partial.mkdir(exist_ok=True)
@@ -87,14 +87,14 @@ def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give
 def _wait_for_shard(
     rank: int, partial: Path, post: ShardStatusStore, give_up: threading.Event
 ) -> dict[str, FileEntry] | None:
-    """What another process has written, once it is to be seen here; None if that was given up.
+    """Return the files of another rank once they are visible here; None if `give_up` was set.
 
     Raises:
-        OSError: it waits for room.
-        RunError: it could not write, or another disk than this one.
+        OSError: the rank waits for disk space.
+        RunError: it could not write, or writes to another disk.
     """
     while (said := post.get(rank)) is None:
-        if give_up.wait(LOOK):
+        if give_up.wait(_POLL_SECONDS):
             return None
     who = f"rank {rank} ({said['where']})"
     if "full" in said:
@@ -102,7 +102,7 @@ def _wait_for_shard(
     if "failed" in said:
         raise RunError(f"{who}: {said['failed']}")
     files: dict[str, FileEntry] = said["files"]
-    looks = int(TO_BE_SEEN / LOOK)
+    looks = int(_VISIBLE_SECONDS / _POLL_SECONDS)
     while missing := [name for name, file in files.items() if not _is_visible(partial / name, file["bytes"])]:
         looks -= 1
         if looks < 0:
@@ -110,13 +110,13 @@ def _wait_for_shard(
                 f"{who} has written {partial / missing[0]}, which is not to be seen here; processes that divide a "
                 "network need the run in a folder that all of them share"
             )
-        if give_up.wait(LOOK):
+        if give_up.wait(_POLL_SECONDS):
             return None
     return files
 
 
 def _is_visible(path: Path, size: int) -> bool:
-    """Whether a file is there with all its bytes."""
+    """Return whether a file exists with all its bytes."""
     try:
         return path.stat().st_size == size
     except OSError:

@@ -1,4 +1,4 @@
-"""A copy of the training state in host memory, and its way to disk while training goes on."""
+"""Snapshots: a copy of the training state in host memory, and its writing to disk while training goes on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
 FileEntry = dict[str, Any]
-"""Bytes and sha256 of a file, for JSON."""
+"""Bytes and sha256 of a file, as in the manifest."""
 
 
 class Snapshot(NamedTuple):
-    """Everything that a checkpoint holds, on the CPU and no longer changing."""
+    """Everything that a checkpoint holds, copied to host memory."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -37,32 +37,34 @@ class Snapshot(NamedTuple):
     progress: dict[str, Any]
     """`TrainState.progress`."""
     anchor: bool
-    """Whether a roll-back may come back to it: taken at a regular interval, when all was well."""
+    """Whether a roll-back may return to it: taken at a regular interval, when training was stable."""
     for_best: bool
-    """Whether it is only for what it measures, and may go when there is a better one."""
+    """Whether it is kept only until there is a better one."""
     config: str
     """The settings, as TOML."""
     made_on: str
     """`Precision.machine`."""
     seconds: float
-    """What the copy took; training stood still meanwhile."""
+    """Duration of the copy, during which training stood still."""
     first_rows: dict[str, dict[str, int]] | None = None
-    """Where a state is divided, by file and name: in the whole tensor the first of the rows that are here."""
+    """Index of the first row in the full tensor, by file and name, if the state is sharded."""
     rank: int = 0
     size: int = 1
-    """Processes that have a part of it."""
+    """Ranks that hold a shard of it."""
 
     @property
     def bytes(self) -> int:
-        """Size of the tensors."""
+        """Total bytes of the tensors."""
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
 
 def take_snapshot(
     state: TrainState, step: int, anchor: bool = False, for_best: bool = False, config: str = ""
 ) -> Snapshot:
-    """Copy a state to host memory; of one that is divided, the rows that are here, and what is whole everywhere at the
-    first process alone. What is in it should be finite: see `TrainState.non_finite`."""
+    """Copy a state to host memory: of a sharded state this rank's rows, and on rank 0 what is not sharded.
+
+    The caller checks that it is finite: see `TrainState.non_finite`.
+    """
     started = time.perf_counter()
     held = state.tensors()
     shared = any(is_sharded(tensor) for tensors in held.values() for tensor in tensors.values())
@@ -85,9 +87,9 @@ def take_snapshot(
 
 
 def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
-    """Write a checkpoint: whole, read back and compared with the snapshot, or not at all (OSError).
+    """Write a checkpoint and read it back. Raises OSError if that fails, and then leaves nothing.
 
-    It is made in a hidden folder, synced, verified and renamed, so a crash leaves the others as they were.
+    It is written to a hidden folder, synced, verified and renamed, so a crash leaves the others as they were.
     """
     folder, partial = checkpoints / f"{snapshot.step:08d}", checkpoints / f".partial-{snapshot.step:08d}"
     try:
@@ -104,7 +106,7 @@ def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
 
 
 def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Make a checkpoint of files that are on disk: with a manifest, and by its name. OSError if that cannot be."""
+    """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
     (partial / checkpoint.MANIFEST).write_text(json.dumps(_build_manifest(snapshot, files), indent=2) + "\n")
     sync(partial / checkpoint.MANIFEST)
     sync(partial)
@@ -114,7 +116,7 @@ def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: M
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Raise OSError where safetensors has put what the system said into an exception of its own."""
+    """Raise OSError where safetensors wraps an error of the system in an exception of its own."""
     try:
         yield
     except SafetensorError as error:
@@ -122,7 +124,7 @@ def system_errors() -> Iterator[None]:
 
 
 def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
-    """Write all but the manifest; of a snapshot that is a part, what it has. Returns the files."""
+    """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
     written = []
     if snapshot.rank == 0:
         (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
@@ -142,12 +144,11 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
 
 
 def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
-    """What a manifest says of files."""
+    """Return the manifest's entries for files."""
     return {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in sorted(files)}
 
 
 def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """What the manifest of these files says."""
     manifest: dict[str, Any] = {
         "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.FORMAT_SHARDED,
         "step": snapshot.step,
@@ -165,7 +166,7 @@ def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[
 
 
 def verify_files(snapshot: Snapshot, folder: Path) -> None:
-    """Read the files back and compare them with what was to be written. OSError if they differ."""
+    """Read the files back and compare them with the snapshot. Raises OSError if they differ."""
     for file, tensors in snapshot.tensors.items():
         path = folder / shard_name(file, snapshot.rank, snapshot.size)
         found = load_file(path)
@@ -180,15 +181,15 @@ def verify_files(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _errno_of(text: str) -> int:
-    """The errno in "No space left on device (os error 28)", or in "Os { code: 28, …" of before; 0 if there is none."""
+    """Return the errno in "No space left on device (os error 28)", or in "Os { code: 28, …"; 0 if there is none."""
     found = re.search(r"(?:os error|code:) (\d+)", text, re.IGNORECASE)
     return int(found[1]) if found else 0
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder, where the file system can promise it.
+    """Flush a file, or the names in a folder, to disk.
 
-    Forgets a file's cached pages where that can be asked for, so that reading it asks the disk.
+    Also drops a file's cached pages where the system allows it, so that verification reads the disk.
     """
     if path.is_file():
         with path.open("r+b") as file:

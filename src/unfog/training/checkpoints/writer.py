@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread, one at a time, while training goes on."""
+"""Background writer: a thread writes checkpoints, one at a time, while training goes on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from unfog.training.checkpoints.snapshot import Snapshot
 from unfog.training.settings import Checkpoint
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-RETRY = 1.0  # seconds
-TRIES = 3  # of a disk, or a network that it is behind, that refuses for other reasons than room
-RETRY_BLINDLY = 30.0  # seconds; where the free space that is told does not count, as under a quota
+RETRY = 1.0  # seconds between attempts
+TRIES = 3  # for errors other than a full disk, which may pass on a network file system
+RETRY_BLINDLY = 30.0  # seconds; under a quota, the free space that the system reports does not count
 
 
 class WriterEvent(NamedTuple):
-    """Something that the thread did, for the main thread to record."""
+    """An event of the thread, for the main thread to record."""
 
     kind: str
     step: int
@@ -34,10 +34,10 @@ class WriterEvent(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes snapshots as checkpoints of one folder, then removes those that `keep` no longer wants.
+    """Writes snapshots as checkpoints of one folder, then removes old ones according to `keep`.
 
-    When the disk is full it waits for room and keeps what is there; any other trouble is raised in the main thread by
-    the next call. A daemon thread: leaving the program in the middle of a write loses that checkpoint and no other.
+    When the disk is full it waits for room, and removes nothing. Other errors are raised in the main thread by the next
+    call. The thread is a daemon: leaving the program in the middle of a write loses that checkpoint and no other.
     """
 
     def __init__(self, checkpoints: Path, keep: Checkpoint):
@@ -50,7 +50,7 @@ class CheckpointWriter:
         """Whether the disk is full."""
 
     def submit(self, taken: Snapshot, post: ShardStatusStore | None = None) -> None:
-        """Begin to write; the one before must have been waited for. With others, if it is a part, by their `post`."""
+        """Begin to write a snapshot, after `wait` for the one before. `post` is the status store of a sharded one."""
         assert not self.busy
         self._give_up.clear()
         self._thread = threading.Thread(target=self._work, args=(taken, post), name="checkpoint", daemon=True)
@@ -58,11 +58,11 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Return whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for at most so long; True once nothing is on its way. RunError if it could not be written."""
+        """Wait at most so long. Returns whether nothing is being written. Raises RunError if writing failed."""
         if self._thread is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():
@@ -76,12 +76,11 @@ class CheckpointWriter:
         return True
 
     def abandon(self) -> None:
-        """Stop waiting for room and for others: the checkpoint on its way is dropped, unless it gets through by
-        itself."""
+        """Stop waiting for disk space and other ranks, and drop the checkpoint unless it completes by itself."""
         self._give_up.set()
 
     def events(self) -> list[WriterEvent]:
-        """What has happened since the last call."""
+        """Return the events since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def _work(self, taken: Snapshot, post: ShardStatusStore | None) -> None:
@@ -107,7 +106,7 @@ class CheckpointWriter:
                     post.set(taken.rank, {"failed": str(error)})
 
     def _write(self, taken: Snapshot, post: ShardStatusStore | None) -> float | None:
-        """Write as soon as there is room. Returns the seconds waited for it; None if that was given up."""
+        """Write as soon as there is room. Returns the seconds waited for it, or None if abandoned."""
         failures, first = 0, time.perf_counter()
         tried = first
         try:
@@ -146,7 +145,7 @@ class CheckpointWriter:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where a folder is, or will be."""
+    """Return the free bytes where a folder is, or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

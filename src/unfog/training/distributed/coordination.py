@@ -58,7 +58,7 @@ class StepResult(NamedTuple):
 
     @property
     def outcome(self) -> Literal["accepted", "skipped", "overflow"]:
-        """Whether the step is taken. An overflow of fp16 is not, but nothing is wrong with the network."""
+        """Decision on the step. An overflow of fp16 is not accepted either, but nothing is wrong with the network."""
         if math.isfinite(self.norm_value) and math.isfinite(self.relative_loss):
             return "accepted"
         return "overflow" if math.isfinite(self.relative_loss) and self.may_overflow else "skipped"

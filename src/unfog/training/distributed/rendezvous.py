@@ -37,7 +37,7 @@ def is_main_process() -> bool:
 
 
 def local_device(name: str) -> str:
-    """The device of this process: where several share a machine, each gets a GPU of its own, as far as they go."""
+    """Return this process's device: processes on one machine take its GPUs in turn."""
     local = os.environ.get("LOCAL_RANK")
     if local is None or world_size() == 1 or name.partition(":")[0] not in ("auto", "cuda"):
         return name
@@ -47,7 +47,7 @@ def local_device(name: str) -> str:
 
 
 def processes_per_device(device: torch.device) -> int:
-    """How many of the processes that torchrun has started here compute on this device, at the most."""
+    """Return how many of torchrun's processes on this machine share this device at most."""
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     return -(-local_world_size() // devices)
 

@@ -1,4 +1,4 @@
-"""Why a training step was not finite: a replay of it that names the layer and the images to blame."""
+"""NaN debugger: replays a step that was not finite, and names the layer and the images responsible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Forward = Callable[[int, int], Loss]
 
 
 class NanReport(NamedTuple):
-    """Where a step first was not finite, and for which images."""
+    """First place where a step was not finite, and the images affected."""
 
     phase: str
     """"weights", "forward", "loss", "backward", or "unknown" if a replay of the step is finite or not possible."""
@@ -35,12 +35,12 @@ class NanReport(NamedTuple):
     levels: tuple[float, ...]
     """Noise quantile of each of `images`, in (0, 1), clean to noisy."""
     every: bool
-    """Every image of the step was hit, so that the network rather than an image is to blame."""
+    """Every image of the step is affected, so that the cause is the network rather than an image."""
     more: int = 0
-    """How many further parameters and buffers, or gradients, are not finite ("weights", "backward")."""
+    """Number of further parameters and buffers, or gradients, that are not finite ("weights", "backward")."""
 
     def describe(self, names: Sequence[str]) -> str:
-        """Say it in one line, with `names` for `images`."""
+        """Return one line for people, with `names` for `images`."""
         if self.phase == "unknown":
             return "the cause was not found: a replay of the step does not show it"
         if self.phase == "weights":
@@ -59,13 +59,13 @@ class NanReport(NamedTuple):
 
 
 def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int]]) -> NanReport:
-    """Replay a refused step, and find what was not finite first. Changes nothing.
+    """Replay a skipped step, and find what was not finite first. Changes nothing.
 
     Takes a few times as long as the step; up to 64 backward passes more for each pass of which only gradients of
     parameters are not finite. In fp16 the gradients are scaled as the scaler scales them now.
 
     Args:
-        state: as the refused step left it; the network in the mode in which it was trained.
+        state: as the skipped step left it; the network in the mode in which it was trained.
         forward: computes the losses of one micro-batch again, with the randomness of its position and the autocast.
         passes: (first position, count) of each micro-batch of the step.
     """
@@ -80,7 +80,7 @@ def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[
 
 
 class _Fault(NamedTuple):
-    """What is wrong in one pass: as in `Culprit`, with all images."""
+    """Fault of one micro-batch: as in `NanReport`, with all images."""
 
     phase: str
     where: str
@@ -134,9 +134,9 @@ def _examine(state: TrainState, forward: Forward, first: int, count: int, batch:
 
 
 class _Trace:
-    """Where one pass is not finite, and for which images: after each layer in order of execution, and on the way back.
+    """Records, for each layer in order of execution and on the way back, which images are not finite.
 
-    Nothing is read from the device before all is done.
+    Nothing is read from the device before the passes are done.
     """
 
     def __init__(self, count: int, device: torch.device, hooks: ExitStack):
@@ -174,7 +174,7 @@ class _Trace:
 
     @torch.no_grad()
     def _rows(self, value: Any) -> Tensor:
-        """Images hit, bool [B]: those whose part of a tensor [B, …] is not finite; all, if a tensor is not by image."""
+        """Return the affected images, bool [B]: rows of a tensor [B, …] that are not finite; all for other tensors."""
         rows = torch.zeros(self.count, dtype=torch.bool, device=self.device)
         for tensor in _tensors(value):
             bad = ~tensor.detach().isfinite()
@@ -192,7 +192,7 @@ def _first(noted: list[tuple[str, Tensor]]) -> tuple[str, list[bool]]:
 
 
 def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str]:
-    """The parameters whose gradient is not finite, in order of the backward pass.
+    """Return the parameters whose gradient is not finite, in order of the backward pass.
 
     Frees the graph of `per_image`, so that it takes no more memory than training.
     """
@@ -211,10 +211,9 @@ def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str
 
 
 def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[bool]:
-    """Which images' own gradients are not finite; looks at the first 64.
+    """Return which of the first 64 images have gradients that are not finite.
 
-    None, if no image can be told from the others: where one has an infinite derivative, the zeros that come from the
-    losses of the others are multiplied by it, and that is NaN.
+    None has if images cannot be told apart: an infinite derivative turns the zeros from other images' losses into NaN.
     """
     scale, parameters = state.precision.scaler.get_scale(), _trained(state.model)
 
@@ -230,7 +229,7 @@ def _hit_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[boo
 
 
 def _squares(gradient: Tensor, scale: float) -> Tensor:
-    """What the norm that the trainer judges by is made of; it can overflow where no single number does."""
+    """Return the gradient's contribution to the squared norm, which can overflow where no single number does."""
     return (gradient.detach() / scale).square().sum()
 
 
@@ -251,7 +250,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module takes or gives: a tensor, or lists, tuples and dicts of them."""
+    """Yield the tensors in a module's input or output: a tensor, or lists, tuples and dicts of them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
