@@ -182,7 +182,7 @@ def test_what_began_without_or_with_others_takes_no_snapshots(tmp_path):
         assert again.ema_widths == []  # nor ever after
     back = fresh(None)
     checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(fresh(), 0), tmp_path / "d"), back)
-    assert back.second is None
+    assert back.second_ema is None
 
 
 def test_refused_steps_count_for_nothing(tmp_path):
@@ -330,4 +330,4 @@ def test_the_last_step_has_a_snapshot_of_the_averages():
     assert "averages" in every.due(8, last=False)
     assert "averages" not in every.due(9, last=False)
     assert "averages" in every.due(9, last=True)
-    assert "averages" not in every._replace(averages=0).due(9, last=True)
+    assert "averages" not in every._replace(ema_snapshot=0).due(9, last=True)

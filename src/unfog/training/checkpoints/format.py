@@ -283,9 +283,8 @@ def load_tensors(folder: Path, state: TrainState) -> None:
     _load_into(folder, "model", state.model.state_dict())
     _load_into(folder, "ema", state.ema.state_dict(state.model))
     if state.second_ema is not None:
-        kind = (
-            "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
-        )  # the nearest that a run without a second EMA has
+        # A run without a second EMA has nothing nearer than its first.
+        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
         _load_into(folder, kind, state.second_ema.state_dict(state.model))
     stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
