@@ -18,8 +18,7 @@ from unfog.config.resume_rules import flatten
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.autoencoder_folder import describe
-from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
+from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, AutoencoderFolder, Latents
 from unfog.pipeline.latents import load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
@@ -208,7 +207,7 @@ def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     network = AutoencoderModel(SMALL, 1)
     described = save_autoencoder(tmp_path / "codec", network)
     assert (described.factor, described.channels, described.image_channels) == (4, 3, 1)
-    assert describe(str(tmp_path)) == described  # a run folder, where it lies in codec/
+    assert AutoencoderFolder.open(str(tmp_path)) == described  # a run folder, where it lies in codec/
     x = torch.rand(2, 1, 8, 8)
     read = load_autoencoder(described, torch.device("cpu"))
     assert torch.equal(read.encode(x), network.encode(x))
@@ -230,14 +229,14 @@ def test_a_codec_is_replaced_when_the_other_is_whole(tmp_path, monkeypatch):
         patch.setattr("unfog.pipeline.latents.sync", killed)
         with pytest.raises(KeyboardInterrupt):
             save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3))
-    assert describe(str(tmp_path / "codec")).sha256() == first
+    assert AutoencoderFolder.open(str(tmp_path / "codec")).sha256() == first
     assert save_autoencoder(tmp_path / "codec", AutoencoderModel(SMALL, 3)).sha256() != first
     assert [path.name for path in tmp_path.iterdir()] == ["codec"]
 
 
 def test_folders_that_hold_no_codec_are_refused(tmp_path):
     with pytest.raises(RequestError, match=r"holds no config\.json"):
-        describe(str(tmp_path))
+        AutoencoderFolder.open(str(tmp_path))
     for text, said in (
         ("[]", "no small JSON object"),
         ("{", "cannot be used"),
@@ -249,11 +248,11 @@ def test_folders_that_hold_no_codec_are_refused(tmp_path):
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RequestError, match=said):
-            describe(str(tmp_path))
+            AutoencoderFolder.open(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", "block_out_channels": [8, 8]}))
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(RequestError, match=r"diffusion_pytorch_model\.bin is a pickle, which is never read"):
-        describe(str(tmp_path))
+        AutoencoderFolder.open(str(tmp_path))
 
 
 def tiny_codec(photos, out, steps, **settings):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unfog.errors import RequestError
-from unfog.models.autoencoder_folder import describe
+from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.latents import load_autoencoder
 
 diffusers = pytest.importorskip("diffusers")
@@ -48,7 +48,7 @@ def saved(request, tmp_path_factory):
 @torch.no_grad()
 def test_latents_and_images_are_those_of_diffusers(saved):
     network, folder = saved
-    described = describe(str(folder.parent))
+    described = AutoencoderFolder.open(str(folder.parent))
     assert described.kind == type(network).__name__
     codec = load_autoencoder(described, CPU)
     x = torch.rand(2, 3, 32, 32) * 2 - 1
@@ -64,29 +64,29 @@ def test_pickled_weights_and_those_of_another_network_are_refused(saved, tmp_pat
     network, folder = saved
     network.save_pretrained(tmp_path / "pickled", safe_serialization=False)
     with pytest.raises(RequestError, match="is a pickle, which is never read"):
-        describe(str(tmp_path / "pickled"))
+        AutoencoderFolder.open(str(tmp_path / "pickled"))
     other = shutil.copytree(folder, tmp_path / "other")
     text = (other / "config.json").read_text()
     assert '"latent_channels": ' in text
     wrong = text.replace(f'"latent_channels": {network.config.latent_channels}', '"latent_channels": 7')
     (other / "config.json").write_text(wrong)
     with pytest.raises(RequestError, match=r"cannot be read as|do not fit"):
-        load_autoencoder(describe(str(other)), CPU)
+        load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
     if "norm_num_groups" in text:
         (other / "config.json").write_text(re.sub(r'"norm_num_groups": \d+', '"norm_num_groups": 0', text))
         with pytest.raises(RequestError, match="cannot be read as"):
-            load_autoencoder(describe(str(other)), CPU)
+            load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
     cut = shutil.copytree(folder, tmp_path / "cut")
-    weights = describe(str(cut)).weights
+    weights = AutoencoderFolder.open(str(cut)).weights
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(RequestError, match="cannot be read as"):
-        load_autoencoder(describe(str(cut)), CPU)
+        load_autoencoder(AutoencoderFolder.open(str(cut)), CPU)
 
 
 def test_a_codec_that_is_not_what_it_says_is_refused(saved, tmp_path):
     network, folder = saved
     if not isinstance(network, diffusers.AutoencoderKL):
         pytest.skip("its levels and its weights must agree to be read at all")
-    described = describe(str(folder))
+    described = AutoencoderFolder.open(str(folder))
     with pytest.raises(RequestError, match="not usable"):
         load_autoencoder(described._replace(factor=4), CPU)

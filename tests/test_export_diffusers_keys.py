@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unfog.errors import RequestError
-from unfog.export.diffusers_unet import Network, from_unet2d, from_unet2d_state, to_unet2d, to_unet2d_state
+from unfog.export.diffusers_unet import Network, _from_unet2d_state, _to_unet2d_state, from_unet2d, to_unet2d
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 
@@ -118,7 +118,7 @@ def test_gradients_equal(pair):
     (y_theirs * weight).sum().backward()
     (y_ours * weight).sum().backward()
     torch.testing.assert_close(x_ours.grad, x_theirs.grad, atol=1e-9, rtol=1e-9)
-    gradients = to_unet2d_state({name: p.grad for name, p in ours.named_parameters()})
+    gradients = _to_unet2d_state({name: p.grad for name, p in ours.named_parameters()})
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max()
         assert (gradients[name] - parameter.grad).abs().max() <= 1e-9 * scale + 1e-11, name
@@ -215,7 +215,7 @@ def test_cifar10_is_the_published_network():
 def test_exported_weights_share_no_memory():
     # safetensors refuses to write tensors that overlap.
     model = UNetModel(SIZES["tiny"], 1)
-    state = to_unet2d_state(model.state_dict())
+    state = _to_unet2d_state(model.state_dict())
     assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
     assert all(tensor.is_contiguous() for tensor in state.values())
 
@@ -268,7 +268,7 @@ def test_refuses_unknown_weights():
         "conv_in",
     ):
         with pytest.raises(RequestError, match="save it again"):
-            from_unet2d_state({name: torch.zeros(1)})
+            _from_unet2d_state({name: torch.zeros(1)})
 
 
 def test_what_tells_of_an_augmentation_is_left_out_as_samples_have_none():

@@ -19,8 +19,7 @@ from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
-from unfog.models.autoencoder_folder import describe
-from unfog.models.autoencoder_settings import check_multiple
+from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
 from unfog.reporting.trackers import check_installed
 
@@ -75,7 +74,7 @@ def check_autoencoder(config: Config) -> int:
         config.autoencoder.check(config.data.size)
     if not config.autoencoder_folder:
         return 1
-    described, data = describe(config.autoencoder_folder), config.data
+    described, data = AutoencoderFolder.open(config.autoencoder_folder), config.data
     for name in ("jitter", "crop", "augment"):
         if getattr(data, name):
             raise RequestError(

@@ -1,8 +1,8 @@
-"""Our U-Net as diffusers' `UNet2DModel` and back: configuration and weights, both pure renamings.
+"""Convert the U-Net to diffusers' `UNet2DModel` and back: configuration and weights are only renamed.
 
-Nothing here imports diffusers; `UNet2DModel(**config).load_state_dict(state)` is the caller's line. What has no
-equivalent is refused. `num_class_embeds` is our `num_classes + 1`, for the null class has the last row; an exported
-network must therefore be given labels, `num_classes` meaning none.
+Nothing here imports diffusers; the caller runs `UNet2DModel(**config).load_state_dict(state)`. Settings without an
+equivalent raise errors. `num_class_embeds` is our `num_classes + 1`, as the null class has the last row; an exported
+network therefore always needs labels, and the label `num_classes` means none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from unfog.errors import RequestError
 from unfog.models.settings import Architecture, UNet
 
-# What diffusers 0.42 assumes where a configuration is silent.
+# Defaults of diffusers 0.42 for keys that a configuration leaves out.
 _DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "downsample_padding": 1,
     "num_class_embeds": None,
 }
-# The values, diffusers' default first, of what our network has in one form only; then what changes no output.
+# Settings of diffusers that our network has in one form only -> the values that are equal to it.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "center_input_sample": (False,),
     "time_embedding_type": ("positional",),
@@ -50,6 +50,7 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "class_embed_type": (None,),
     "resnet_time_scale_shift": ("default", "scale_shift"),
 }
+# Settings that change no output.
 _WITHOUT_EFFECT = {"sample_size", "num_train_timesteps"}
 
 # Names of modules, ours and theirs; "#" stands for an index.
@@ -78,7 +79,7 @@ for _ours, _theirs in {"down.#.blocks": "down_blocks.#", "up.#.blocks": "up_bloc
 
 
 class Network(NamedTuple):
-    """Everything that `build_model(settings, image_channels, num_classes).load_state_dict(state)` needs."""
+    """A network to export or import: `build_model(settings, image_channels, num_classes).load_state_dict(state)`."""
 
     settings: Architecture
     image_channels: int
@@ -127,7 +128,7 @@ def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Te
         "downsample_padding": settings.downsample_padding,
         "num_class_embeds": network.num_classes + 1 if network.num_classes else None,
     }
-    return config, to_unet2d_state(network.state)
+    return config, _to_unet2d_state(network.state)
 
 
 def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_class: bool = True) -> Network:
@@ -136,14 +137,14 @@ def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_cla
     Args:
         config: keys left out have diffusers' defaults.
         state: in the names that diffusers saves, or saved before its version 0.11.
-        null_class: whether the last row of a class embedding is the null class, as in what Unfog exports. False
-            adds one, the mean of all rows: something to start from, which label dropout then trains.
+        null_class: True if the last row of a class embedding is the null class, as in exports of Unfog. False adds
+            one: the mean of all rows, from which label dropout then trains it.
 
     Raises:
         RequestError: the configuration or a weight has no equivalent.
     """
     settings, image_channels, rows = unet2d_settings(config)
-    ours = from_unet2d_state(state)
+    ours = _from_unet2d_state(state)
     if rows is not None and not null_class:
         classes = ours["class_embedding.weight"]
         ours["class_embedding.weight"] = torch.cat([classes, classes.mean(dim=0, keepdim=True)])
@@ -153,10 +154,10 @@ def from_unet2d(config: Mapping[str, Any], state: Mapping[str, Tensor], null_cla
     return Network(settings, image_channels, rows - 1 if rows else 0, ours)
 
 
-def to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of a `UNetModel` to `UNet2DModel`'s names; query, key and value become three.
 
-    What tells the network of an augmentation is left out: samples have none, and then it adds exactly 0.
+    The augmentation embedding is left out: samples have no augmentation, and then it adds exactly 0.
     """
     split: dict[str, Tensor] = {}
     for key, tensor in state.items():
@@ -170,9 +171,9 @@ def to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_rename(key, _TO_THEIRS): tensor for key, tensor in split.items()}
 
 
-def from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of a `UNet2DModel` to `UNetModel`'s names; query, key and value become one."""
-    split = {_rename(_renewed(key), _TO_OURS): tensor for key, tensor in state.items()}
+    split = {_rename(_current_name(key), _TO_OURS): tensor for key, tensor in state.items()}
     merged: dict[str, Tensor] = {}
     for key, tensor in split.items():
         if ".attention.q." in key:
@@ -187,7 +188,7 @@ def from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
-    """Return settings, image channels and rows of the class embedding. RequestError for what we cannot build."""
+    """Return (settings, image channels, rows of the class embedding). RequestError if `UNet` has no equivalent."""
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     for key in given.keys() - _DEFAULTS.keys() - _ACCEPTED.keys() - _WITHOUT_EFFECT:
         raise _no_equivalent(key, given[key], "nothing known by that name")
@@ -225,7 +226,7 @@ def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
 
 
 def _is_like(value: object, usual: object) -> bool:
-    """Whether a value out of a file, which may hold anything, is of the type that diffusers' default has."""
+    """Return True if a value out of a file, which may hold anything, has the type of diffusers' default."""
     if usual is None:
         return value is None or type(value) is int
     if isinstance(usual, tuple):
@@ -264,13 +265,13 @@ _TO_THEIRS = _rules(_NAMES)
 _TO_OURS = _rules({theirs: ours for ours, theirs in _NAMES.items()})
 
 
-# How attention was called before diffusers 0.11; google/ddpm-cifar10-32 and its kin are still saved so.
+# Names of attention weights before diffusers 0.11; google/ddpm-cifar10-32 and others are still saved with them.
 _OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _OLD_ATTENTION = re.compile(rf"(.*\.attentions\.\d+)\.({'|'.join(_OLD)})\.(weight|bias)")
 
 
-def _renewed(key: str) -> str:
-    """Return the name of a weight as it is today."""
+def _current_name(key: str) -> str:
+    """Return the present name of a weight."""
     match = _OLD_ATTENTION.fullmatch(key)
     return f"{match[1]}.{_OLD[match[2]]}.{match[3]}" if match else key
 

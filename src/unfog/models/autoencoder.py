@@ -1,4 +1,4 @@
-"""A small autoencoder: images to Gaussian latents of a fraction of their size, and back."""
+"""A small convolutional autoencoder: images to Gaussian latents of a fraction of their size, and back."""
 
 from __future__ import annotations
 
@@ -9,38 +9,33 @@ from torch.nn import functional as F
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.layers import zero_
 
-LOGVAR = (-30.0, 20.0)
-"""Range of a latent's log variance; beyond it exp has nothing to say in float32 (as latent diffusion has it)."""
+# Range of a latent's log variance, as in latent diffusion: beyond it exp overflows or vanishes in float32.
+_LOGVAR = (-30.0, 20.0)
 
 
 class AutoencoderModel(nn.Module):
     """Convolutional encoder and decoder (the layout of Rombach et al. 2022, made small).
 
-    Nothing is computed at full resolution: pixels go in and come out four at a time, which is most of the time saved.
-
-    Args:
-        settings: the architecture.
-        image_channels: 1 or 3.
+    `image_channels` is 1 or 3.
     """
 
-    checkpointing = False
-    """There is no second way to compute its gradient; here as for every network."""
+    checkpointing = False  # training reads it of every network; this one never recomputes
 
     def __init__(self, settings: Autoencoder, image_channels: int):
         super().__init__()
         self.settings, self.image_channels = settings, image_channels
         channels, groups = settings.channels, settings.norm_groups
         self.encoder = nn.Sequential(
-            nn.PixelUnshuffle(2),
+            nn.PixelUnshuffle(2),  # no layer works at full resolution, where most of the time would go
             nn.Conv2d(4 * image_channels, channels[0], 3, padding=1),
-            *_way_down(settings),
+            *_encoder_levels(settings),
             nn.GroupNorm(groups, channels[-1]),
             nn.SiLU(),
             nn.Conv2d(channels[-1], 2 * settings.latent_channels, 3, padding=1),
         )
         self.decoder = nn.Sequential(
             nn.Conv2d(settings.latent_channels, channels[-1], 3, padding=1),
-            *_way_up(settings),
+            *_decoder_levels(settings),
             nn.GroupNorm(groups, channels[0]),
             nn.SiLU(),
             nn.Conv2d(channels[0], 4 * image_channels, 3, padding=1),
@@ -48,7 +43,7 @@ class AutoencoderModel(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images [B, C, H, W] in [-1, 1] -> (images, mean, log variance) by way of one latent drawn for each.
+        """Encode images [B, C, H, W] in [-1, 1], draw a latent of each, and return (its decoding, mean, log variance).
 
         Draws from torch's global generator of x's device. H and W must be multiples of the factor.
         """
@@ -57,57 +52,54 @@ class AutoencoderModel(nn.Module):
         return self.decode(latent), mean, logvar
 
     def posterior(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of the latents of images, float32 [B, latent_channels, H/f, W/f] each."""
+        """Return mean and log variance of the latents of images, float32 [B, latent_channels, H/f, W/f] each."""
         mean, logvar = self.encoder(x).float().chunk(2, dim=1)
-        return mean, logvar.clamp(*LOGVAR)
+        return mean, logvar.clamp(*_LOGVAR)
 
     def encode(self, x: Tensor) -> Tensor:
-        """The mean of the latents of images."""
+        """Return the mean of the latents of images."""
         return self.posterior(x)[0]
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Images [B, C, H, W], about [-1, 1] and not cut off there, of latents [B, latent_channels, H/f, W/f]."""
+        """Decode latents [B, latent_channels, H/f, W/f] to images [B, C, H, W] about [-1, 1], not clipped to it."""
         image: Tensor = self.decoder(latent)
         return image
 
 
 class _Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, [B, in, H, W] -> [B, out, H, W]. Begins as its shortcut alone."""
+    """Two 3x3 convolutions beside a shortcut, [B, channels, H, W] -> the same."""
 
-    def __init__(self, before: int, after: int, groups: int):
+    def __init__(self, channels: int, groups: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(groups, before), nn.GroupNorm(groups, after)
-        self.conv1 = nn.Conv2d(before, after, 3, padding=1)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1)
-        self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1)
-        zero_(self.conv2)
+        self.norm1, self.norm2 = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        zero_(self.conv2)  # so that a fresh block is the identity
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shortcut plus the branch."""
         h: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
-        output: Tensor = self.shortcut(x) + h
-        return output
+        return x + h
 
 
-def _way_down(settings: Autoencoder) -> list[nn.Module]:
-    """From 1/2 of the size to 1/factor."""
+def _encoder_levels(settings: Autoencoder) -> list[nn.Module]:
+    """Return the layers from 1/2 of the size to 1/factor."""
     layers: list[nn.Module] = []
     last, groups = settings.channels[0], settings.norm_groups
     for level, channels in enumerate(settings.channels):
         if level:
             layers.append(nn.Conv2d(last, channels, 3, stride=2, padding=1))
-        layers += [_Residual(channels, channels, groups) for _ in range(settings.blocks)]
+        layers += [_Residual(channels, groups) for _ in range(settings.blocks)]
         last = channels
     return layers
 
 
-def _way_up(settings: Autoencoder) -> list[nn.Module]:
-    """From 1/factor of the size to 1/2."""
+def _decoder_levels(settings: Autoencoder) -> list[nn.Module]:
+    """Return the layers from 1/factor of the size to 1/2."""
     layers: list[nn.Module] = []
     last, groups = settings.channels[-1], settings.norm_groups
     for level, channels in enumerate(reversed(settings.channels)):
-        if level:  # repeated pixels rather than a transposed convolution, which leaves a chequered pattern
+        if level:  # not a transposed convolution, which leaves checkerboard artefacts
             layers += [nn.Upsample(scale_factor=2.0, mode="nearest"), nn.Conv2d(last, channels, 3, padding=1)]
-        layers += [_Residual(channels, channels, groups) for _ in range(settings.blocks + 1)]
+        layers += [_Residual(channels, groups) for _ in range(settings.blocks + 1)]
         last = channels
     return layers

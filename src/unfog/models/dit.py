@@ -10,46 +10,42 @@ from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, sinusoids, zero_
 from unfog.models.settings import DiT
 
+# Rotary frequencies fall from 1 to nearly 1 / 100: images are tens of patches wide, not thousands as texts are long.
 _BASE = 100.0
-"""Of the rotary frequencies, which fall from 1 to nearly 1/_BASE: pictures are tens of patches wide, not thousands."""
 
 
 class _RMSNorm(nn.Module):
-    """x over its root mean square along the last dimension, times a learned weight (Zhang & Sennrich 2019)."""
+    """Divide [..., width] by its root mean square and multiply by a learned weight (Zhang & Sennrich 2019)."""
 
     def __init__(self, width: int, learned: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width)) if learned else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same, in its type; computed in float32. Twice as fast on a CPU as `F.rms_norm`."""
+        # Twice as fast on a CPU as `F.rms_norm`; the mean in float32, as bfloat16 cannot sum so many squares.
         normal = x * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype)
         return normal if self.weight is None else normal * self.weight.to(x.dtype)
 
 
 class _SwiGLU(nn.Module):
-    """W_out (silu(W_gate x) * W_in x), [..., width] -> the same (Shazeer 2020, eq. 6).
-
-    The hidden width is 8/3 of the width, for as many weights as a plain layer of 4 times the width has.
-    """
+    """W_out (silu(W_gate x) * W_in x), [..., width] -> the same (Shazeer 2020, eq. 6)."""
 
     def __init__(self, width: int):
         super().__init__()
-        hidden = max(8, round(width / 3) * 8)
+        hidden = max(8, round(width / 3) * 8)  # 8/3 of the width: as many weights as a plain MLP of 4 times the width
         self.enter = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself."""
         gate, value = self.enter(x).chunk(2, dim=-1)
         output: Tensor = self.out(F.silu(gate) * value)
         return output
 
 
 def _rotations(rows: int, columns: int, head_channels: int, device: torch.device) -> Tensor:
-    """Angles of the tokens of a picture, by which pairs of channels are turned: [rows * columns, head_channels / 2].
+    """Return the angles of rotary position embedding (Su et al. 2021), [rows * columns, head_channels / 2].
 
-    The first half of them goes by the row, the other by the column (Su et al. 2021, in two dimensions).
+    The first half of them depends on the row, the other on the column.
     """
     count = head_channels // 4
     frequencies = _BASE ** -(torch.arange(count, dtype=torch.float32, device=device) / count)
@@ -59,9 +55,9 @@ def _rotations(rows: int, columns: int, head_channels: int, device: torch.device
 
 
 def _rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn pairs of channels, each one of the first half with its like of the second: [..., N, D] by [N, D / 2].
+    """Rotate pairs of channels (i, i + D/2) of x [..., N, D] by angles [N, D / 2].
 
-    Products of a query and a key so turned depend on their distance only.
+    Products of a rotated query and key depend on their distance only.
     """
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -69,7 +65,7 @@ def _rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class _Attention(nn.Module):
-    """Self-attention of tokens [B, N, width], their queries and keys normalised and turned by position."""
+    """Self-attention of tokens [B, N, width], with normalised queries and keys and rotary `angles` [N, D / 2]."""
 
     def __init__(self, settings: DiT):
         super().__init__()
@@ -81,7 +77,6 @@ class _Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """What the tokens gather from each other; `angles` [N, head_channels / 2]."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, N, D]
         q, k = _rotate(self.norm_q(q), angles), _rotate(self.norm_k(k), angles)
         output: Tensor = self.out(layers.attention(q, k, v).transpose(1, 2).flatten(2))
@@ -89,14 +84,13 @@ class _Attention(nn.Module):
 
 
 class _Offset(nn.Module):
-    """What one layer made of the condition for all blocks, [B, W], and what is added to it in this one."""
+    """Add a block's own offset to the modulation [B, W] that all blocks share (adaLN-single, PixArt-alpha)."""
 
     def __init__(self, width: int):
         super().__init__()
         self.offset = nn.Parameter(torch.zeros(width))
 
     def forward(self, shared: Tensor) -> Tensor:
-        """The sum."""
         return shared + self.offset
 
 
@@ -110,13 +104,14 @@ class _Block(nn.Module):
         self.attention = _Attention(settings)
         self.mlp = _SwiGLU(width)
         self.dropout = nn.Dropout(settings.dropout)
+        # Zero at first, so that the gates close both branches and a fresh block is the identity.
         self.modulation: nn.Module = _Offset(6 * width)
         if settings.modulation == "block":
             self.modulation = nn.Linear(width, 6 * width)
             zero_(self.modulation)
 
     def forward(self, x: Tensor, condition: Tensor, angles: Tensor) -> Tensor:
-        """Tokens [B, N, width]; `condition` [B, 6 width] where it is shared, else the embedding [B, width]."""
+        """Update tokens [B, N, width]; `condition` is the shared modulation [B, 6 width], or the embedding [B, width]."""
         modulation: Tensor = self.modulation(condition)[:, None]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)
         x = x + gate1 * self.dropout(self.attention(self.norm(x) * (1 + scale1) + shift1, angles))
@@ -125,9 +120,9 @@ class _Block(nn.Module):
 
 
 class DiTModel(ConditionalNetwork):
-    """A fresh network outputs exactly zero, whatever its input, because its last layer begins at zero.
+    """A diffusion transformer. A fresh one outputs exactly zero, as its last layer begins at zero.
 
-    Arguments as of `UNetModel`.
+    It has the arguments of `UNetModel`.
     """
 
     ends = ("patch_in", "patch_out", "class_embedding", "augment_embedding")
@@ -153,11 +148,11 @@ class DiTModel(ConditionalNetwork):
         self.modulation_out = nn.Linear(width, 2 * width)
         self.patch_out = nn.Linear(width, area * (out_channels or image_channels))
         self._initialise()
-        # Last, so that all else begins as it would without; no bias, so that 0 says nothing.
+        # Last, so that all other weights are drawn as without it; no bias, so that a condition of 0 adds 0.
         self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
 
     def _initialise(self) -> None:
-        """As DiT does: Xavier for matrices, small embeddings, and zero for what modulates and for the last layer."""
+        # As in DiT: Xavier for matrices, small embeddings, and zero for all modulations and for the last layer.
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -172,7 +167,7 @@ class DiTModel(ConditionalNetwork):
                 zero_(part)
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
-        """Network output for images at their noise levels; arguments, answer and errors as of `UNetModel.forward`."""
+        """Compute the network's output; see `UNetModel.forward`."""
         patch, embedding = self.settings.patch, self.embed(c_noise, label, augment, x.dtype)
         condition = embedding if self.modulation is None else self.modulation(embedding)
         squares = F.pixel_unshuffle(x, patch)  # [B, C patch^2, rows, columns]
@@ -186,10 +181,10 @@ class DiTModel(ConditionalNetwork):
         return F.pixel_shuffle(pixels.transpose(1, 2).reshape(len(x), -1, rows, columns), patch)
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Noise condition and label, [B] each, and augmentation -> activated embedding [B, width]."""
+        """Embed noise condition and label, [B] each, and augmentation: activated, [B, width]."""
         first, activation, second = self.time_embedding
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.width)
         hidden: Tensor = first(waves.to(dtype))
         embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
-        of_class = self._of_class(label, c_noise)
-        return F.silu(embedding if of_class is None else embedding + of_class)
+        class_embedding = self._class_embedding(label, c_noise)
+        return F.silu(embedding if class_embedding is None else embedding + class_embedding)

@@ -16,36 +16,30 @@ from unfog.models import layers
 from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, unit_rms
 from unfog.models.settings import MPUNet
 
-_SILU_RMS = 0.596
-"""Root mean square of silu(x) for x of a normal distribution (eq. 81)."""
-_RESIDUAL = 0.3
-"""Weight of a branch against its shortcut, of which _mp_sum mixes 1 - 0.3."""
+_SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
+_RESIDUAL = 0.3  # weight of a branch in its mixture with the shortcut (Table 6)
 
 
 def _mp_silu(x: Tensor) -> Tensor:
-    """silu at unit magnitude (eq. 81)."""
+    """SiLU that keeps unit magnitude (eq. 81)."""
     return F.silu(x) / _SILU_RMS
 
 
 def _mp_sum(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
-    """(1 - t) a + t b at unit magnitude, where a and b have it and do not correlate (eq. 88)."""
+    """Return (1 - t) a + t b at unit magnitude, for uncorrelated a and b of unit magnitude (eq. 88)."""
     norm = math.hypot(1 - t, t)
     return a * ((1 - t) / norm) + b * (t / norm)
 
 
 def _mp_cat(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
-    """Channels of a and b joined, with shares 1 - t and t of the magnitude however many each has (eq. 103)."""
+    """Concatenate channels of a and b, with shares 1 - t and t of the magnitude whatever their numbers (eq. 103)."""
     count_a, count_b = a.shape[1], b.shape[1]
     scale = math.sqrt((count_a + count_b) / ((1 - t) ** 2 + t**2))
     return torch.cat([a * (scale * (1 - t) / math.sqrt(count_a)), b * (scale * t / math.sqrt(count_b))], dim=1)
 
 
 class _Weights(nn.Module):
-    """_Weights whose rows, one for each output, are used at unit length whatever they are stored at (eq. 47).
-
-    Their gradient is therefore orthogonal to them, so that they grow with each update and learn ever more slowly, until
-    `project` forces them back to unit root mean square (eq. 66).
-    """
+    """Base of layers with weights whose rows, one for each output, are normalised to unit length in use (eq. 47)."""
 
     def __init__(self, *shape: int):
         super().__init__()
@@ -54,34 +48,33 @@ class _Weights(nn.Module):
 
     @property
     def unit(self) -> Tensor:
-        """The rows at unit length, float32."""
+        """Return the rows at unit length, float32."""
         return F.normalize(self.weight.float().flatten(1)).view_as(self.weight)
 
     @torch.no_grad()
     def project(self) -> None:
-        """Store the rows at unit root mean square."""
+        """Normalise the stored rows to unit root mean square (eq. 66)."""
+        # The gradient is orthogonal to the rows, so each update lengthens them, which slows down learning ever more.
         self.weight.copy_(self.unit * math.sqrt(self.weight[0].numel()))
 
 
 class _MPLinear(_Weights):
-    """[B, in] -> [B, out], without bias."""
+    """Linear layer without bias, [B, in] -> [B, out]; `gain` scales the unit rows."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(out_features, in_features)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """The product with rows of length 1, or `gain`."""
         return F.linear(x, self.unit if gain is None else self.unit * gain)
 
 
 class _MPConv(_Weights):
-    """Convolution without bias, [B, in, H, W] -> [B, out, H, W]; the kernel is of odd side."""
+    """Convolution without bias, [B, in, H, W] -> [B, out, H, W], with an odd kernel; `gain` scales the unit rows."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int):
         super().__init__(out_channels, in_channels, kernel, kernel)
 
     def forward(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """Convolve with kernels of length 1, or `gain`."""
         weight = self.unit if gain is None else self.unit * gain
         return F.conv2d(x, weight, padding=weight.shape[-1] // 2)
 
@@ -93,12 +86,11 @@ class _MPEmbedding(_Weights):
         super().__init__(labels, width)
 
     def forward(self, label: Tensor) -> Tensor:
-        """Look the labels up."""
         return F.embedding(label, self.unit * math.sqrt(self.weight.shape[1]))
 
 
 class _MPAttention(nn.Module):
-    """Residual self-attention over pixels, by the cosine of queries and keys: [B, C, H, W] -> the same."""
+    """Residual self-attention over pixels with cosine similarity, [B, C, H, W] -> the same."""
 
     def __init__(self, channels: int, head_channels: int):
         super().__init__()
@@ -107,7 +99,6 @@ class _MPAttention(nn.Module):
         self.out = _MPConv(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix `x` with what its pixels gather from each other."""
         qkv = self.qkv(x).flatten(2).unflatten(1, (3, self.heads, -1))  # [B, 3, heads, D, N]
         q, k, v = unit_rms(qkv, 3).permute(1, 0, 2, 4, 3)  # each [B, heads, N, D]
         gathered = layers.attention(q, k, v).transpose(2, 3).reshape(x.shape)
@@ -115,13 +106,10 @@ class _MPAttention(nn.Module):
 
 
 class _MPBlock(nn.Module):
-    """Two 3x3 convolutions around a condition, and attention after them where asked.
+    """Two 3x3 convolutions around a condition, then attention if `attends`.
 
-    On the way down (`down`) it begins with its shortcut and brings every pixel to unit magnitude, so that errors do not
-    pile up; on the way up the shortcut comes last.
-
-    Args:
-        resample: "down" halves height and width first, "up" doubles them.
+    On the way down (`down`) the shortcut comes first, on the way up last. `resample` "down" halves height and width
+    before all else, "up" doubles them.
     """
 
     def __init__(
@@ -146,15 +134,15 @@ class _MPBlock(nn.Module):
         self.attention = _MPAttention(out_channels, settings.head_channels) if attends else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Condition `x`, joined with a skip connection where there is one."""
         x = x if skip is None else _mp_cat(x, skip)
         if self.resample == "down":
             x = F.avg_pool2d(x, 2)
         elif self.resample == "up":
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         if self.down:
+            # Normalised pixel by pixel, so that deviations from unit magnitude do not add up.
             x = unit_rms(self.shortcut(x), 1)
-        # From 1 on, so that a fresh block heeds no condition.
+        # 1 for a fresh block, whose gain is 0: the condition has no influence yet.
         scale: Tensor = self.condition(embedding, self.gain) + 1
         h = _mp_silu(self.conv1(_mp_silu(x)) * scale[:, :, None, None])
         h = self.conv2(F.dropout(h, self.dropout, self.training))
@@ -164,12 +152,10 @@ class _MPBlock(nn.Module):
 
 
 class MPUNetModel(ConditionalNetwork):
-    """A fresh network outputs exactly zero, whatever its input, because its gain begins at zero.
+    """EDM2's U-Net. A fresh one outputs exactly zero, as its gain begins at zero. It has the arguments of `UNetModel`.
 
-    Call `project` after each update of the weights: see `_Weights`. The forward pass changes no weight, so that it may
-    be repeated, recomputed and compiled.
-
-    Arguments as of `UNetModel`.
+    Call `project` after each update of the weights. The forward pass changes no weight (unlike EDM2's own), so that it
+    can be repeated, recomputed and compiled.
     """
 
     block = _MPBlock
@@ -192,16 +178,13 @@ class MPUNetModel(ConditionalNetwork):
         self.up = _up(settings, width, skips)
         self.conv_out = _MPConv(first, out_channels or image_channels, 3)
         self.gain_out = nn.Parameter(torch.zeros(()))
-        # Last, so that all else begins as it would without.
+        # Last, so that all other weights are drawn as without it.
         self.augment_embedding = _MPLinear(augment_inputs, width) if augment_inputs else None
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
-        """Network output for images at their noise levels; arguments, answer and errors as of `UNetModel.forward`.
-
-        Images of about unit variance suit it best.
-        """
+        """Compute the network's output for images of about unit variance; see `UNetModel.forward`."""
         embedding = self.embed(c_noise, label, augment, x.dtype)
-        # A channel of ones does what a bias would, without one.
+        # A channel of ones replaces the biases, which would break unit magnitude.
         h = self._laid_out(self.conv_in(torch.cat([x, torch.ones_like(x[:, :1])], dim=1)))
         skips = [h]
         for block in self.down:
@@ -213,16 +196,16 @@ class MPUNetModel(ConditionalNetwork):
         return output.contiguous()
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Noise condition and label, [B] each, and augmentation -> activated embedding [B, max(channels)].
-
-        EDM2 draws random frequencies and phases for the noise level (eq. 75), which have unit magnitude on average.
-        Pairs of sine and cosine have it exactly, and take timesteps as well as log-SNRs.
-        """
+        """Embed noise condition and label, [B] each, and augmentation: activated, [B, max(channels)]."""
+        # EDM2 draws random frequencies and phases for the noise level (eq. 75), which have unit magnitude on average.
+        # Pairs of sine and cosine have it exactly, and take timesteps as well as log-SNRs.
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.channels[0])
         embedding: Tensor = self.time_embedding((waves * math.sqrt(2)).to(dtype))
         embedding = self._add_augmentation(embedding, augment)
-        of_class = self._of_class(label, c_noise)
-        return _mp_silu(embedding if of_class is None else _mp_sum(embedding, of_class.to(embedding.dtype)))
+        class_embedding = self._class_embedding(label, c_noise)
+        if class_embedding is not None:
+            embedding = _mp_sum(embedding, class_embedding.to(embedding.dtype))
+        return _mp_silu(embedding)
 
     def project(self) -> None:
         """Force all weights back to unit magnitude (eq. 66)."""
@@ -232,17 +215,15 @@ class MPUNetModel(ConditionalNetwork):
 
 
 class _UpLevel(nn.Module):
-    """The blocks of one resolution on the way up."""
+    """The blocks of one resolution on the way up: `enter` without a skip connection, then `blocks` with one each."""
 
     def __init__(self, enter: list[_MPBlock], blocks: list[_MPBlock]):
         super().__init__()
         self.enter = nn.ModuleList(enter)
-        """Those that nothing joins: the middle of the lowest resolution, the one that doubles of the others."""
         self.blocks = nn.ModuleList(blocks)
-        """Those that a skip connection joins."""
 
     def forward(self, x: Tensor, skips: list[Tensor], embedding: Tensor, run: Runner) -> Tensor:
-        """Give each block the newest of `skips`, which are taken off it; return the next level's input."""
+        """Pop a skip connection for each block off `skips`, the newest first. Return the next level's input."""
         for block in self.enter:
             x = run(block, x, embedding)
         for block in self.blocks:
@@ -266,11 +247,11 @@ def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
 
 
 def _up(settings: MPUNet, width: int, skips: list[int]) -> nn.ModuleList:
-    """Return the levels of the way up, lowest resolution first; each block takes the newest of `skips` that is left."""
+    """Return the levels of the way up, lowest resolution first; each block takes the newest remaining skip connection."""
     levels, last, left = [], settings.channels[-1], list(skips)
     for level in reversed(range(len(settings.channels))):
         channels, attends = settings.channels[level], settings.attention[level]
-        if level == len(settings.channels) - 1:
+        if level == len(settings.channels) - 1:  # the two middle blocks
             enter = [_MPBlock(settings, last, last, width, attends=a) for a in (attends, False)]
         else:
             enter = [_MPBlock(settings, last, last, width, resample="up")]

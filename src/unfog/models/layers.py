@@ -1,4 +1,4 @@
-"""The layers of the U-Net. Images are [B, C, H, W]; `embedding` is the activated condition, [B, E]."""
+"""Layers and the base class that the networks share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from unfog.errors import RequestError
 
 Runner = Callable[..., Tensor]
-"""(module, its inputs …) -> its output; it may keep less for the gradient than calling the module would."""
+"""(module, its inputs …) -> its output, with or without gradient checkpointing."""
 
 
 def sinusoids(position: Tensor, width: int, freq_shift: int = 0, flip_sin_to_cos: bool = True) -> Tensor:
-    """Sinusoidal embedding of `position` [B] -> [B, width], float32 whatever the autocast (DDPM, appendix B).
+    """Sinusoidal embedding of `position` [B] -> [B, width], float32 even under autocast (DDPM, appendix B).
 
     Frequencies fall from 1 to 1/10000. An odd `width` ends with a zero.
     """
@@ -41,25 +41,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class ConditionalNetwork(nn.Module):
-    """What all networks do alike: labels with a null class, an augmentation that is told, recomputing for the gradient.
+    """Base of all networks: labels with a null class, an augmentation condition, gradient checkpointing.
 
     A subclass makes `class_embedding` and `augment_embedding`, or sets them to None.
 
     Args:
-        image_channels: channels of the input, 1 or 3 for pictures.
-        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is "none" (the null class of
-            classifier-free guidance); 0 builds a network without labels.
+        image_channels: channels of the input.
+        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is the null class of classifier-free
+            guidance; 0 builds a network without labels.
     """
 
     checkpointing = False
-    """Forget what each block computed, and compute it again for the gradient: less memory, more time, the same bits."""
+    """Recompute each block for the gradient: less memory, more time, the same bits."""
     channels_last = False
-    """Compute with the channels of each pixel side by side in memory: other bits, and faster on some machines."""
+    """Compute in torch's channels_last memory format: other bits, and faster on some machines."""
     ends: ClassVar[tuple[str, ...]] = ("conv_in", "conv_out", "class_embedding", "augment_embedding")
-    """Layers between the hidden space and what is outside: channels of the image, classes, augmentations."""
+    """Layers whose other side is not the hidden space: image channels, classes, augmentations."""
     block: ClassVar[type[nn.Module]]
-    """What most of it is made of, one after the other: the parts that are brought together in turn when it is divided
-    among processes."""
+    """Class of the repeated parts, which FSDP shards and gathers one after the other."""
     class_embedding: nn.Module | None
     augment_embedding: nn.Module | None
 
@@ -69,23 +68,23 @@ class ConditionalNetwork(nn.Module):
         self.num_classes = num_classes
 
     def _laid_out(self, h: Tensor) -> Tensor:
-        """Hidden [B, C, H, W] in the memory format that all after it keep to."""
+        """Return hidden [B, C, H, W] in the memory format that all later layers keep."""
         # Not the input, as torch cannot tell the format of a single channel; nor the weights, which stay as they are
         # saved: putting them in order at each call takes 3 to 7% of a step (docs/decisions/0016-memory-format.md).
         return h.contiguous(memory_format=torch.channels_last) if self.channels_last else h
 
     def _add_augmentation(self, hidden: Tensor, augment: Tensor | None) -> Tensor:
-        """Plus what was done to the images; `RequestError` if the network has no input for that."""
+        """Add the embedding of the augmentation; `RequestError` if the network has no such input."""
         if augment is None:
             return hidden
         if self.augment_embedding is None:
-            raise RequestError("an augmentation was told to a network without that input; train with data.augment")
+            raise RequestError("an augmentation was given to a network without that input; train with data.augment")
         # The same as a linear layer on the sinusoids (EDM's map_augment), which the next layer would multiply.
-        told: Tensor = self.augment_embedding(augment.to(hidden.dtype))
-        return hidden + told
+        embedding: Tensor = self.augment_embedding(augment.to(hidden.dtype))
+        return hidden + embedding
 
-    def _of_class(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
-        """Embedding [B, width] of the labels, or of no label; None, or `RequestError`, of a network without classes."""
+    def _class_embedding(self, label: Tensor | None, c_noise: Tensor) -> Tensor | None:
+        """Return the embedding [B, width] of the labels, or of the null class; None for a network without classes."""
         if self.class_embedding is None:
             if label is not None:
                 raise RequestError("a label was given to a network without classes; give none, or train with classes")
@@ -96,7 +95,7 @@ class ConditionalNetwork(nn.Module):
         return embedding
 
     def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
-        """What `part` makes of its inputs, keeping all that the gradient needs, or the inputs only."""
+        """Call `part`; with `checkpointing`, keep only its inputs and compute it again for the gradient."""
         again = self.checkpointing and torch.is_grad_enabled()
         # Random numbers and autocast are repeated too, so that dropout is the same.
         output: Tensor = checkpoint(part, *inputs, use_reentrant=False) if again else part(*inputs)
@@ -104,13 +103,13 @@ class ConditionalNetwork(nn.Module):
 
 
 def unit_rms(x: Tensor, dim: int | tuple[int, ...], eps: float = 1e-4) -> Tensor:
-    """`x` over its root mean square along `dim`, which is at least `eps`; in the type of `x`, computed in float32."""
+    """Divide `x` by its root mean square along `dim`, at least `eps`; computed in float32, in the type of `x`."""
     square = x.float().square().mean(dim, keepdim=True)
-    # Limited rather than added to, so that the gradient stays orthogonal to x.
+    # Clamped instead of adding eps, so that the gradient stays orthogonal to x.
     return x * square.clamp_min(eps**2).rsqrt().to(x.dtype)
 
 
 def zero_(module: nn.Conv2d | nn.Linear) -> None:
-    """Set weights and bias to zero, so that a branch that ends in this module begins as nothing."""
+    """Set weights and bias to zero, so that a branch that ends in this module begins as zero."""
     for parameter in module.parameters():
         nn.init.zeros_(parameter)

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
 
 
-class SizeBound(NamedTuple):
-    """Upper bounds on the numbers (not bytes) of a network."""
-
-    weights: float
-    activations: float
-    """Kept of each image for the backward pass."""
-
-
 class NetworkSettings:
-    """Base of the settings of every network; a new network overrides what does not hold for it."""
+    """Base of the settings of every network; a new network overrides the defaults that do not hold for it."""
 
     kind: ClassVar[str]
     """Name on the command line and in config.toml."""
@@ -48,15 +40,13 @@ class NetworkSettings:
         """Describe for people how the network works on images of this size."""
         return f"for {width}x{height} pixels"
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
-        """Return bounds for images [channels, side, side]; infinite, which is always right, makes planning slower.
+    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
+        """Return upper bounds of (numbers of weights, numbers kept of each image for the backward pass).
 
-        Args:
-            channels: of the images.
-            side: of the images, in pixels.
-            conditions: rows of the embeddings of class and augmentation.
+        For images [channels, side, side]; `conditions` is the number of rows of the embeddings of class and
+        augmentation. Infinity, which is always right, makes planning slower.
         """
-        return SizeBound(float("inf"), float("inf"))
+        return float("inf"), float("inf")
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
     Labels are 0 to classes - 1, and `classes` where a sample has none; without classes, label is None. `out_channels`
     is twice `channels` with a learned variance. With data.augment, the class also gets `augment_inputs`, and forward
     a fourth argument, float [B, augment_inputs]. A network that depends on the image size takes it as an argument,
-    such as size=64. An output of zero at the start trains best, as the built-in networks have it.
+    such as size=64. An output of zero at the start trains best, as in the built-in networks.
     """
 
     kind: ClassVar[str] = "custom"
@@ -99,7 +89,7 @@ class CustomNetwork(CustomPart, NetworkSettings):
         return network
 
     def try_out(self, network: Any, shape: tuple[int, int, int], out_channels: int) -> None:
-        """Call the network once, so that what does not fit is refused before training.
+        """Call the network once, so that errors surface before training.
 
         Raises:
             RequestError: it fails for an image of this shape (C, H, W), or its output has another shape.

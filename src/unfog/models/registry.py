@@ -20,10 +20,10 @@ def build_model(
 
     Args:
         settings: of a built-in, registered or custom network.
-        channels: of the images, C.
-        classes: number of classes besides "none"; 0 builds a network without labels.
-        augment_inputs: numbers that say how an image was augmented; 0 builds a network without that input.
-        out_channels: C' where it is not C.
+        channels: C of the images.
+        classes: number of classes besides the null class; 0 builds a network without labels.
+        augment_inputs: length of the augmentation condition; 0 builds a network without that input.
+        out_channels: C' if it differs from C.
     """
     network: Network = settings.build(channels, classes, augment_inputs, out_channels)
     return network

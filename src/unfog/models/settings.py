@@ -1,56 +1,121 @@
-"""Settings of the networks, as plain values. Imports no torch, so that `--help` stays quick."""
+"""Settings of the networks, as plain values. Imports no torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from unfog.errors import RequestError
-from unfog.models.network_settings import CustomNetwork, NetworkSettings, SizeBound
-from unfog.models.unet_levels import (
-    check_condition,
-    check_halving,
-    check_heads,
-    check_levels,
-    common_divisor,
-    describe_levels,
-    level_bounds,
-)
-from unfog.settings import setting
+from unfog.models.network_settings import CustomNetwork, NetworkSettings
+from unfog.settings import check_bounds, setting
+
+
+class _LevelBound(NamedTuple):
+    """Bounds on one level of a U-Net."""
+
+    number: int
+    channels: int
+    pixels: float
+    blocks: int
+    widest: int
+    """Channels that a block may see: those of the levels around it, concatenated."""
+    attention_maps: float
+    """Numbers of all attention maps of the level, if it has attention."""
+
+
+class _LevelSettings(NetworkSettings):
+    """Base of the settings of both U-Nets. Level i works at 1/2^i of the image's height and width."""
+
+    prefers_channels_last: ClassVar[bool] = True
+    channels: tuple[int, ...]
+    blocks: int
+    attention: tuple[bool, ...]
+    head_channels: int
+
+    def attending(self) -> tuple[int, ...]:
+        """Return the channels of each place that has attention."""
+        return tuple(c for c, attends in zip(self.channels, self.attention) if attends)
+
+    def __post_init__(self) -> None:
+        """Raise `RequestError` unless levels and attention heads fit together."""
+        channels, blocks, heads = list(self.channels)[:16], self.blocks, self.head_channels
+        valid = 1 <= len(self.channels) <= 12 and 1 <= blocks <= 100
+        if not valid or min(self.channels) < 4 or max(self.channels) > 16384:
+            raise RequestError(
+                f"channels = {channels} and blocks = {blocks} make no network; give at least one level, at most 12, "
+                "each of 4 to 16384 channels, and at least one block, at most 100"
+            )
+        if len(self.attention) != len(self.channels):
+            raise RequestError(
+                f"attention has {len(self.attention)} entries for {len(self.channels)} levels of channels; "
+                "give one true or false for each level"
+            )
+        check_bounds(self)
+        attending = self.attending()
+        if heads and (wrong := [c for c in attending if c % heads]):
+            raise RequestError(
+                f"channels = {wrong[0]} with attention is not a multiple of head_channels = {heads}; "
+                f"try {_common_divisor(attending)}, or 0 for one head"
+            )
+
+    def check(self, size: int | tuple[int, int]) -> None:
+        levels = len(self.channels)
+        factor = 2 ** (levels - 1)
+        for side in (size, size) if isinstance(size, int) else size:
+            # A single pixel at the lowest level could not be normalised when one image is sampled.
+            if side < 2 * factor or side % factor:
+                nearest = max(2, round(side / factor)) * factor
+                raise RequestError(
+                    f"size = {side} is no multiple of {factor} from {2 * factor} on, as {levels} levels "
+                    f"need; try size = {nearest}, or fewer levels"
+                )
+
+    def layout(self, height: int, width: int) -> str:
+        levels = len(self.channels)
+        return f"in {levels} levels for {width}x{height} pixels, the lowest at {height // 2 ** (levels - 1)}"
+
+    def _level_bounds(self, side: int) -> Iterator[_LevelBound]:
+        count = 2 * self.blocks + 4  # down, up, the middle ones and resampling
+        for number, own in enumerate(self.channels):
+            pixels, heads = (side / 2**number) ** 2, own / (self.head_channels or own)
+            around = self.channels[max(0, number - 1)] + self.channels[min(number + 1, len(self.channels) - 1)]
+            yield _LevelBound(number, own, pixels, count, own + around, count * 4 * heads * pixels**2)
+
+
+def _common_divisor(values: tuple[int, ...], limit: int = 32) -> int:
+    """Return the largest number up to `limit` that divides all `values`."""
+    return next(n for n in range(limit, 0, -1) if all(value % n == 0 for value in values))
 
 
 @dataclass(frozen=True)
-class UNet(NetworkSettings):
-    """A U-Net of residual blocks (DDPM, appendix B), equal key by key to what diffusers calls UNet2DModel.
-
-    Level i works at 1/2^i of the image's height and width. Raises `RequestError` for contradictions.
-    """
+class UNet(_LevelSettings):
+    """A U-Net of residual blocks (DDPM, appendix B), equal key by key to what diffusers calls UNet2DModel."""
 
     kind: ClassVar[str] = "unet"
     model: ClassVar[str] = "unfog.models.unet:UNetModel"
-    prefers_channels_last: ClassVar[bool] = True
     muon_lr_factor: ClassVar[float] = 2.0
     channels: tuple[int, ...] = (64, 96, 128)
     """Channels of each level, full resolution first; one level more halves the resolution once more."""
     blocks: int = 1
     """Residual blocks of a level on the way down; the way up has one more."""
     attention: tuple[bool, ...] = (False, False, True)
-    """Whether self-attention follows every residual block of a level; it costs (height x width)^2."""
+    """Self-attention after every residual block of a level; it costs (height x width)^2."""
     mid_attention: bool = True
     """Self-attention at the lowest resolution, between the two middle blocks."""
-    head_channels: int = 32
+    head_channels: int = setting(32, at_least=0, usual="32")
     """Channels of one attention head; 0 is a single head over all channels, as in DDPM."""
-    dropout: float = setting(0.0, resume="free")
+    dropout: float = setting(0.0, at_least=0, below=1, usual="0.1", resume="free")
     """Probability of dropping an activation inside a residual block; 0.1 for small sets of images."""
-    norm_groups: int = 32
+    norm_groups: int = setting(32, at_least=1)
     """Groups of every group normalisation; must divide all `channels`."""
-    norm_eps: float = 1e-5
+    norm_eps: float = setting(1e-5, above=0, at_most=1, usual="1e-5")
     """Added to the variance in group normalisation."""
     scale_shift: bool = True
     """The condition scales and shifts after the second normalisation (ADM), or only shifts before (DDPM)."""
-    time_scale: float = 1.0
+    time_scale: float = setting(1.0, at_least=1e-6, at_most=1e6, usual="1")
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
-    freq_shift: int = 0
+    freq_shift: int = setting(0, at_least=0, at_most=1)
     """Sinusoid i of n has frequency 10000^(-i / (n - freq_shift)): 1 in the original DDPM, 0 in most."""
     flip_sin_to_cos: bool = True
     """Cosines before sines in the sinusoidal embedding; False in the original DDPM."""
@@ -58,58 +123,36 @@ class UNet(NetworkSettings):
     """1 pads a downsampling convolution on all sides; 0 only right and below, as the original DDPM does."""
 
     def __post_init__(self) -> None:
-        """Refuse values that contradict each other, or that no network has."""
-        check_levels(self.channels, self.blocks, self.attention)
-        check_condition(self.dropout, self.time_scale)
-        self._check_ranges()
+        super().__post_init__()
         for channels in self.channels:
-            if self.norm_groups < 1 or channels % self.norm_groups:
+            if channels % self.norm_groups:
                 raise RequestError(
                     f"channels = {channels} is not a multiple of norm_groups = {self.norm_groups}; "
-                    f"try norm_groups = {common_divisor(self.channels, 32)}"
+                    f"try norm_groups = {_common_divisor(self.channels)}"
                 )
-        check_heads(self.attending(), self.head_channels)
-
-    def _check_ranges(self) -> None:
-        if not 0 < self.norm_eps <= 1:
-            raise RequestError(f"norm_eps = {self.norm_eps} must be above 0 and at most 1; 1e-5 is usual")
-        if self.freq_shift not in (0, 1):
-            raise RequestError(f"freq_shift = {self.freq_shift} must be 0, or 1 as in the original DDPM")
 
     def attending(self) -> tuple[int, ...]:
-        """Channels of the places that have attention: the levels', then the middle's."""
-        levels = tuple(c for c, attends in zip(self.channels, self.attention) if attends)
-        return levels + self.channels[-1:] * self.mid_attention
+        return super().attending() + self.channels[-1:] * self.mid_attention
 
-    def check(self, size: int | tuple[int, int]) -> None:
-        check_halving(len(self.channels), size)
-
-    def layout(self, height: int, width: int) -> str:
-        return describe_levels(len(self.channels), height, width)
-
-    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
         first = self.channels[0]
         weights, activations = 4.0 * first * (conditions + 5 * first + 1), 0.0  # 5: the embedding of the noise level
-        for level in level_bounds(self.channels, self.blocks, self.head_channels, side):
+        for level in self._level_bounds(side):
             wide, own, lowest = level.widest, level.channels, level.number == len(self.channels) - 1
             attends = self.attention[level.number] or (self.mid_attention and lowest)
             weights += level.blocks * (9 * wide * own + 9 * own**2 + 8 * first * own + 5 * own**2 * attends)
             activations += level.blocks * level.pixels * (6 * wide + 12 * own + 16 * own * attends)
             activations += level.attention_maps * attends
-        return SizeBound(weights, activations)
+        return weights, activations
 
 
 @dataclass(frozen=True)
-class MPUNet(NetworkSettings):
-    """A U-Net that keeps every activation and weight at unit magnitude (Karras et al. 2024, EDM2, config G).
-
-    Level i works at 1/2^i of the image's height and width. Raises `RequestError` for contradictions.
-    """
+class MPUNet(_LevelSettings):
+    """A U-Net that keeps every activation and weight at unit magnitude (Karras et al. 2024, EDM2, config G)."""
 
     kind: ClassVar[str] = "mpunet"
     model: ClassVar[str] = "unfog.models.edm2_unet:MPUNetModel"
     fixed_norm_weights: ClassVar[bool] = True
-    prefers_channels_last: ClassVar[bool] = True
     reference_lr: ClassVar[float] = 3e-2  # docs/decisions/0013-networks.md
     # Weights have the same length in every size; the fourth root goes through Karras et al. (2024, table 6).
     lr_exponent: ClassVar[float] = 0.25
@@ -118,74 +161,50 @@ class MPUNet(NetworkSettings):
     blocks: int = 1
     """Residual blocks of a level on the way down, besides the one that halves; the way up has one more."""
     attention: tuple[bool, ...] = (False, False, True)
-    """Whether self-attention follows every residual block of a level; it costs (height x width)^2."""
-    head_channels: int = 16
+    """Self-attention after every residual block of a level; it costs (height x width)^2."""
+    head_channels: int = setting(16, at_least=0, usual="32")
     """Channels of one attention head; 0 is a single head over all channels."""
-    dropout: float = setting(0.0, resume="free")
+    dropout: float = setting(0.0, at_least=0, below=1, usual="0.1", resume="free")
     """Probability of dropping an activation inside a residual block; 0.1 for small sets of images."""
-    time_scale: float = 1.0
+    time_scale: float = setting(1.0, at_least=1e-6, at_most=1e6, usual="1")
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
 
-    def __post_init__(self) -> None:
-        """Refuse values that contradict each other, or that no network has."""
-        check_levels(self.channels, self.blocks, self.attention)
-        check_condition(self.dropout, self.time_scale)
-        check_heads(tuple(c for c, attends in zip(self.channels, self.attention) if attends), self.head_channels)
-
-    def check(self, size: int | tuple[int, int]) -> None:
-        check_halving(len(self.channels), size)
-
-    def layout(self, height: int, width: int) -> str:
-        return describe_levels(len(self.channels), height, width)
-
-    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
         width = max(self.channels)
         weights, activations = float(width * (conditions + self.channels[0])), 0.0
-        for level in level_bounds(self.channels, self.blocks, self.head_channels, side):
+        for level in self._level_bounds(side):
             # Every block is taken to be as wide as all that it might be joined with.
             wide, own, attends = level.widest, level.channels, self.attention[level.number]
             weights += level.blocks * wide * (9 * wide + width + 5 * own * attends)
             activations += level.blocks * level.pixels * (14 * wide + 30 * own * attends)
             activations += level.attention_maps * attends
-        return SizeBound(weights, activations)
+        return weights, activations
 
 
 @dataclass(frozen=True)
 class DiT(NetworkSettings):
-    """A transformer over patches of the image (Peebles & Xie 2023), with today's blocks: RMSNorm, SwiGLU, rotary
-    positions in two dimensions, normalised queries and keys.
-
-    Raises `RequestError` for contradictions.
-    """
+    """A transformer over patches (Peebles & Xie 2023): RMSNorm, SwiGLU, 2-D rotary positions, normalised queries."""
 
     kind: ClassVar[str] = "dit"
     model: ClassVar[str] = "unfog.models.dit:DiTModel"
     reference_lr: ClassVar[float] = 5e-3  # docs/decisions/0013-networks.md
-    width: int = 256
+    width: int = setting(256, at_least=8, at_most=16384)
     """Channels of a token."""
-    depth: int = 6
+    depth: int = setting(6, at_least=1, at_most=200)
     """Blocks of attention and SwiGLU."""
     head_channels: int = 32
     """Channels of one attention head, a multiple of 4 that divides the width."""
-    patch: int = 2
+    patch: int = setting(2, at_least=1, at_most=64, usual="2 or 4")
     """Side of the square of pixels that makes a token; twice the side is about 4 times as fast, and coarser."""
     modulation: Literal["shared", "block"] = "shared"
-    """How the condition reaches blocks: by a layer that they share (adaLN-single), or one in each (adaLN-zero)."""
-    dropout: float = setting(0.0, resume="free")
+    """Layer that maps the condition for the blocks: one that all share (adaLN-single), or one in each (adaLN-zero)."""
+    dropout: float = setting(0.0, at_least=0, below=1, usual="0.1", resume="free")
     """Probability of dropping an activation where a branch ends; 0.1 for small sets of images."""
-    time_scale: float = 1.0
+    time_scale: float = setting(1.0, at_least=1e-6, at_most=1e6, usual="1")
     """Multiplies the noise condition before its sinusoids: 1 for timesteps, more for a log-SNR condition."""
 
     def __post_init__(self) -> None:
-        """Refuse values that contradict each other, or that no network has."""
-        check_condition(self.dropout, self.time_scale)
-        if not (8 <= self.width <= 16384 and 1 <= self.depth <= 200):
-            raise RequestError(
-                f"width = {self.width} and depth = {self.depth} make no network; width is from 8 to 16384, depth from "
-                "1 to 200"
-            )
-        if not 1 <= self.patch <= 64:
-            raise RequestError(f"patch = {self.patch} must be from 1 to 64 pixels; 2 or 4 is usual")
+        check_bounds(self)
         if self.head_channels < 4 or self.head_channels % 4 or self.width % self.head_channels:
             raise RequestError(
                 f"head_channels = {self.head_channels} must be a multiple of 4 that divides width = {self.width}, as "
@@ -204,18 +223,17 @@ class DiT(NetworkSettings):
         tokens = f"{width // self.patch}x{height // self.patch} patches of {self.patch}x{self.patch}"
         return f"in {self.depth} blocks over {tokens} pixels"
 
-    def size_bound(self, channels: int, side: int, conditions: int) -> SizeBound:
+    def size_bound(self, channels: int, side: int, conditions: int) -> tuple[float, float]:
         width, tokens, heads = self.width, (side / self.patch) ** 2, self.width / self.head_channels
         values = self.patch**2 * 2 * max(1, channels)  # of a patch, in and out
         weights = width * (self.depth * 19.0 * (width + 8) + 12 * width + conditions + 2 * values)
         activations = self.depth * tokens * (60 * width + 4 * heads * tokens) + tokens * (8 * width + values)
-        return SizeBound(weights, activations)
+        return weights, activations
 
 
 Architecture = UNet | MPUNet | DiT | CustomNetwork
 ARCHITECTURES = (UNet, MPUNet, DiT)
 """The built-in networks."""
-
 
 SIZES: dict[str, Architecture] = {
     # 0.99M parameters: a three-minute demonstration at 28x28 or 32x32 on two CPU cores. Most of them work at 7x7,
@@ -244,7 +262,7 @@ SIZES: dict[str, Architecture] = {
         head_channels=64,
         dropout=0.1,
     ),
-    # Of the same sizes, for the same images.
+    # The same parameter counts, for the same images.
     "mp-tiny": MPUNet(channels=(16, 32, 80)),
     "mp-small": MPUNet(),
     "mp-base": MPUNet(channels=(128, 192, 256, 256), blocks=2, attention=(False, False, True, True), head_channels=64),

@@ -1,4 +1,7 @@
-"""The U-Net: (x, noise condition, label, augmentation) -> y. It knows neither what these mean nor what y is."""
+"""The U-Net (DDPM, appendix B): (x, noise condition, label, augmentation) -> y.
+
+Images are [B, C, H, W]; `embedding` is the activated condition, [B, E].
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,7 @@ from unfog.models.settings import UNet
 
 
 class _ResidualBlock(nn.Module):
-    """Two 3x3 convolutions around a condition: [B, in, H, W], [B, E] -> [B, out, H, W].
-
-    Begins as its shortcut alone.
-    """
+    """Two 3x3 convolutions around a condition: [B, in, H, W], [B, E] -> [B, out, H, W]."""
 
     def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int):
         super().__init__()
@@ -28,10 +28,9 @@ class _ResidualBlock(nn.Module):
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
-        zero_(self.conv2)
+        zero_(self.conv2)  # so that a fresh block is its shortcut alone
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Return the shortcut of `x` plus the conditioned branch."""
         condition: Tensor = self.condition(embedding)[:, :, None, None]
         h: Tensor = self.conv1(F.silu(self.norm1(x)))
         if self.scale_shift:
@@ -44,7 +43,7 @@ class _ResidualBlock(nn.Module):
 
 
 class _SelfAttention(nn.Module):
-    """Residual self-attention over the pixels of [B, C, H, W]. Begins as the identity."""
+    """Residual self-attention over the pixels of [B, C, H, W]."""
 
     def __init__(self, settings: UNet, channels: int):
         super().__init__()
@@ -52,10 +51,9 @@ class _SelfAttention(nn.Module):
         self.norm = nn.GroupNorm(settings.norm_groups, channels, settings.norm_eps)
         self.qkv = nn.Linear(channels, 3 * channels)
         self.out = nn.Linear(channels, channels)
-        zero_(self.out)
+        zero_(self.out)  # so that a fresh layer is the identity
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` plus what its pixels gather from each other."""
         pixels = self.norm(x).flatten(2).transpose(1, 2)  # [B, N, C]
         qkv: Tensor = self.qkv(pixels).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, N, D]
@@ -64,9 +62,9 @@ class _SelfAttention(nn.Module):
 
 
 class _Block(nn.Module):
-    """A residual block, and self-attention after it where asked: [B, in, H, W], [B, E] -> [B, out, H, W].
+    """A residual block, then self-attention if `attends`: [B, in, H, W], [B, E] -> [B, out, H, W].
 
-    A skip connection, [B, S, H, W], makes part of the `in` channels; joined here, it need not be kept joined.
+    `in` includes the channels of a skip connection [B, S, H, W].
     """
 
     def __init__(self, settings: UNet, in_channels: int, out_channels: int, width: int, attends: bool):
@@ -75,7 +73,7 @@ class _Block(nn.Module):
         self.attention = _SelfAttention(settings, out_channels) if attends else nn.Identity()
 
     def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Condition `x`, then let its pixels attend."""
+        # Concatenated here, so that with gradient checkpointing the concatenation is not kept.
         x = x if skip is None else torch.cat([x, skip], dim=1)
         output: Tensor = self.attention(self.residual(x, embedding))
         return output
@@ -90,7 +88,6 @@ class _Downsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=settings.downsample_padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Halve height and width."""
         output: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)) if self.right_below else x)
         return output
 
@@ -103,7 +100,6 @@ class _Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Double height and width."""
         output: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
         return output
 
@@ -117,7 +113,7 @@ class _DownLevel(nn.Module):
         self.resample = resample
 
     def forward(self, x: Tensor, embedding: Tensor, run: Runner) -> list[Tensor]:
-        """Return what each block and the step made: skip connections, the last also the way on."""
+        """Return the outputs of each block and of the step: skip connections, of which the last is the way on."""
         outputs = [x]
         for block in self.blocks:
             outputs.append(run(block, outputs[-1], embedding))
@@ -142,17 +138,16 @@ class _UpLevel(nn.Module):
 
 
 class UNetModel(ConditionalNetwork):
-    """A fresh network outputs exactly zero, whatever its input, because its last convolution begins at zero.
+    """A U-Net of residual blocks. A fresh one outputs exactly zero, as its last convolution begins at zero.
 
     Args:
         settings: the architecture.
-        image_channels: channels of the input, 1 or 3 for pictures.
-        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is "none" (the null class of
-            classifier-free guidance); 0 builds a network without labels.
-        augment_inputs: numbers that say how an image was augmented, all 0 for one that was not; 0 builds a network
-            that is not told.
-        out_channels: channels of the output where they are not those of the input: twice as many with a
-            learned variance.
+        image_channels: channels of the input.
+        num_classes: labels are 0 to num_classes - 1, and the label `num_classes` is the null class of
+            classifier-free guidance; 0 builds a network without labels.
+        augment_inputs: length of the augmentation condition, all 0 for an unaugmented image; 0 builds a network
+            without that input.
+        out_channels: channels of the output if not those of the input: twice as many with a learned variance.
     """
 
     block = _Block
@@ -172,30 +167,30 @@ class UNetModel(ConditionalNetwork):
         self.time_embedding = nn.Sequential(nn.Linear(first, width), nn.SiLU(), nn.Linear(width, width))
         self.class_embedding = nn.Embedding(num_classes + 1, width) if num_classes else None
         if self.class_embedding is not None:
-            nn.init.normal_(self.class_embedding.weight, std=0.02)  # as DiT: no label drowns the noise level
+            nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no label outweighs the noise level
         self.down, skips = _down(settings, width)
         self.mid = _mid(settings, width)
         self.up = _up(settings, width, skips)
         self.norm_out = nn.GroupNorm(settings.norm_groups, first, settings.norm_eps)
         self.conv_out = nn.Conv2d(first, out_channels or image_channels, 3, padding=1)
         zero_(self.conv_out)
-        # Last, so that all else begins as it would without; no bias, so that 0 says nothing.
+        # Last, so that all other weights are drawn as without it; no bias, so that a condition of 0 adds 0.
         self.augment_embedding = nn.Linear(augment_inputs, width, bias=False) if augment_inputs else None
 
     def forward(self, x: Tensor, c_noise: Tensor, label: Tensor | None = None, augment: Tensor | None = None) -> Tensor:
-        """Network output for images at their noise levels.
+        """Compute the network's output for images at their noise levels.
 
         Args:
-            x: [B, image_channels, H, W]; `settings.check` says which H and W fit.
+            x: [B, image_channels, H, W]; `settings.check` checks H and W.
             c_noise: float [B], the noise condition: a timestep, or a function of the log-SNR.
             label: int64 [B] in 0 to num_classes; None is the null class for all.
-            augment: float [B, augment_inputs]; None is 0, an image as it is.
+            augment: float [B, augment_inputs]; None is 0, an unaugmented image.
 
         Returns:
-            [B, out_channels, H, W], in the type of the autocast where there is one.
+            [B, out_channels, H, W], under autocast in its type.
 
         Raises:
-            RequestError: a label was given to a network without classes, or an augmentation to one that is not told.
+            RequestError: a label was given to a network without classes, or an augmentation to one without that input.
         """
         embedding = self.embed(c_noise, label, augment, x.dtype)
         skips = [self._laid_out(self.conv_in(x))]
@@ -212,15 +207,15 @@ class UNetModel(ConditionalNetwork):
         return output.contiguous()
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Noise condition and label, [B] each, and augmentation -> activated embedding [B, 4 * channels[0]]."""
+        """Embed noise condition and label, [B] each, and augmentation: activated, [B, 4 * channels[0]]."""
         settings = self.settings
         position = c_noise.float() * settings.time_scale
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
         first, activation, second = self.time_embedding
         hidden: Tensor = first(waves.to(dtype))
         embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
-        of_class = self._of_class(label, c_noise)
-        return F.silu(embedding if of_class is None else embedding + of_class)
+        class_embedding = self._class_embedding(label, c_noise)
+        return F.silu(embedding if class_embedding is None else embedding + class_embedding)
 
 
 def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
@@ -244,7 +239,7 @@ def _mid(settings: UNet, width: int) -> nn.ModuleList:
 
 
 def _up(settings: UNet, width: int, skips: list[int]) -> nn.ModuleList:
-    """Return the way up, lowest resolution first; each block takes the newest of `skips` that is left."""
+    """Return the way up, lowest resolution first; each block takes the newest remaining skip connection."""
     levels, last, left = [], settings.channels[-1], list(skips)
     for i in reversed(range(len(settings.channels))):
         channels, blocks = settings.channels[i], []

@@ -35,10 +35,9 @@ from unfog.data.latents import (
 )
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
-from unfog.export.diffusers_autoencoder import read_autoencoder
+from unfog.export.diffusers_folder import DiffusersAutoencoder
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.autoencoder_folder import CONFIG, OURS, WEIGHTS, Described, describe
-from unfog.models.autoencoder_settings import Autoencoder, check_multiple
+from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder, AutoencoderFolder, check_multiple
 from unfog.pipeline.build import latent_normalisation
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
@@ -61,14 +60,16 @@ class ImageAutoencoder(Protocol):
         """Decode latents to images about [-1, 1]."""
 
 
-def load_autoencoder(described: Described, device: torch.device) -> ImageAutoencoder:
+def load_autoencoder(described: AutoencoderFolder, device: torch.device) -> ImageAutoencoder:
     """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     Raises:
         RequestError: its weights do not fit its description, or need a package that is missing.
     """
     network: nn.Module
-    network = _ours(described) if described.kind == OURS else read_autoencoder(described.folder, described.kind)
+    network = (
+        _ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
+    )
     network = network.to(device).float().eval().requires_grad_(False)
     codec = cast(ImageAutoencoder, network)
     side = 8 * described.factor
@@ -76,22 +77,26 @@ def load_autoencoder(described: Described, device: torch.device) -> ImageAutoenc
         latent = codec.encode(torch.zeros(1, described.image_channels, side, side, device=device))
         shapes = (tuple(latent.shape), tuple(codec.decode(latent).shape))
     if shapes != ((1, described.channels, 8, 8), (1, described.image_channels, side, side)):
-        raise RequestError(f"codec = {described.folder} makes {shapes[0]} and {shapes[1]} of {side} pixels: not usable")
+        raise RequestError(
+            f"autoencoder_folder = {described.folder} makes {shapes[0]} and {shapes[1]} of {side} pixels: not usable"
+        )
     return codec
 
 
-def _ours(described: Described) -> AutoencoderModel:
+def _ours(described: AutoencoderFolder) -> AutoencoderModel:
     given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
     network = AutoencoderModel(update(Autoencoder(), given, "codec"), described.image_channels)
     try:
         network.load_state_dict(load_file(described.weights), strict=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())[:160]
-        raise RequestError(f"codec = {described.folder}: {described.weights.name} cannot be used: {said}") from None
+        raise RequestError(
+            f"autoencoder_folder = {described.folder}: {described.weights.name} cannot be used: {said}"
+        ) from None
     return network
 
 
-def save_autoencoder(folder: Path, network: AutoencoderModel) -> Described:
+def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFolder:
     """Write one of our autoencoders into a folder, which is replaced atomically."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
     partial_folder = folder.with_name(f".{folder.name}-partial")
@@ -102,7 +107,7 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> Described:
     save_file(weights, partial_folder / WEIGHTS[OURS])
     (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
     _put(partial_folder, folder)
-    return describe(str(folder))
+    return AutoencoderFolder.open(str(folder))
 
 
 def _put(made: Path, folder: Path) -> None:
@@ -124,19 +129,19 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
     """
     if not config.uses_latents:
         return config
-    described, own = describe(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
+    described, own = AutoencoderFolder.open(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
         beside = own.with_name(f".{AUTOENCODER_FOLDER}-partial")
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         for path in (described.folder / CONFIG, described.weights):
             shutil.copyfile(path, beside / path.name)
-        _check(describe(str(beside)), config)
+        _check(AutoencoderFolder.open(str(beside)), config)
         _put(beside, own)
     return replace(config, autoencoder_folder=str(own.absolute()))
 
 
-def _check(described: Described, config: Config) -> None:
+def _check(described: AutoencoderFolder, config: Config) -> None:
     """RequestError unless it is the autoencoder that the run began with."""
     if described.sha256() != config.latents.sha256:
         raise RequestError(
@@ -147,12 +152,12 @@ def _check(described: Described, config: Config) -> None:
 
 @lru_cache(maxsize=2)
 def _opened(place: str, sha256: str, device: torch.device) -> ImageAutoencoder:
-    return load_autoencoder(describe(place), device)
+    return load_autoencoder(AutoencoderFolder.open(place), device)
 
 
 def open_run_autoencoder(config: Config, device: torch.device) -> ImageAutoencoder:
     """Return the autoencoder of a run, loaded once. RequestError if it is not the one that the run began with."""
-    _check(describe(config.autoencoder_folder), config)
+    _check(AutoencoderFolder.open(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
@@ -215,7 +220,7 @@ def apply_autoencoder_settings(config: Config) -> Config:
     """
     if not config.uses_latents:
         return config
-    described = describe(config.autoencoder_folder)
+    described = AutoencoderFolder.open(config.autoencoder_folder)
     digest, stored = described.sha256(), config.latents
     if stored.sha256 and stored.sha256 != digest:
         raise RequestError(

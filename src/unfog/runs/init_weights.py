@@ -21,9 +21,9 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.errors import RequestError
-from unfog.export.diffusers_folder import read_folder
+from unfog.export.diffusers_folder import UNetFolder
 from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
-from unfog.models.autoencoder_folder import describe
+from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder, printable
@@ -80,7 +80,7 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     if (
         asked := table.get("autoencoder_folder", base.autoencoder_folder)
     ) and not theirs.uses_latents:  # the folder speaks of latents, then
-        data = replace(data, size=theirs.data.size * describe(str(asked)).factor, channels=0)
+        data = replace(data, size=theirs.data.size * AutoencoderFolder.open(str(asked)).factor, channels=0)
     return replace(
         base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, autoencoder_folder=codec
     )
@@ -96,7 +96,10 @@ def adopt_latent_statistics(config: Config) -> Config:
     found = _describe_source(config.init, config.diffusion) if config.init.folder else None
     if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
         return config
-    theirs, codec = found.config, describe(config.autoencoder_folder).sha256() if config.uses_latents else ""
+    theirs, codec = (
+        found.config,
+        AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else "",
+    )
     known = theirs.latents.sha256 if theirs.uses_latents else ""
     if codec != known:
         saw = "latents of another codec" if codec and known else "latents" if known else "pixels"
@@ -143,7 +146,7 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
 
 
 def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSource:
-    found = read_folder(folder)
+    found = UNetFolder.open(folder)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
