@@ -95,7 +95,7 @@ class _Offset(nn.Module):
 
 
 class _Block(nn.Module):
-    """_Attention, then _SwiGLU, each scaled and shifted before and gated after by the condition. Begins as nothing."""
+    """Attention, then SwiGLU, each scaled and shifted before and gated after by the condition (adaLN-zero)."""
 
     def __init__(self, settings: DiT):
         super().__init__()
@@ -111,7 +111,7 @@ class _Block(nn.Module):
             zero_(self.modulation)
 
     def forward(self, x: Tensor, condition: Tensor, angles: Tensor) -> Tensor:
-        """Update tokens [B, N, width]; `condition` is the shared modulation [B, 6 width], or the embedding [B, width]."""
+        """Update tokens [B, N, width] by the shared modulation [B, 6 width] or the embedding [B, width]."""
         modulation: Tensor = self.modulation(condition)[:, None]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=2)
         x = x + gate1 * self.dropout(self.attention(self.norm(x) * (1 + scale1) + shift1, angles))

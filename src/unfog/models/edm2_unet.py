@@ -17,7 +17,7 @@ from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, unit_rms
 from unfog.models.settings import MPUNet
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
-_RESIDUAL = 0.3  # weight of a branch in its mixture with the shortcut (Table 6)
+_RESIDUAL = 0.3  # weight of a branch in its mixture with the shortcut, as in EDM2's code
 
 
 def _mp_silu(x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _down(settings: MPUNet, width: int) -> tuple[nn.ModuleList, list[int]]:
 
 
 def _up(settings: MPUNet, width: int, skips: list[int]) -> nn.ModuleList:
-    """Return the levels of the way up, lowest resolution first; each block takes the newest remaining skip connection."""
+    """Return the way up, lowest resolution first; each block takes the newest remaining skip connection."""
     levels, last, left = [], settings.channels[-1], list(skips)
     for level in reversed(range(len(settings.channels))):
         channels, attends = settings.channels[level], settings.attention[level]
