@@ -11,7 +11,7 @@ from PIL import Image
 import unfog
 from conftest import NETWORK
 from unfog.cli.main import main
-from unfog.diffusion.editing import Edit, renoised
+from unfog.diffusion.editing import Edit, _renoise
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
 from unfog.diffusion.sampler import Level, NoiseSource, Sampler
 from unfog.errors import RequestError
@@ -63,7 +63,7 @@ def test_forward_process_between_two_levels():
     now, noisier = (Level(logsnr, *map(float, Flow()(torch.tensor(logsnr).double()))) for logsnr in (2.0, -1.0))
     generator = torch.Generator().manual_seed(1)
     noise = [torch.randn(200_000, generator=generator).double() for _ in range(2)]
-    x = renoised(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
+    x = _renoise(now.alpha * 0.7 + now.sigma * noise[0], now, noisier, lambda: noise[1])
     assert float(x.mean()) == pytest.approx(noisier.alpha * 0.7, abs=5e-3)
     assert float(x.std()) == pytest.approx(noisier.sigma, rel=5e-3)
 

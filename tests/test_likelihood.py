@@ -27,10 +27,10 @@ from unfog.diffusion.noise import (
 from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import Eps, V
 from unfog.diffusion.variance import (
-    HALF,
+    _HALF,
+    _discretised_nll,
+    _log_variance_bounds,
     deviation,
-    discretised_nll,
-    log_variance_bounds,
     step_kl,
     variational_bound,
 )
@@ -55,7 +55,7 @@ def test_bounds_are_beta_tilde_and_beta(schedule: Linear | Cosine) -> None:
     alpha_bar = (1 - beta).cumprod(0)
     tilde = beta[1:] * (1 - alpha_bar[:-1]) / (1 - alpha_bar[1:])
     table = schedule.table()
-    lower, upper = log_variance_bounds(VP(), table[1:], table[:-1])
+    lower, upper = _log_variance_bounds(VP(), table[1:], table[:-1])
     torch.testing.assert_close(lower.exp(), tilde, rtol=1e-7, atol=0)
     torch.testing.assert_close(upper.exp(), beta[1:], rtol=1e-7, atol=0)
 
@@ -68,7 +68,7 @@ def test_bounds_on_any_path(path: Path) -> None:
     ratio = alpha / alpha_s
     upper = sigma**2 - (ratio * sigma_s) ** 2
     lower = 1 / (1 / sigma_s**2 + ratio**2 / upper)
-    found = log_variance_bounds(path, now, then)
+    found = _log_variance_bounds(path, now, then)
     torch.testing.assert_close(found[0].exp(), lower)
     torch.testing.assert_close(found[1].exp(), upper)
     half = deviation(path, -3.0, -2.0, torch.full((1, 1, 1, 1), 0.5, dtype=torch.float64))
@@ -100,7 +100,7 @@ def test_step_kl_is_that_of_ddpms_gaussians(fraction: float | None) -> None:
 @pytest.mark.parametrize("mean", [-1.2, -0.3, 0.0013, 0.999])
 def test_chances_of_all_shades_add_up_to_one(mean: float, std: float) -> None:
     shades = torch.arange(256) / 127.5 - 1
-    nll = discretised_nll(shades, torch.tensor(mean), torch.tensor(math.log(std)))
+    nll = _discretised_nll(shades, torch.tensor(mean), torch.tensor(math.log(std)))
     assert nll.isfinite().all()
     assert (-nll).exp().sum().item() == pytest.approx(1, abs=2e-4)
     edges = (torch.arange(255).double() + 0.5) / 127.5 - 1
@@ -114,7 +114,7 @@ def test_shades_have_gradients_wherever_the_guess_is() -> None:
     mean = torch.tensor([-50.0, 0.0, 50.0]).repeat_interleave(3)
     for start in (-9.0, -4.0, 0.0, 5.0):
         log_std = torch.full((9,), start, requires_grad=True)
-        discretised_nll(shades, mean, log_std).sum().backward()
+        _discretised_nll(shades, mean, log_std).sum().backward()
         assert log_std.grad is not None
         assert log_std.grad.isfinite().all(), start
 
@@ -135,10 +135,10 @@ def test_the_bound_of_training_is_that_of_the_steps(schedule: Linear, target: Ep
         if t:
             expected = step_kl(VP(), x0[i].double(), guess[i], up[i], table[t], table[t - 1])
         else:  # of improved diffusion: the lower variance is that of timestep 1
-            low, high = log_variance_bounds(VP(), table[1], table[0])[0], (1 - table[0].sigmoid()).log()
+            low, high = _log_variance_bounds(VP(), table[1], table[0])[0], (1 - table[0].sigmoid()).log()
             at = Normal(guess[i], ((low + up[i] * (high - low)) / 2).exp())
-            upper = torch.where(x0[i] > 1 - HALF, torch.ones(()).double(), at.cdf(x0[i].double() + HALF))
-            lower = torch.where(x0[i] < -1 + HALF, torch.zeros(()).double(), at.cdf(x0[i].double() - HALF))
+            upper = torch.where(x0[i] > 1 - _HALF, torch.ones(()).double(), at.cdf(x0[i].double() + _HALF))
+            lower = torch.where(x0[i] < -1 + _HALF, torch.zeros(()).double(), at.cdf(x0[i].double() - _HALF))
             expected = -(upper - lower).log()
         torch.testing.assert_close(bound[i].double(), expected.mean(), rtol=2e-3, atol=1e-5)
     bound.sum().backward()
@@ -164,7 +164,7 @@ def test_the_bound_is_least_at_the_true_variance() -> None:
     diffusion = Diffusion(VP(), Cosine(steps=20), V(), learned_variance=True)
     for t in (2, 10, 18):
         level, before = diffusion.schedule.table()[[t, t - 1]]
-        lower, upper = log_variance_bounds(VP(), level, before)
+        lower, upper = _log_variance_bounds(VP(), level, before)
         left = 1 / (1 / STD**2 + level.exp())
         true = lower.exp() + (VP()(before)[0] * -torch.expm1(level - before)) ** 2 * left
         logsnr = level.float().repeat(2000)
@@ -189,11 +189,11 @@ def decoder(cleanest: float) -> float:
     noise = math.exp(-cleanest / 2)
     miss = torch.linspace(-7, 7, 4001, dtype=torch.float64) * (STD**-2 + noise**-2) ** -0.5
     chance = torch.exp(-((torch.linspace(-7, 7, 4001, dtype=torch.float64)) ** 2) / 2)
-    mass = Normal(0.0, noise).cdf(miss + HALF) - Normal(0.0, noise).cdf(miss - HALF)
+    mass = Normal(0.0, noise).cdf(miss + _HALF) - Normal(0.0, noise).cdf(miss - _HALF)
     return float(-(mass.log() * chance).sum() / chance.sum())
 
 
-EXACT = math.log2(STD * math.sqrt(2 * math.pi * math.e) / (2 * HALF))  # mean of -log2 of the chance of a shade
+EXACT = math.log2(STD * math.sqrt(2 * math.pi * math.e) / (2 * _HALF))  # mean of -log2 of the chance of a shade
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_learned_variance_tightens_the_bound_of_few_steps() -> None:
     def with_best(x: Tensor, logsnr: Tensor) -> Tensor:
         k = int((table - logsnr[0]).abs().argmin())
         now, then = table[[max(k, 1), max(k, 1) - 1]]
-        lower, upper = log_variance_bounds(VP(), now, then)
+        lower, upper = _log_variance_bounds(VP(), now, then)
         true = lower.exp() + (VP()(then)[0] * -torch.expm1(now - then)) ** 2 / (STD**-2 + now.exp())
         return torch.cat([exact(VP(), x, logsnr), torch.full_like(x, float((true.log() - lower) / (upper - lower)))], 1)
 

@@ -1,4 +1,4 @@
-"""DPM-Solver++(2M) with a step size of its own for each picture, from a tolerance."""
+"""DPM-Solver++(2M) with adaptive step sizes: each image has its own, chosen by a tolerance."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from unfog.diffusion.steps import PURE_NOISE, Level
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOOR = 0.15
-"""What tolerance is relative to where x is smaller; a tolerance of 0.05 then allows one of 256 grey levels."""
-MOST_STEPS = 500
-"""No step is shorter than this part of the way."""
-GROWTH = 1.5
-"""A step is at most so many times as long as the one before, as what lies ahead is judged by what lies behind."""
-BISECTIONS = 20
+# The tolerance is relative to |x|, but at least to this: 0.05 of it is one of 256 grey levels.
+_FLOOR = 0.15
+_MOST_STEPS = 500  # no step is shorter than this part of the way
+# A step is at most so many times as long as the one before, as its error is estimated from the last two guesses.
+_GROWTH = 1.5
+_BISECTIONS = 20
 
 
 def adaptive(
@@ -31,7 +30,7 @@ def adaptive(
     tolerance: float,
     observe: Callable[[int, float, Tensor, Tensor], None] | None = None,
 ) -> Tensor:
-    """Draw pictures, each in steps as long as `tolerance` allows; the batch goes on until its last one is done.
+    """Sample images, each in steps as long as `tolerance` allows; the batch goes on until its last image is done.
 
     Two results of a step differ by what the second order adds to the first (an embedded pair, as of Jolicoeur-Martineau
     et al. 2021 and the DPM-Solver-12 of Lu et al. 2022), which is
@@ -39,34 +38,34 @@ def adaptive(
         alpha' (1 - exp(-h)) h / (2 h_last) (x0 - x0_last)
 
     for a step h in lambda after one of h_last. In a multistep method both guesses of x0 are known before the step, so
-    the longest step that keeps this within the tolerance is found without asking the network: one call a step, and none
-    is thrown away. A picture's steps follow from its own x alone, continuously, so that its batch does not matter.
+    the longest step that keeps this within the tolerance is found without the network: one call a step, and none is
+    rejected. The steps of an image depend on its own x alone, so that its batch does not matter.
 
     Args:
         predict: E[x0 | x_t] for (x_t [N, C, H, W], logsnr float64 [N]).
-        path: what alpha and sigma are.
-        levels: from the first of these to the last.
+        path: maps logsnr to alpha and sigma.
+        levels: only the first and the last are used.
         x: x_t at the first, [N, C, H, W].
         cleanest: logsnr from which x0 is guessed, where the last level is clean.
-        steps: the first step is this part of the way.
-        tolerance: root mean square of that difference over a picture, relative to |x|, at unit variance of x.
-        observe: called before each step, with the logsnr of the first picture until that is done.
+        steps: the first step is 1 / steps of the way.
+        tolerance: root mean square of that difference over an image, relative to |x|, at unit variance of x.
+        observe: called before each step, with the logsnr of the first image until that is done.
 
     Returns:
-        The guess of x0 at the cleanest level, or x_t at the last one where that is not clean, [N, C, H, W].
+        [N, C, H, W]: the guess of x0 at the cleanest level, or x_t at the last level if that is not clean.
     """
     import torch
 
     first, last = levels[0].logsnr, levels[-1].logsnr
     start, end = max(first, -2 * math.log(PURE_NOISE)), min(last, cleanest)
     logsnr, called = torch.full((len(x),), first, dtype=torch.float64), 0
-    if first < start:  # out of pure noise x0 does not change, and logsnr may be infinite
+    if first < start:  # while x is pure noise x0 does not change, and logsnr may be infinite
         x0 = predict(x, logsnr)
         if observe:
             observe(0, first, x, x0)
         x, logsnr, called = _ddim(path, x, x0, logsnr, then := torch.full_like(logsnr, start)), then, 1
 
-    shortest = max(0.0, end - start) / MOST_STEPS
+    shortest = max(0.0, end - start) / _MOST_STEPS
     step = torch.full_like(logsnr, (end - start) / steps)
     before: Tensor | None = None
     result, done = x, torch.zeros(len(x), dtype=torch.bool)
@@ -86,36 +85,36 @@ def adaptive(
             longest, guess = torch.minimum(step, left), x0
         else:
             change = _relative_change(path, logsnr, x, x0 - before, tolerance)
-            longest = _longest(path, logsnr, step, change, torch.minimum(GROWTH * step, left), shortest)
+            longest = _longest(path, logsnr, step, change, torch.minimum(_GROWTH * step, left), shortest)
             guess = x0 + _like(longest / (2 * step), x) * (x0 - before)
-        # The end is met exactly, and no sliver is left before it; who is there, stays.
+        # Land on the end exactly, without a tiny last step before it; finished images stay there.
         then = torch.where(left - longest < shortest, end, logsnr + longest)
         step = torch.where(done, step, then - logsnr)
         before, x, logsnr = x0, _ddim(path, x, guess, logsnr, then), then
 
 
 def _like(scalars: Tensor, x: Tensor) -> Tensor:
-    """float64 [N] as factors of x [N, C, H, W]."""
+    """Reshape float64 [N] to broadcast with x [N, C, H, W], in its type and on its device."""
     return scalars.to(x.dtype).to(x.device)[:, None, None, None]  # in this order: some devices have no float64
 
 
 def _ddim(path: Path, x: Tensor, x0: Tensor, now: Tensor, then: Tensor) -> Tensor:
-    """DDIM's step from levels `now` to `then`, logsnr [N] each."""
+    """Return DDIM's step from levels `now` to `then`, logsnr [N] each."""
     (alpha, sigma), (alpha_then, sigma_then) = path(now), path(then)
     kept = sigma_then / sigma
     return _like(alpha_then - kept * alpha, x) * x0 + _like(kept, x) * x
 
 
 def _relative_change(path: Path, logsnr: Tensor, x: Tensor, change: Tensor, tolerance: float) -> Tensor:
-    """Root mean square [N] of a change of x0 in units of what is allowed of x, at unit variance; float64."""
+    """Return the root mean square [N] of a change of x0 over the change that is allowed, at unit variance; float64."""
     alpha, sigma = path(logsnr)
     x = x / _like((alpha**2 + sigma**2).sqrt(), x)
-    relative = change / (tolerance * x.abs().clamp(min=FLOOR))
+    relative = change / (tolerance * x.abs().clamp(min=_FLOOR))
     return relative.flatten(1).cpu().double().square().mean(1).sqrt()  # MPS has no float64
 
 
 def _longest(path: Path, logsnr: Tensor, last: Tensor, change: Tensor, longest: Tensor, shortest: float) -> Tensor:
-    """The longest step in logsnr [N], `shortest` to `longest`, whose two results differ by no more than allowed."""
+    """Return the longest step in logsnr [N], `shortest` to `longest`, whose results differ by at most the tolerance."""
 
     def excess(step: Tensor) -> Tensor:
         alpha, sigma = path(logsnr + step)
@@ -124,7 +123,7 @@ def _longest(path: Path, logsnr: Tensor, last: Tensor, change: Tensor, longest: 
 
     low, high = longest.clamp(max=shortest), longest
     fits = excess(high) <= 1
-    for _ in range(BISECTIONS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         good = excess(middle) <= 1
         low, high = middle.where(good, low), high.where(good, middle)

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_STEPS = 100_000
+_MOST_STEPS = 100_000
 LAST = 0.999
 """The quantile at which continuous schedules are first sampled; u = 1 may be infinitely noisy."""
 
 
 class _DDPM:
-    """What `Linear` and `Cosine` share: a table of T levels, or its continuous limit when steps = 0."""
+    """Base of `Linear` and `Cosine`: a table of T levels, or its continuous limit when steps = 0."""
 
     kind: ClassVar[str]
     steps: int
     zero_terminal: bool
 
     def betas(self) -> list[float]:
-        """Noise variance added at each of the T steps."""
+        """Return the noise variance added at each of the T steps."""
         raise NotImplementedError
 
     def continuous(self, u: Tensor) -> Tensor:
-        """Quantile -> logsnr, in the limit of infinitely many steps."""
+        """Map a quantile to logsnr, in the limit of infinitely many steps."""
         raise NotImplementedError
 
     def continuous_quantile(self, logsnr: Tensor) -> Tensor:
@@ -42,24 +42,24 @@ class _DDPM:
         raise NotImplementedError
 
     def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
-        """-dSNR/du where `continuous` has this logsnr."""
+        """Return -dSNR/du at this logsnr of `continuous`."""
         raise NotImplementedError
 
     def table(self) -> Tensor:
-        """Logsnr of timesteps 0 ... T-1, float64 [T], decreasing; -inf at the end with zero_terminal."""
+        """Return logsnr of timesteps 0 ... T-1, float64 [T], decreasing; -inf at the end with zero_terminal."""
         import torch
 
         return torch.tensor(_logsnr_table(self), dtype=torch.float64)
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Quantile u in (0, 1) -> logsnr. Quantised: table[floor(u T)]."""
+        """Map quantile u in (0, 1) to logsnr. Quantised: table[floor(u T)]."""
         if not self.steps:
             return self.continuous(u)
         k = (u * self.steps).long().clamp(0, self.steps - 1)
         return _table_like(self, u.dtype, u.device)[k]
 
     def quantile(self, logsnr: Tensor) -> Tensor:
-        """Logsnr -> u. Quantised: table[k] -> k / T, linear in between, clamped to the table's ends."""
+        """Map logsnr to u. Quantised: table[k] -> k / T, linear in between, clamped to the table's ends."""
         if not self.steps:
             return self.continuous_quantile(logsnr)
         import torch
@@ -67,11 +67,11 @@ class _DDPM:
         noisiness = -_table_like(self, logsnr.dtype, logsnr.device)  # searchsorted wants increasing values
         k = (torch.searchsorted(noisiness, -logsnr) - 1).clamp(0, self.steps - 2)
         between = (-logsnr - noisiness[k]) / (noisiness[k + 1] - noisiness[k])
-        # inf / inf happens at one place, the last level of zero_terminal, which is all the way to k + 1.
+        # inf / inf happens only at the last level of zero_terminal, which is level k + 1 itself.
         return (k + between.clamp(0, 1).nan_to_num(nan=1.0)) / self.steps
 
     def before(self, logsnr: Tensor) -> Tensor:
-        """Logsnr of the timestep before that of a logsnr in the table, +inf before timestep 0. Quantised only."""
+        """Return logsnr of the timestep before that of a logsnr in the table, +inf for timestep 0. Quantised only."""
         import torch
 
         k = (self.quantile(logsnr) * self.steps).round().long()
@@ -79,12 +79,12 @@ class _DDPM:
         return torch.where(k > 0, table[(k - 1).clamp_min(0)], math.inf)
 
     def cleanest(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Logsnr of timesteps 0 and 1, 0-d, of the type and on the device of a tensor. Quantised only."""
+        """Return logsnr of timesteps 0 and 1, 0-d, of the type and on the device of `like`. Quantised only."""
         table = _table_like(self, like.dtype, like.device)
         return table[0], table[1]
 
     def snr_slope(self, logsnr: Tensor) -> Tensor:
-        """-dSNR/du. Quantised: T (SNR of the timestep before - SNR), at timestep 0 T SNR."""
+        """Return -dSNR/du. Quantised: T (SNR of the timestep before - SNR), at timestep 0 T SNR."""
         if not self.steps:
             return self.continuous_snr_slope(logsnr)
         import torch
@@ -93,7 +93,7 @@ class _DDPM:
         return self.steps * torch.where(before.isinf(), logsnr.exp(), before.exp() - logsnr.exp())
 
     def limits(self) -> tuple[float, float]:
-        """(noisiest, cleanest) logsnr: the table's ends, -inf with zero_terminal; of 1000 levels when continuous."""
+        """Return (noisiest, cleanest) logsnr: the table's ends, or those of 1000 levels if continuous."""
         if self.steps:
             table = _logsnr_table(self)
             return table[-1], table[0]
@@ -101,7 +101,7 @@ class _DDPM:
         return noisiest, cleanest
 
     def levels(self, steps: int) -> Tensor:
-        """Logsnr to sample at, float64 [steps], noisiest first.
+        """Return logsnr to sample at, float64 [steps], noisiest first.
 
         Quantised: "trailing" timesteps, round(T i / steps) - 1. They start at T - 1, where training saw pure
         noise or nearly; "leading" ones start short of it, where the network expects a trace of signal
@@ -120,18 +120,18 @@ class _DDPM:
         return self.table()[[round(self.steps * (steps - i) / steps) - 1 for i in range(steps)]]
 
     def _check_steps(self) -> None:
-        if self.steps != 0 and not 2 <= self.steps <= MOST_STEPS:
-            raise RequestError(f"steps = {self.steps}: a schedule has 2 to {MOST_STEPS} steps, or 0 for continuous")
+        if self.steps != 0 and not 2 <= self.steps <= _MOST_STEPS:
+            raise RequestError(f"steps = {self.steps}: a schedule has 2 to {_MOST_STEPS} steps, or 0 for continuous")
         if self.zero_terminal and not self.steps:
             raise RequestError("zero_terminal rescales a table of levels: set steps, for example 1000")
 
     def _check_table(self) -> None:
-        """RequestError unless every step adds noise, and none but a last one of zero_terminal leaves nothing else."""
+        """Raise RequestError unless every step adds noise and keeps some signal, except the last of zero_terminal."""
         alpha_bar = _alpha_bar(self) if self.steps else ()
         if any(not 1 > before > after > 0 for before, after in pairwise(alpha_bar)):
             raise RequestError(
-                f"the {self.kind} schedule of {self.steps} steps has steps that add no noise, or ends in nothing but "
-                "noise too early; keep closer to its defaults"
+                f"the {self.kind} schedule of {self.steps} steps has steps that add no noise, or that leave no "
+                "signal before the end; keep closer to its defaults"
             )
 
 
@@ -164,24 +164,24 @@ class Linear(_DDPM):
         self._check_table()
 
     def betas(self) -> list[float]:
-        """Evenly spaced from beta_start to beta_end, scaled by 1000 / T."""
+        """Return values evenly spaced from beta_start to beta_end, scaled by 1000 / T."""
         rise = (self.beta_end - self.beta_start) / (self.steps - 1)
         return [(self.beta_start + rise * k) * 1000 / self.steps for k in range(self.steps)]
 
     def continuous(self, u: Tensor) -> Tensor:
-        """log alpha_bar = -integral of beta; SNR = 1 / (1 / alpha_bar - 1)."""
+        # log alpha_bar = -integral of beta; SNR = 1 / (1 / alpha_bar - 1)
         integral = 1000 * u * (self.beta_start + (self.beta_end - self.beta_start) * u / 2)
         return -integral.expm1().log()
 
     def continuous_quantile(self, logsnr: Tensor) -> Tensor:
-        """The positive root of the quadratic integral, in the form that does not cancel."""
+        # The positive root of the quadratic integral, in the form that does not cancel.
         integral = logsnr.neg().exp().log1p() / 1000
         root = (self.beta_start**2 + 2 * (self.beta_end - self.beta_start) * integral).sqrt()
-        # Of next to no signal the integral overflows: what is noisier than the last level is at its end, u = 1.
+        # With almost no signal the integral overflows: levels noisier than the last are at u = 1.
         return (2 * integral / (self.beta_start + root)).nan_to_num(nan=1.0).clamp(max=1)
 
     def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
-        """SNR = 1 / (e^I - 1) falls by SNR (SNR + 1) I', I' = 1000 beta."""
+        # SNR = 1 / (e^I - 1), so -dSNR/du = SNR (SNR + 1) I' with I' = 1000 beta.
         u, snr = self.continuous_quantile(logsnr), logsnr.exp()
         return snr * (snr + 1) * 1000 * (self.beta_start + (self.beta_end - self.beta_start) * u)
 
@@ -214,41 +214,42 @@ class Cosine(_DDPM):
         return math.pi / 2 / (1 + self.offset)
 
     def betas(self) -> list[float]:
-        """1 - alpha_bar((k + 1) / T) / alpha_bar(k / T), capped."""
+        """Return 1 - alpha_bar((k + 1) / T) / alpha_bar(k / T), capped at max_beta."""
         f = [math.cos((k / self.steps + self.offset) * self._angle) ** 2 for k in range(self.steps + 1)]
         return [min(1 - f[k + 1] / f[k], self.max_beta) for k in range(self.steps)]
 
     def continuous(self, u: Tensor) -> Tensor:
-        """SNR = f(u) / (f(0) - f(u)), as products of sines, which keep their precision at both ends."""
+        # SNR = f(u) / (f(0) - f(u)), as products of sines, which keep their precision at both ends.
         angle = self._angle
         signal = ((1 - u) * angle).sin().square()
         noise = (u * angle).sin() * ((u + 2 * self.offset) * angle).sin()
         return (signal / noise).log()
 
     def continuous_quantile(self, logsnr: Tensor) -> Tensor:
-        """The angle whose squared cosine is alpha_bar f(0)."""
+        # The angle whose squared cosine is alpha_bar f(0); atan2 keeps its precision at both ends.
         f0 = math.cos(self.offset * self._angle) ** 2
         cosine = (logsnr.sigmoid() * f0).sqrt()
         sine = ((1 - f0) + logsnr.neg().sigmoid() * f0).sqrt()
         return sine.atan2(cosine) / self._angle - self.offset
 
     def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:
-        """SNR times the derivatives of the logs of the three sines of `continuous`: cotangents."""
+        # SNR times the derivatives of the logs of the three sines of `continuous`: cotangents.
         angle, u = self._angle, self.continuous_quantile(logsnr)
         cotangents = [1 / (place * angle).tan() for place in (1 - u, u, u + 2 * self.offset)]
         return logsnr.exp() * angle * (2 * cotangents[0] + cotangents[1] + cotangents[2])
 
 
 def _alpha_bar(schedule: _DDPM) -> list[float]:
-    """Share of the variance that is signal after each timestep, before zero_terminal."""
+    """Return the share of signal in the variance after each timestep, before zero_terminal."""
     return list(accumulate((1 - beta for beta in schedule.betas()), mul))
 
 
 @cache
 def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
-    """Logsnr of each timestep, in double precision; without torch, so that settings can do without it."""
+    """Return logsnr of each timestep in double precision; without torch, so that settings load without it."""
     alpha_bar = _alpha_bar(schedule)
     if schedule.zero_terminal:
+        # Shift and scale sqrt(alpha_bar) so that it ends at 0 and its first value stays (Lin et al. 2023, Algorithm 1).
         first, last = math.sqrt(alpha_bar[0]), math.sqrt(alpha_bar[-1])
         alpha_bar = [((math.sqrt(a) - last) * first / (first - last)) ** 2 for a in alpha_bar]
     return tuple(math.log(a) - math.log1p(-a) if a > 0 else -math.inf for a in alpha_bar)
@@ -256,12 +257,12 @@ def _logsnr_table(schedule: _DDPM) -> tuple[float, ...]:
 
 @cache
 def _table_like(schedule: _DDPM, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The table where it is needed; kept there, as copying it at every step would wait for the device."""
+    """Return the table on a device; cached, as copying it at every step would wait for the device."""
     return schedule.table().to(dtype).to(device)  # in this order: some devices have no float64
 
 
 def trailing(schedule: Callable[[Tensor], Tensor], steps: int) -> Tensor:
-    """Logsnr at LAST times the quantiles 1, 1 - 1 / steps, ..., 1 / steps; float64 [steps]."""
+    """Return logsnr at LAST times the quantiles 1, 1 - 1 / steps, ..., 1 / steps; float64 [steps]."""
     import torch
 
     return schedule(torch.linspace(LAST, LAST / steps, steps, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Denoisers: a network and a diffusion make E[x0 | x_t], which is all that a sampler needs."""
+"""Denoisers: E[x0 | x_t] from a network and a diffusion, the only function that a sampler calls."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from unfog.diffusion.variance import fraction_of
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The network's best guess of the clean image, whatever it predicts."""
+    """Map a noisy image to the network's estimate of the clean one, for any prediction target."""
 
     network: Network
     diffusion: Diffusion
     variance: bool = False
-    """Also give the learned variance, which the ddpm sampler uses: [B, 2 C, H, W], how far up it is behind E[x0 | x_t].
+    """Append the learned variance, which the ddpm sampler uses, as C more channels: [B, 2 C, H, W].
 
-    In channels, so that guidance extrapolates both alike.
+    In channels, so that guidance extrapolates both in the same way.
     """
     dtype: torch.dtype | None = None
-    """Of the autocast within the network; None is none, whatever there is around this."""
+    """Type of the autocast around the network; None disables autocast, even inside an outer one."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None = None) -> Tensor:
-        """E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale.
-
-        In x_t's precision, which is float32, even within autocast: samplers take small differences.
-        """
-        seen = self.diffusion.network_input(x_t, logsnr)
+        """Return E[x0 | x_t]: [B, C, H, W] at noise level [B] -> [B, C, H, W] in data scale."""
+        inputs = self.diffusion.network_input(x_t, logsnr)
         with torch.autocast(x_t.device.type, self.dtype, enabled=self.dtype is not None):
-            y = self.network(*seen, label)
-        with torch.autocast(x_t.device.type, enabled=False):  # coefficients are float32, and so is what they make of y
+            y = self.network(*inputs, label)
+        with torch.autocast(x_t.device.type, enabled=False):  # float32, as samplers take small differences
             x0 = self.diffusion.recover(y, x_t, logsnr)[0]
             return torch.cat([x0, fraction_of(y, x_t.shape[1]).to(x0.dtype)], 1) if self.variance else x0
 
@@ -49,7 +46,7 @@ class Guided:
     """The class that means "no label"."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor) -> Tensor:
-        """Guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B]."""
+        """Return guided E[x0 | x_t, label]: [B, C, H, W] at noise level [B], label int64 [B]."""
         labels = torch.cat([label, torch.full_like(label, self.null_label)])
         both = self.denoiser(torch.cat([x_t, x_t]), torch.cat([logsnr, logsnr]), labels)
         conditional, unconditional = both.chunk(2)

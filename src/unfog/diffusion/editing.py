@@ -3,10 +3,10 @@
 Image-to-image noises an image up to some level of the sampler and samples on from there (SDEdit, Meng et al. 2022).
 
 Inpainting is RePaint (Lugmayr et al. 2022), with the known pixels put into the denoiser rather than into the state: its
-guess of the clean image has them as they are, whatever the sampler does with it (as DDNM, Wang et al. 2023, eq. 13).
-What is then drawn beside them comes from p(x_t) given their *noisy* values, which say less than the clean ones. So each
-stretch of levels is walked several times, with fresh noise put back in between (RePaint, Algorithm 1): this is Gibbs
-sampling whose bias goes away with the noise. For a Gaussian it ends in the exact conditional distribution.
+guess of the clean image contains them unchanged (as in DDNM, Wang et al. 2023, eq. 13). The unknown pixels are then
+drawn from p(x_t) given the *noisy* known values, which hold less information than the clean ones. So each stretch of
+levels is walked several times, with fresh noise added in between (RePaint, Algorithm 1): this is Gibbs sampling whose
+bias vanishes with the noise. For a Gaussian it ends in the exact conditional distribution.
 """
 
 from __future__ import annotations
@@ -24,26 +24,21 @@ if TYPE_CHECKING:
     from unfog.diffusion.noise import Path, Schedule
     from unfog.diffusion.sampler import Denoise, Level, Sampler
 
-STRETCHES = 10
-"""Parts that inpainting divides the levels into; RePaint has 25 of 10 levels each."""
+_STRETCHES = 10  # that inpainting divides the levels into; RePaint has 25 of 10 levels each
 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What to make new pictures of; called, it makes them, as a `Sampler` draws them.
-
-    Raises:
-        RequestError: a strength or a number of repetitions that is none.
-    """
+    """An image to edit, and how; callable like a `Sampler`."""
 
     image: Tensor
     """float32 [C, H, W] in [-1, 1]."""
     unknown: Tensor | None = None
-    """bool [1, H, W]: what is painted anew, the rest staying as it is; None is everything."""
+    """bool [1, H, W]: True for pixels to paint anew; None is everything."""
     strength: float = 1.0
-    """Share of the sampler's levels that the image is noised by: 0 leaves it as it is, 1 leaves nothing of it."""
+    """Share of the sampler's levels that the image is noised by: 0 keeps the image, 1 is pure noise."""
     repeats: int = 10
-    """Times that inpainting walks each stretch of levels; 1 is the cheapest, and the least in keeping with the rest."""
+    """Times that inpainting walks each stretch of levels; with 1 the new pixels fit the known ones least."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1:
@@ -59,7 +54,7 @@ class Edit:
         schedule: Schedule,
         draw: Callable[[], Tensor],
     ) -> Tensor:
-        """Pictures float32 [N, C, H, W] in [-1, 1]; the arguments are those of `Sampler`.
+        """Return edited images, float32 [N, C, H, W] in [-1, 1]; the arguments are those of `Sampler`.
 
         Known pixels are exactly those of the image. Inpainting costs `repeats` times the network calls of sampling.
         """
@@ -72,24 +67,24 @@ class Edit:
         image = self.image.to(noise).expand_as(noise)
         if first == last:
             return image.clone()
-        kept = image * (first > 0)  # at full strength nothing of what is to be new is seen
+        kept = image * (first > 0)  # at full strength the new pixels start from pure noise
         if self.unknown is None:
             x = levels[first].alpha * kept + levels[first].sigma * noise
             return sampler(denoise, path, schedule, draw, start=x, stretch=slice(first, None))
         unknown = self.unknown.to(noise.device)
 
-        def knowing(x_t: Tensor, logsnr: Tensor) -> Tensor:
+        def denoise_unknown(x_t: Tensor, logsnr: Tensor) -> Tensor:
             return torch.where(unknown, denoise(x_t, logsnr), image)
 
         x = levels[first].alpha * torch.where(unknown, kept, image) + levels[first].sigma * noise
         for here, there, again in self._walks(first, last):
-            x = sampler(knowing, path, schedule, draw, start=x, stretch=slice(here, there + 1))
+            x = sampler(denoise_unknown, path, schedule, draw, start=x, stretch=slice(here, there + 1))
             if again:
-                x = renoised(x, levels[there], levels[here], draw)
+                x = _renoise(x, levels[there], levels[here], draw)
         return torch.where(unknown, x, image)
 
     def keep(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] that were made of it, with known pixels as they are in it: a codec changes them."""
+        """Put the known pixels back into edited images [N, C, H, W], as an autoencoder changes them."""
         import torch
 
         if self.unknown is None:
@@ -97,14 +92,14 @@ class Edit:
         return torch.where(self.unknown.to(images.device), images, self.image.to(images))
 
     def _walks(self, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
-        """(first level, last level, whether to come back to the first) of each walk."""
-        length = math.ceil((last - first) / STRETCHES)
+        """Yield (first level, last level, True to return to the first) of each walk."""
+        length = math.ceil((last - first) / _STRETCHES)
         for here in range(first, last, length):
             for walk in range(self.repeats):
                 yield here, min(here + length, last), walk < self.repeats - 1
 
 
-def renoised(x: Tensor, now: Level, noisier: Level, draw: Callable[[], Tensor]) -> Tensor:
-    """A draw from q(x at the noisier level | x now): the forward process between two levels (DDPM, eq. 2)."""
+def _renoise(x: Tensor, now: Level, noisier: Level, draw: Callable[[], Tensor]) -> Tensor:
+    """Draw from q(x at the noisier level | x now): the forward process between two levels (DDPM, eq. 2)."""
     kept = noisier.alpha / now.alpha
     return kept * x + math.sqrt(noisier.sigma**2 - (kept * now.sigma) ** 2) * draw()

@@ -14,21 +14,18 @@ Labelled = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Autoguided:
-    """Away from where a weaker network errs: D_w + scale (D - D_w), both told the label (Karras et al. 2024, eq. 3).
+    """Autoguidance, D_w + scale (D - D_w), both conditioned on the label (Karras et al. 2024, eq. 3).
 
-    What the weaker one, a younger checkpoint or a smaller network, does not know yet is what the other knows badly.
+    The weaker network is an earlier checkpoint or a smaller network, which makes the same errors, only larger.
     """
 
     denoiser: Labelled
     weaker: Labelled
     scale: float
-    """1 is the plain denoiser; above 1 what both disagree on is exaggerated."""
+    """1 is the plain denoiser; above 1 the difference of the two is exaggerated."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
-        """Guided E[x0 | x_t, label], [B, C, H, W]; two calls, as these are two networks.
-
-        A learned variance, which is behind it in channels, is the denoiser's own.
-        """
+        """Return guided E[x0 | x_t, label], [B, C, H, W]; the learned variance, if any, is the denoiser's."""
         weaker, answer = self.weaker(x_t, logsnr, label), self.denoiser(x_t, logsnr, label)
         channels = x_t.shape[1]
         led = weaker + self.scale * (answer[:, :channels] - weaker)
@@ -37,10 +34,10 @@ class Autoguided:
 
 @dataclass(frozen=True)
 class Within:
-    """Guidance where the share of noise, sigma / (alpha + sigma), is within an interval, and none elsewhere.
+    """Guidance limited to an interval of the share of noise, sigma / (alpha + sigma) (Kynkaanniemi et al. 2024).
 
-    At the noisiest levels it costs variety, at the cleanest it does nothing (Kynkaanniemi et al. 2024). Outside of the
-    interval the plain denoiser is asked alone, which is half the work.
+    At the noisiest levels guidance costs variety, at the cleanest it has no effect. Outside of the interval only the
+    plain denoiser is called, which is half the work.
     """
 
     guided: Labelled
@@ -49,10 +46,10 @@ class Within:
     """(lowest, highest) share of noise, both included: 0 is the image, 1 is noise alone, t of the flow path."""
 
     def __call__(self, x_t: Tensor, logsnr: Tensor, label: Tensor | None) -> Tensor:
-        """E[x0 | x_t, label], [B, C, H, W], guided for those pictures [B] whose level is within the interval."""
+        """Return E[x0 | x_t, label], [B, C, H, W], guided for the images [B] whose level is within the interval."""
         noise = (-logsnr / 2).sigmoid()
         inside = (self.interval[0] <= noise) & (noise <= self.interval[1])
-        count = inside.sum().item()  # waits for the device, which costs less than the call that is saved by it
+        count = inside.sum().item()  # waits for the device, which costs less than the saved call
         if count == 0:
             return self.plain(x_t, logsnr, label)
         guided = self.guided(x_t, logsnr, label)

@@ -1,9 +1,8 @@
-"""What is known of the loss by noise level, from a running mean: for weights and for noise levels that follow it.
+"""Running mean of the loss by noise level, for the `uncertainty` weighting and for adaptive noise levels.
 
 EDM2 weighs each level by the inverse of its expected loss, which it learns as exp(u(sigma)) with a small network head
-(Karras et al. 2024, eq. 14): lambda / e^u |D - x0|^2 + u. In u that is smallest where e^u = E[lambda |D - x0|^2], which
-is a mean and needs no head: it is measured here, by quantile of the training schedule, with a horizon that grows with
-the run.
+(Karras et al. 2024, eq. 14): lambda / e^u |D - x0|^2 + u. The minimum over u is at e^u = E[lambda |D - x0|^2], a mean,
+which needs no head: it is measured here, by quantile of the training schedule, with a horizon that grows with the run.
 """
 
 from __future__ import annotations
@@ -14,23 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NODES = 33
-"""Quantiles 0, 1/32, …, 1 at which means are kept; linear in between."""
-HORIZON = 0.1
-"""Share of the images so far that the means remember: enough to be steady, and to follow a falling loss."""
-LEAST = 2048
-"""Images that they remember at least: sixty for each node, and no more than a short run has."""
-MOST_LOSS = 1e15
-"""Larger ones are taken for this, so that their squares stay finite in float32."""
-LEAST_LOSS = 1e-6
-"""Means below are taken for this, so that a level at which nothing is left to learn gets no endless weight."""
+NODES = 33  # quantiles 0, 1/32, …, 1 at which means are kept; linear in between
+HORIZON = 0.1  # share of the images so far that the means remember: steady, yet they follow a falling loss
+LEAST = 2048  # images that they remember at least: sixty for each node, and no more than a short run has
+MOST_LOSS = 1e15  # upper limit of losses, so that their squares stay finite in float32
+LEAST_LOSS = 1e-6  # lower limit of means, so that a level with nothing left to learn gets no infinite weight
 
 
 class Levels:
     """Running means of the loss and of its square, by noise quantile; kept on the device, and never read from there.
 
-    An image at u counts for the two nodes around it, by nearness. Sums over products, and not matrix products, which an
-    autocast would round.
+    An image at u counts for the two nodes around it, with linear weights.
     """
 
     def __init__(self, device: torch.device):
@@ -43,19 +36,20 @@ class Levels:
         self.sums *= math.exp(-len(u) / max(LEAST, HORIZON * self.seen))
         loss = loss.clamp(max=MOST_LOSS)
         moments = torch.stack([torch.ones_like(loss), loss, loss.square()])
-        self.sums += (moments[:, :, None] * nearness(u)).sum(1)
+        # A sum over products, not a matrix product, which autocast would round.
+        self.sums += (moments[:, :, None] * _node_weights(u)).sum(1)
 
     def log_mean(self, u: Tensor) -> Tensor:
-        """Log of the expected loss at quantiles u [B], the u(sigma) of EDM2; 0 before anything is known."""
-        return (nearness(u) * self._means()[0].clamp_min(LEAST_LOSS).log()).sum(1)
+        """Return the log of the expected loss at quantiles u [B], the u(sigma) of EDM2; 0 before the first loss."""
+        return (_node_weights(u) * self._means()[0].clamp_min(LEAST_LOSS).log()).sum(1)
 
     def draw(self, v: Tensor, share: float, divided: bool = False) -> tuple[Tensor, Tensor]:
-        """Noise quantiles u [B] from evenly distributed v [B] in (0, 1), and 1 / p(u) [B], their importance.
+        """Map evenly distributed v [B] in (0, 1) to (noise quantiles u [B], their importance 1 / p(u) [B]).
 
-        The density p is a mixture: 1 - share everywhere, the rest as the root of the mean square loss, which makes
-        the variance of an importance-weighted mean least (Nichol & Dhariwal 2021, section 3.3). It is constant between
-        nodes, so that u is an increasing function of v, and even v stay spread. `divided`: what is trained is the loss
-        over its mean, as `uncertainty` has it, and so it is with the root.
+        The density p is a mixture: uniform with weight 1 - share, else proportional to the root of the mean square
+        loss, which minimises the variance of an importance-weighted mean (Nichol & Dhariwal 2021, section 3.3). It is
+        constant between nodes, so that u increases with v, and stratified v stay stratified. `divided`: the trained
+        loss is divided by its mean, as `uncertainty` does, and then so is the root.
         """
         mean, square = self._means()
         root = square.sqrt().clamp_min(LEAST_LOSS)
@@ -63,28 +57,28 @@ class Levels:
             root = root / mean.clamp_min(LEAST_LOSS)
         cells = (root[1:] + root[:-1]) / 2
         density = (1 - share) + share * cells / cells.mean()
-        # A running sum, in a form that is deterministic on every device.
+        # A cumulative sum in a form that is deterministic on every device; CUDA's cumsum is not.
         below = (density[:, None] * torch.ones(NODES - 1, NODES, device=v.device).triu(1)).sum(0) / (NODES - 1)
         cell = (torch.searchsorted(below, v, right=True) - 1).clamp(0, NODES - 2)
         u = (cell + (v - below[cell]) * (NODES - 1) / density[cell]) / (NODES - 1)
         return u.clamp(1e-6, 1 - 1e-6), 1 / density[cell]
 
     def _means(self) -> Tensor:
-        """Mean loss and mean squared loss at the nodes, [2, NODES]; 1 where nothing was measured."""
+        """Return mean loss and mean squared loss at the nodes, [2, NODES]; 1 where nothing was measured."""
         count = self.sums[0]
         return torch.where(count > 0, self.sums[1:] / count.clamp_min(1e-30), torch.ones_like(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which keeps every bit of a float."""
+        """Return plain values for JSON, which keeps every bit of a float."""
         return {"seen": self.seen, "sums": self.sums.tolist()}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Take over what `state_dict` gave; None, of checkpoints that do not hold it, is the beginning."""
+        """Load a `state_dict`; None, of checkpoints without one, resets to the beginning."""
         self.seen = saved["seen"] if saved else 0
         self.sums.copy_(torch.tensor(saved["sums"]) if saved else torch.zeros(3, NODES))
 
 
-def nearness(u: Tensor) -> Tensor:
-    """How near u [B] is to each node, [B, NODES]: 1 at the node, falling to 0 at its neighbours."""
+def _node_weights(u: Tensor) -> Tensor:
+    """Return the linear weights [B, NODES] of u [B]: 1 at a node, falling to 0 at its neighbours."""
     nodes = torch.linspace(0, 1, NODES, device=u.device)
     return (1 - (u[:, None] - nodes).abs() * (NODES - 1)).clamp_min(0)

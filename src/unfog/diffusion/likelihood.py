@@ -1,8 +1,8 @@
-"""How likely images are under a model: the evidence lower bound, in bits per number of the image.
+"""Likelihood of images under a model: the evidence lower bound, in bits per dimension.
 
--log p(x0) <= prior + diffusion + decoder. The prior term is what is left of the image at the noisiest level, the
-diffusion term sums what each step of denoising gets wrong, the decoder turns the guess at the cleanest level into one
-of 256 shades. In logsnr none of it depends on the path (Kingma et al. 2021).
+-log p(x0) <= prior + diffusion + decoder. The prior term is the signal left at the noisiest level, the diffusion term
+sums the errors of the denoising steps, and the decoder maps the guess at the cleanest level to one of 256 shades. As
+functions of logsnr none of them depends on the path (Kingma et al. 2021).
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from unfog.diffusion.noise import Cosine, Linear, Path
 from unfog.diffusion.variance import decoder_nll, step_kl
 from unfog.errors import RequestError
 
-Denoise = Callable[[Tensor, Tensor], Tensor]
+_Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t [B, C, H, W], logsnr [B]) -> E[x0 | x_t], with a learned variance behind it [B, 2 C, H, W]."""
 
-Look = Callable[[float | Tensor], tuple[Tensor, Tensor | None]]
-"""logsnr, or one for each image -> (guess of the image, how far up its variance is), of fresh noise at that level."""
+_Guess = Callable[[float | Tensor], tuple[Tensor, Tensor | None]]
+"""logsnr, or one for each image -> (guess of the image from fresh noise at that level, fraction of its variance)."""
 
 
 @torch.no_grad()
 def bits_per_dim(
-    denoise: Denoise, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor]
+    denoise: _Denoise, diffusion: Diffusion, x0: Tensor, levels: int, noise: Callable[[], Tensor]
 ) -> Tensor:
-    """Bound on -log2 of the probability of each image, divided by the count of its numbers; float32 [B].
+    """Return a bound on -log2 of the probability of each image, per dimension; float32 [B].
 
-    With a schedule of T timesteps it is the variational bound of DDPM (Ho et al. 2020, eq. 5) for all T of them: each
-    term if `levels` is at least T; else the terms, evenly divided by logsnr into `levels` groups, of each of which one
-    stands for all, drawn for each image in proportion to the SNR that it gains. Its mean is that of all T (of each
-    term, with the variance that is usual, half the gain times the squared error), so it may be below the bound by
-    chance. Otherwise it is the bound of infinitely many steps, an integral over logsnr by the midpoint rule with
-    `levels` points (Kingma et al. 2021, section 4). Images of fewer shades than 256 have fewer bits than this says.
+    With a schedule of T timesteps it is the variational bound of DDPM (Ho et al. 2020, eq. 5) over all T of them. If
+    `levels` is below T, the terms are divided evenly by logsnr into `levels` groups, and one term of each, drawn for
+    each image in proportion to its gain in SNR, represents its group. That estimate is unbiased, and may be below the
+    bound by chance. With a continuous schedule it is the bound of infinitely many steps, an integral over logsnr by the
+    midpoint rule with `levels` points (Kingma et al. 2021, section 4). It overestimates images of fewer shades.
 
     Args:
         denoise: such as a `Denoiser`, with labels bound.
-        diffusion: what it was trained with.
+        diffusion: the one that it was trained with.
         x0: float32 [B, C, H, W] in [-1, 1], of 256 shades.
         levels: network calls, besides one for the decoder; 64 are good for a percent.
         noise: fresh standard normal noise like x0, for example `NoiseSource(...).draw`; called up to twice per network
@@ -52,7 +51,7 @@ def bits_per_dim(
     if levels < 2:
         raise RequestError(f"levels = {levels}: the bound needs at least 2 noise levels; 64 are good for a percent")
 
-    def look(logsnr: float | Tensor) -> tuple[Tensor, Tensor | None]:
+    def guess(logsnr: float | Tensor) -> tuple[Tensor, Tensor | None]:
         level = torch.as_tensor(logsnr, dtype=x0.dtype, device=x0.device).expand(len(x0))
         answer = denoise(diffusion.add_noise(x0, noise(), level), level)
         channels = x0.shape[1]
@@ -61,29 +60,29 @@ def bits_per_dim(
     schedule, path = diffusion.schedule, diffusion.path
     noisiest, cleanest = schedule.limits()
     if isinstance(schedule, Linear | Cosine) and schedule.steps:
-        nats = _chain(look, path, x0, schedule.table(), levels, noise)
+        nats = _chain(guess, path, x0, schedule.table(), levels, noise)
     else:
-        nats = _integral(look, path, x0, noisiest, cleanest, levels)
+        nats = _integral(guess, path, x0, noisiest, cleanest, levels)
     # KL(N(alpha x0, sigma^2) | N(0, sigma^2)): samplers start from the latter.
     prior = math.exp(noisiest) / 2 * x0.square().mean((1, 2, 3))
     return (nats + prior) / math.log(2)
 
 
-def _integral(look: Look, path: Path, x0: Tensor, noisiest: float, cleanest: float, levels: int) -> Tensor:
-    """Diffusion and decoder terms, nats per number [B]: half the integral of SNR |x0 - D|^2 over logsnr."""
+def _integral(guess_at: _Guess, path: Path, x0: Tensor, noisiest: float, cleanest: float, levels: int) -> Tensor:
+    """Return diffusion and decoder terms, nats per dimension [B]: half the integral of SNR |x0 - D|^2 over logsnr."""
     width = (cleanest - noisiest) / levels
-    nats = _decoder(look, path, x0, cleanest, cleanest)
+    nats = _decoder(guess_at, path, x0, cleanest, cleanest)
     for i in range(levels):
         logsnr = cleanest - (i + 0.5) * width
-        nats = nats + width / 2 * math.exp(logsnr) * (look(logsnr)[0] - x0).square().mean((1, 2, 3))
+        nats = nats + width / 2 * math.exp(logsnr) * (guess_at(logsnr)[0] - x0).square().mean((1, 2, 3))
     return nats
 
 
-def _chain(look: Look, path: Path, x0: Tensor, table: Tensor, levels: int, noise: Callable[[], Tensor]) -> Tensor:
-    """The same of the chain through all levels of a table, cleanest first; of each group, one for all."""
-    nats = _decoder(look, path, x0, float(table[0]), float(table[1]))
+def _chain(guess_at: _Guess, path: Path, x0: Tensor, table: Tensor, levels: int, noise: Callable[[], Tensor]) -> Tensor:
+    """Return the same terms of the chain through all levels of a table, with one step sampled of each group."""
+    nats = _decoder(guess_at, path, x0, float(table[0]), float(table[1]))
     gain = -table.exp().diff()
-    # A step's gain in SNR is a small difference: to many digits, where the device knows them.
+    # A step's gain in SNR is a small difference, so float64, which MPS does not have.
     wide = torch.float32 if x0.device.type == "mps" else torch.float64
     for links in _groups(table, levels):
         share, chosen = gain[links] / gain[links].sum(), torch.zeros(len(x0), dtype=torch.long)
@@ -92,22 +91,22 @@ def _chain(look: Look, path: Path, x0: Tensor, table: Tensor, levels: int, noise
             chosen = torch.searchsorted(share.cumsum(0), uniform).clamp(max=len(links) - 1)
         link = torch.tensor(links)[chosen]
         level, then, weight = (v.to(x0.device, wide) for v in (table[link + 1], table[link], 1 / share[chosen]))
-        guess, fraction = look(level)
+        guess, fraction = guess_at(level)
         kl = step_kl(path, x0, guess, fraction, level[:, None, None, None], then[:, None, None, None])
         nats = nats + (kl.mean((1, 2, 3)) * weight).to(x0.dtype)
     return nats
 
 
-def _decoder(look: Look, path: Path, x0: Tensor, logsnr: float, second: float) -> Tensor:
-    guess, fraction = look(logsnr)
+def _decoder(guess_at: _Guess, path: Path, x0: Tensor, logsnr: float, second: float) -> Tensor:
+    guess, fraction = guess_at(logsnr)
     nll = decoder_nll(path, x0, guess, fraction, *torch.tensor([logsnr, second], dtype=torch.float64))
     return nll.mean((1, 2, 3))
 
 
 def _groups(table: Tensor, count: int) -> list[list[int]]:
-    """The links i of a chain, from level i + 1 to i: each alone, or in `count` groups evenly divided by logsnr.
+    """Group the links i of a chain, from level i + 1 to i: each alone, or in `count` groups even in logsnr.
 
-    A last level of pure noise is infinitely far away, and alone. Groups that would hold no link are not there.
+    The link to a level of pure noise is infinitely long, and alone in its group. Empty groups are left out.
     """
     links = len(table) - 1
     if count > links:

@@ -1,4 +1,4 @@
-"""Noise levels: paths say how image and noise are mixed, schedules say which levels are visited.
+"""Noise levels: a path mixes image and noise, a schedule says how often each level is visited.
 
 A *path* maps logsnr to the pair (alpha, sigma) of x_t = alpha x0 + sigma eps. A *schedule* maps a quantile u,
 from 0 (clean) to 1 (noisy), to logsnr; `quantile` maps it back. Training draws u; sampling walks `levels`.
@@ -42,7 +42,7 @@ class VP:
     kind: ClassVar[str] = "vp"
 
     def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
-        """Logsnr -> (alpha, sigma), both in [0, 1]."""
+        """Map logsnr to (alpha, sigma), both in [0, 1]."""
         return logsnr.sigmoid().sqrt(), (-logsnr).sigmoid().sqrt()
 
 
@@ -53,7 +53,7 @@ class VE:
     kind: ClassVar[str] = "ve"
 
     def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
-        """Logsnr -> (1, sigma)."""
+        """Map logsnr to (1, sigma)."""
         return logsnr.new_ones(logsnr.shape), (-logsnr / 2).exp()
 
 
@@ -64,29 +64,29 @@ class Flow:
     kind: ClassVar[str] = "flow"
 
     def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
-        """Logsnr -> (1 - t, t), both in [0, 1]."""
+        """Map logsnr to (1 - t, t), both in [0, 1]."""
         return (logsnr / 2).sigmoid(), (-logsnr / 2).sigmoid()
 
 
 class _Normal:
-    """What `LogNormal` and `LogitNormal` share: ln(sigma / alpha) is normally distributed."""
+    """Base of `LogNormal` and `LogitNormal`: ln(sigma / alpha) is normally distributed."""
 
     steps: ClassVar[int] = 0
     mean: float
     std: float
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Quantile u in (0, 1) -> logsnr = -2 ln(sigma / alpha)."""
+        """Map quantile u in (0, 1) to logsnr = -2 ln(sigma / alpha)."""
         normal = math.sqrt(2) * (2 * u - 1).erfinv()
         return -2 * (self.mean + self.std * normal)
 
     def quantile(self, logsnr: Tensor) -> Tensor:
-        """Logsnr -> u."""
+        """Map logsnr to u."""
         normal = (-logsnr / 2 - self.mean) / self.std
         return ((normal / math.sqrt(2)).erf() + 1) / 2
 
     def snr_slope(self, logsnr: Tensor) -> Tensor:
-        """-dSNR/du = SNR 2 std / density of the normal."""
+        """Return -dSNR/du = SNR 2 std / density of the normal."""
         normal = (-logsnr / 2 - self.mean) / self.std
         return 2 * self.std * math.sqrt(2 * math.pi) * (logsnr + normal.square() / 2).exp()
 
@@ -109,11 +109,11 @@ class LogNormal(_Normal):
     """Standard deviation of ln(sigma / alpha)."""
 
     def limits(self) -> tuple[float, float]:
-        """(noisiest, cleanest) logsnr: sigma = 80 and 0.002 (EDM, Table 1)."""
+        """Return (noisiest, cleanest) logsnr: sigma = 80 and 0.002 (EDM, Table 1)."""
         return EDM_LIMITS
 
     def levels(self, steps: int) -> Tensor:
-        """EDM's own time steps (eq. 5), float64 [steps], noisiest first."""
+        """Return EDM's own time steps (eq. 5), float64 [steps], noisiest first."""
         return karras(steps, *self.limits())
 
 
@@ -128,11 +128,11 @@ class LogitNormal(_Normal):
     """Standard deviation of logit t."""
 
     def limits(self) -> tuple[float, float]:
-        """(noisiest, cleanest) logsnr: t = 0.999 and 0.001."""
+        """Return (noisiest, cleanest) logsnr: t = 0.999 and 0.001."""
         return FlowUniform().limits()
 
     def levels(self, steps: int) -> Tensor:
-        """Logsnr of evenly spaced t, float64 [steps], noisiest first: only training favours the middle."""
+        """Return logsnr of evenly spaced t, float64 [steps], noisiest first: only training favours the middle."""
         return FlowUniform().levels(steps)
 
 
@@ -153,34 +153,34 @@ class FlowUniform:
             raise RequestError(f"shift = {self.shift}: must be from 0.001 to 1000; 1 leaves t uniform")
 
     def __call__(self, u: Tensor) -> Tensor:
-        """Quantile u in (0, 1) -> logsnr = 2 ln((1 - t) / t)."""
+        """Map quantile u in (0, 1) to logsnr = 2 ln((1 - t) / t)."""
         return -2 * (u.logit() + math.log(self.shift))
 
     def quantile(self, logsnr: Tensor) -> Tensor:
-        """Logsnr -> u."""
+        """Map logsnr to u."""
         return (-logsnr / 2 - math.log(self.shift)).sigmoid()
 
     def snr_slope(self, logsnr: Tensor) -> Tensor:
-        """-dSNR/du = SNR 2 / (u (1 - u))."""
+        """Return -dSNR/du = SNR 2 / (u (1 - u))."""
         odds = -logsnr / 2 - math.log(self.shift)
         return 2 * logsnr.exp() * (2 + odds.exp() + odds.neg().exp())
 
     def limits(self) -> tuple[float, float]:
-        """(noisiest, cleanest) logsnr: u = 0.999 and 0.001."""
+        """Return (noisiest, cleanest) logsnr: u = 0.999 and 0.001."""
         reach, middle = 2 * math.log(LAST / (1 - LAST)), -2 * math.log(self.shift)
         return middle - reach, middle + reach
 
     def levels(self, steps: int) -> Tensor:
-        """Logsnr of evenly spaced u, float64 [steps], noisiest first."""
+        """Return logsnr of evenly spaced u, float64 [steps], noisiest first."""
         return trailing(self, steps)
 
 
 EDM_LIMITS = (-2 * math.log(80), -2 * math.log(0.002))
-"""(noisiest, cleanest) logsnr of EDM's sampling: beyond it is nothing to see and nothing to gain."""
+"""(noisiest, cleanest) logsnr of EDM's sampling: beyond it sampling changes nothing that is visible."""
 
 
 def karras(steps: int, noisiest: float, cleanest: float, rho: float = 7.0) -> Tensor:
-    """Logsnr evenly spaced in (sigma / alpha)^(1 / rho), float64 [steps], noisiest first (EDM, eq. 5)."""
+    """Return logsnr evenly spaced in (sigma / alpha)^(1 / rho), float64 [steps], noisiest first (EDM, eq. 5)."""
     import torch
 
     first, last = (math.exp(-logsnr / 2 / rho) for logsnr in (noisiest, cleanest))

@@ -1,7 +1,7 @@
-"""Samplers: from noise to image in pure steps on E[x0 | x_t], over a grid of noise levels.
+"""Samplers: from noise to image in steps on E[x0 | x_t], over a grid of noise levels.
 
-`steps` has the steps, `adaptive` the one sampler that finds its own levels. Any sampler works with any network, on any
-path, and from a level at which nothing of the image is left.
+`steps` has the steps, `adaptive` the one sampler that chooses its own levels. Any sampler works with any network, on
+any path, and from pure noise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Denoise", "Grid", "Kind", "Level", "NoiseSource", "Observe", "Sample
 Kind = Literal["ddpm", "ddim", "heun", "edm", "dpmpp", "dpmpp-sde", "unipc", "adaptive"]
 open_literal(Kind, "sampler")
 TWO_CALLS = ("heun", "edm")
-"""Samplers that ask the network twice a step."""
+"""Samplers that call the network twice a step."""
 RANDOM = ("ddpm", "edm", "dpmpp-sde")
 """Samplers that draw noise at each step."""
 Grid = Literal["schedule", "karras", "logsnr", "tuned"]
@@ -52,30 +52,30 @@ Observe = Callable[[int, float, "Tensor", "Tensor"], None]
 
 @dataclass(frozen=True)
 class Sampler:
-    """Which sampler, and in how many steps; called, it samples."""
+    """Settings of a sampler; called, it samples."""
 
     kind: Kind = setting("dpmpp", short="sampler")
-    """ddim, dpmpp, unipc, heun: one picture whatever the steps; ddpm, dpmpp-sde, edm: fresh noise at each; adaptive."""
+    """Deterministic: ddim, dpmpp, unipc, heun, adaptive. With fresh noise at each step: ddpm, dpmpp-sde, edm."""
     steps: int = 20
-    """Noise levels visited. adaptive: its first step is this part of the way."""
+    """Noise levels visited; for adaptive, the first step is 1 / steps of the way."""
     grid: Grid = "schedule"
-    """Which levels: as the training schedule has it, EDM's (karras), evenly spaced in logsnr, or tuned for this run."""
+    """Noise levels: of the training schedule, EDM's (karras), evenly spaced in logsnr, or tuned for this run."""
     clip: bool = True
     """Keep each guess of the clean image within [-1, 1]."""
     order: Literal[2, 3] = 2
-    """Of dpmpp and unipc: how many guesses a step joins."""
+    """Order of dpmpp and unipc: number of guesses that a step combines."""
     tuned: tuple[float, ...] = ()
-    """What `unfog tune` found, for grid = tuned: the share of noise, sigma / (alpha + sigma), at each level."""
+    """Levels found by `unfog tune`, for grid = tuned: the share of noise, sigma / (alpha + sigma), at each."""
     tolerance: float = 0.025
-    """Of adaptive: how far the first and second order results of a step may be apart, relative to x."""
+    """Tolerance of adaptive: largest difference of the first and second order results of a step, relative to x."""
     churn: float = 40.0
-    """Of edm: how much noise is added anew, over all steps (S_churn); 0 makes it heun."""
+    """Noise that edm adds anew, over all steps (S_churn); 0 makes it heun."""
     churn_from: float = 0.05
-    """Of edm: lowest sigma / alpha at which noise is added (S_min)."""
+    """Lowest sigma / alpha at which edm adds noise (S_min)."""
     churn_to: float = 50.0
-    """Of edm: highest sigma / alpha at which noise is added (S_max)."""
+    """Highest sigma / alpha at which edm adds noise (S_max)."""
     churn_noise: float = 1.003
-    """Of edm: standard deviation of the added noise (S_noise)."""
+    """Standard deviation of the noise that edm adds (S_noise)."""
 
     def __post_init__(self) -> None:
         for value, known in ((self.kind, get_args(Kind)), (self.grid, get_args(Grid))):
@@ -100,9 +100,9 @@ class Sampler:
             )
 
     def visits(self, schedule: Schedule) -> Tensor:
-        """Logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
+        """Return logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
 
-        Tuned levels are for one number of steps; with another, they are the schedule's.
+        Tuned levels hold for one number of steps; with another, the schedule's are used.
 
         Raises:
             RequestError: More steps than a quantised schedule has levels.
@@ -110,7 +110,7 @@ class Sampler:
         import torch
 
         if self.kind == "adaptive" and self.grid == "schedule" and 0 < schedule.steps < self.steps:
-            return noise_levels(schedule, self.steps, "logsnr")  # of a grid it uses the ends
+            return noise_levels(schedule, self.steps, "logsnr")  # only its ends are used
         if self.grid != "tuned":
             return noise_levels(schedule, self.steps, self.grid)
         if len(self.tuned) != self.steps:
@@ -119,8 +119,8 @@ class Sampler:
         return 2 * ((1 - share).log() - share.log())
 
     def levels(self, path: Path, schedule: Schedule) -> list[Level]:
-        """The `steps` noise levels, noisiest first, and the clean one. RequestError as `visits`."""
-        return levels_on(path, self.visits(schedule))
+        """Return the `steps` noise levels, noisiest first, and the clean one. Raises like `visits`."""
+        return _levels_on(path, self.visits(schedule))
 
     def __call__(
         self,
@@ -132,21 +132,19 @@ class Sampler:
         start: Tensor | None = None,
         stretch: slice = slice(None),
     ) -> Tensor:
-        """Draw pictures.
+        """Sample images.
 
         Args:
             denoise: E[x0 | x_t] for (x_t [N, C, H, W], logsnr [N]).
-            path: What alpha and sigma are at a noise level.
-            schedule: What the noise levels are.
-            draw: Fresh standard normal noise [N, C, H, W]; called at the start, and at each step of a random sampler.
-            observe: Called before each step.
+            path: maps logsnr to alpha and sigma.
+            schedule: the schedule of the training.
+            draw: returns fresh standard normal noise [N, C, H, W]; called at the start, and at each random step.
+            observe: called before each step.
             start: x_t at the first level; None is pure noise.
-            stretch: Which of `levels` to walk: slice(5, 8) is three of them, two steps; all of them, and so to the
-                clean image, unless given.
+            stretch: the part of `levels` to walk: slice(5, 8) is three of them, two steps; the default is all.
 
         Returns:
-            float32 [N, C, H, W] in [-1, 1] (beyond it here and there, without clip); where `stretch` ends before the
-            last level, x_t there.
+            float32 [N, C, H, W] in [-1, 1] (about it without `clip`); x_t if `stretch` ends earlier.
         """
         import torch
 
@@ -174,23 +172,23 @@ class Sampler:
         draw: Callable[[], Tensor],
         observe: Observe,
     ) -> Tensor:
-        """Down the levels, from x at the first."""
+        """Step down the levels, from x at the first."""
         from unfog.diffusion.variance import deviation
 
-        def ask(x: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+        def evaluate(x: Tensor, level: Level) -> tuple[Tensor, Tensor]:
             answer = at(x, x.new_full((len(x),), level.logsnr))
             return answer[:, : x.shape[1]], answer[:, x.shape[1] :]
 
         def predict(x: Tensor, level: Level) -> Tensor:
-            return ask(x, level)[0]
+            return evaluate(x, level)[0]
 
         before: list[Visit] = []
         for i, (now, then) in enumerate(pairwise(levels)):
             if self.kind == "edm" and (noisier := self._noisier(now, path, noisiest)):
                 x, now = churn(x, now, noisier, self.churn_noise, draw), noisier
-            x0, fraction = ask(x, now)
+            x0, fraction = evaluate(x, now)
             observe(i, now.logsnr, x, x0)
-            # First order at the start, where nothing is known yet, and at the end, where it is steadier.
+            # The order falls at the end, where a low one is more stable; at the start `before` limits it.
             order = min(self.order, len(levels) - 1 - i)
             if self.kind == "unipc" and before:
                 x = unipc_correct(x0, now, before, min(self.order, len(levels) - i))
@@ -218,26 +216,26 @@ class Sampler:
         return x
 
     def _noisier(self, now: Level, path: Path, noisiest: Level) -> Level | None:
-        """Where EDM's Algorithm 2 adds noise to before a step; None where it adds none."""
+        """Return the level that EDM's Algorithm 2 adds noise up to before a step; None where it adds none."""
         more = min(self.churn / self.steps, math.sqrt(2) - 1)
         if more == 0 or not self.churn_from <= now.s <= min(self.churn_to, noisiest.s):
             return None
         import torch
 
-        # No further than the network was trained, which is also where sampling starts.
+        # No noisier than the network was trained at, which is where sampling starts.
         logsnr = max(now.logsnr - 2 * math.log1p(more), noisiest.logsnr)
-        return levels_on(path, torch.tensor([logsnr], dtype=torch.float64))[0] if logsnr < now.logsnr else None
+        return _levels_on(path, torch.tensor([logsnr], dtype=torch.float64))[0] if logsnr < now.logsnr else None
 
 
-def levels_on(path: Path, logsnr: Tensor) -> list[Level]:
-    """Noise levels, logsnr float64 [N], on a path."""
+def _levels_on(path: Path, logsnr: Tensor) -> list[Level]:
+    """Return the noise levels logsnr float64 [N] on a path."""
     import torch
 
     return [Level(*level) for level in torch.stack([logsnr, *path(logsnr)], 1).tolist()]
 
 
 def noise_levels(schedule: Schedule, steps: int, grid: Grid) -> Tensor:
-    """Logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
+    """Return logsnr to sample at, float64 [steps + 1], noisiest first; the last is clean (+inf).
 
     "karras" and "logsnr" stay within EDM's range of sigma / alpha, 80 to 0.002, and within the schedule's.
 
@@ -259,13 +257,13 @@ def noise_levels(schedule: Schedule, steps: int, grid: Grid) -> Tensor:
 
 
 class NoiseSource:
-    """Standard normal noise, a stream for each image: picture i is the same whatever the count and the batch.
+    """Standard normal noise, a stream for each image: image i is the same whatever the count and the batch.
 
     Args:
-        seed: Names the set of pictures.
-        indices: The number of each picture in the set.
+        seed: identifies the set of images.
+        indices: the number of each image in the set.
         shape: (C, H, W).
-        device: Where the noise is wanted; it is drawn on the CPU, whose numbers are the same everywhere.
+        device: receives the noise; it is drawn on the CPU, whose numbers are the same everywhere.
     """
 
     def __init__(
@@ -285,7 +283,7 @@ class NoiseSource:
         self.device = device
 
     def draw(self) -> Tensor:
-        """The next noise of each image, float32 [N, C, H, W]."""
+        """Return the next noise of each image, float32 [N, C, H, W]."""
         import torch
 
         noise = [torch.randn(self.shape, generator=generator) for generator in self.generators]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PURE_NOISE = 100.0
-"""sigma / alpha beyond which no signal is left to speak of; EDM starts at 80."""
+"""sigma / alpha beyond which the signal is negligible; EDM starts at 80."""
 
 
 class Level(NamedTuple):
@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A level that was visited: where x was, and what was guessed from it."""
+    """A visited level, with the state x there and the guess x0 from it."""
 
     level: Level
     x: Tensor
@@ -66,10 +66,10 @@ def ddim(x: Tensor, x0: Tensor, now: Level, then: Level) -> Tensor:
 def ddpm(
     x: Tensor, x0: Tensor, now: Level, then: Level, draw: Callable[[], Tensor], std: Tensor | None = None
 ) -> Tensor:
-    """A draw from the posterior q(x' | x, x0), for any two levels (DDPM, eq. 7; the "fixed small" variance).
+    """Draw from the posterior q(x' | x, x0), for any two levels (DDPM, eq. 7; the "fixed small" variance).
 
     In z the mean is x0 + (s' / s)^2 (z - x0) and the variance s'^2 (1 - (s' / s)^2): DDIM, with s' / s of the
-    noise kept and the rest drawn afresh; or with another deviation `std`, which was learned.
+    noise kept and the rest drawn afresh. `std` is a learned deviation in place of that.
     """
     if then.sigma == 0:
         return x0
@@ -84,26 +84,25 @@ def heun(x: Tensor, x0: Tensor, now: Level, then: Level, predict: Callable[[Tens
     """Second-order step of dz / ds = (z - x0) / s (EDM, Algorithm 1, no churn); Euler's into the last level.
 
     Euler's step is DDIM's. With x0' guessed from where it lands, the mean of both slopes moves z' by
-    (s' - s) / 2 ((z' - x0') / s' - (z' - x0) / s'). Out of pure noise the slope is constant, which makes
-    Euler's step exact, and this mean, whose error grows with s / s', far off where s' is much smaller.
+    (s' - s) / 2 ((z' - x0') / s' - (z' - x0) / s').
     """
     euler = ddim(x, x0, now, then)
+    # In pure noise the slope is constant: Euler is exact there, and the error of the mean grows with s / s'.
     if then.sigma == 0 or now.s > PURE_NOISE:
         return euler
     return euler + then.alpha * (now.s / then.s - 1) / 2 * (predict(euler, then) - x0)
 
 
 def churn(x: Tensor, now: Level, then: Level, noise: float, draw: Callable[[], Tensor]) -> Tensor:
-    """Back to a noisier level: z' = z + noise sqrt(s'^2 - s^2) eps (EDM, Algorithm 2, line 6)."""
+    """Add noise up to a noisier level: z' = z + noise sqrt(s'^2 - s^2) eps (EDM, Algorithm 2, line 6)."""
     return then.alpha * (x / now.alpha + noise * math.sqrt(then.s**2 - now.s**2) * draw())
 
 
 def mid_step(x0: Tensor, now: Level, then: Level, before: Sequence[Visit]) -> Tensor:
-    """x0 extrapolated to the middle of the step in logsnr, from the last two guesses.
+    """Extrapolate x0 to the middle of the step in logsnr, from the last two guesses.
 
     With it DDIM's step is DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), and DDPM's is that paper's
-    SDE-DPM-Solver++(2M). It is x0 as it is where there is nothing to extrapolate from or to: at the start, after pure
-    noise, at the end.
+    SDE-DPM-Solver++(2M). At the start, after pure noise and at the end x0 stays as it is.
     """
     if not before or then.sigma == 0:
         return x0
@@ -116,8 +115,7 @@ def dpmpp3(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequence[Visi
     """DPM-Solver++(3M): x0 as the parabola in lambda through the last three guesses, integrated exactly.
 
     Lu et al. 2022, carried to third order: with x0(l) = x0 + slope l + bend l^2 a distance l in lambda ahead, the step
-    is alpha' times the integral of exp(l - h) x0(l). The authors' code, and what was made of it, has half of the last
-    term, which leaves it of second order.
+    is alpha' times the integral of exp(l - h) x0(l).
     """
     before = _with_signal(before)
     if len(before) < 2 or then.sigma == 0:
@@ -126,6 +124,7 @@ def dpmpp3(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequence[Visi
     path = [older_one.level.logsnr, newer_one.level.logsnr, now.logsnr, then.logsnr]
     h1, h0, h = ((b - a) / 2 for a, b in pairwise(path))
     newer, older = (x0 - newer_one.x0) / h0, (newer_one.x0 - older_one.x0) / h1
+    # The authors' code, and ports of it, have half of the last term, which leaves them of second order.
     bend = (newer - older) / (h0 + h1)  # half of the second derivative
     slope = newer + h0 * bend
     phi = math.expm1(-h) + h  # h^2 / 2 - h^3 / 6 + ...
@@ -138,19 +137,19 @@ def unipc_predict(x: Tensor, x0: Tensor, now: Level, then: Level, before: Sequen
         return x0
     before = _with_signal(before)[-(order - 1) :] if order > 1 else []
     h, ratios = _ratios(now, then, before)
-    # For p = 2 the authors take 1/2, which is as good to that order, and steadier.
+    # For p = 2 the authors take 1/2, which is as exact to that order, and more stable.
     weights = [0.5] if len(before) == 1 else _solve(ratios, h)
     return _unipc(x, x0, now, then, [(w / r, visit.x0) for w, r, visit in zip(weights, ratios, before)])
 
 
 def unipc_correct(x0: Tensor, then: Level, before: Sequence[Visit], order: int) -> Tensor:
-    """UniC-p: the step that led to level `then`, taken once more, now that x0 is known there; its order is p + 1.
+    """UniC-p: repeat the step that led to level `then`, now that x0 is known there; its order is p + 1.
 
     Args:
-        x0: guessed from where UniP-p led; the network is not asked again.
-        then: the level that it led to.
-        before: what was visited; the step began at the last.
-        order: p, as for the step that is corrected.
+        x0: the guess from the result of UniP-p; the network is not called again.
+        then: the level of that result.
+        before: the visited levels; the step began at the last.
+        order: p of the step to correct.
     """
     start, earlier = before[-1], _with_signal(before[:-1])[-(order - 1) :] if order > 1 else []
     h, ratios = _ratios(start.level, then, earlier)
@@ -160,7 +159,7 @@ def unipc_correct(x0: Tensor, then: Level, before: Sequence[Visit], order: int) 
 
 
 def _unipc(x: Tensor, x0: Tensor, now: Level, then: Level, guesses: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """DDIM's step, and alpha' (1 - exp(-h)) of the weighted differences of other guesses from x0."""
+    """Add alpha' (1 - exp(-h)) times the weighted differences of other guesses from x0 to DDIM's step."""
     out = ddim(x, x0, now, then)
     scale = then.alpha * (1 - then.s / now.s)
     for weight, guess in guesses:
@@ -169,13 +168,13 @@ def _unipc(x: Tensor, x0: Tensor, now: Level, then: Level, guesses: Sequence[tup
 
 
 def _ratios(now: Level, then: Level, others: Sequence[Visit]) -> tuple[float, list[float]]:
-    """The step h in lambda, and where other visits are, seen from `now` and in units of h."""
+    """Return the step h in lambda, and the distances of other visits from `now` in units of h."""
     h = (then.logsnr - now.logsnr) / 2
     return h, [(visit.level.logsnr - now.logsnr) / 2 / h for visit in others]
 
 
 def _solve(ratios: Sequence[float], h: float) -> list[float]:
-    """Weights of the differences at these places that integrate polynomials exactly (Zhao et al. 2023, Theorem 3.1).
+    """Return weights of the differences that integrate polynomials exactly (Zhao et al. 2023, Theorem 3.1).
 
     sum_k weight_k ratio_k^(i - 1) = i! phi_(i + 1)(-h) (-h) / B(h), i = 1, 2, ...
     """
@@ -185,15 +184,15 @@ def _solve(ratios: Sequence[float], h: float) -> list[float]:
         return []
     at = torch.tensor(ratios, dtype=torch.float64)
     rows = torch.stack([at**i for i in range(len(ratios))])
-    wanted, phi, factorial = [], math.expm1(-h) / -h - 1, 1
+    moments, phi, factorial = [], math.expm1(-h) / -h - 1, 1
     for i in range(1, len(ratios) + 1):
-        wanted.append(phi * factorial / math.expm1(-h))
+        moments.append(phi * factorial / math.expm1(-h))
         factorial *= i + 1
         phi = phi / -h - 1 / factorial
-    weights: list[float] = torch.linalg.solve(rows, at.new_tensor(wanted)).tolist()
+    weights: list[float] = torch.linalg.solve(rows, at.new_tensor(moments)).tolist()
     return weights
 
 
 def _with_signal(visits: Sequence[Visit]) -> list[Visit]:
-    """Those at a finite logsnr: from pure noise there is no distance to measure."""
+    """Return the visits at a finite logsnr: from pure noise all distances are infinite."""
     return [visit for visit in visits if visit.level.alpha > 0]

@@ -1,7 +1,7 @@
-"""What the network predicts: two numbers a and b, y = a x0 + b eps.
+"""Prediction targets of the network: two numbers a and b, y = a x0 + b eps.
 
 With x_t = alpha x0 + sigma eps this makes two linear equations in (x0, eps), which `invert` solves wherever
-their determinant alpha b - sigma a is not zero. `sigma_data`, the data's deviation, is for EDM's target.
+their determinant alpha b - sigma a is not zero. `sigma_data`, the deviation of the data, is for EDM's target.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Eps:
     kind: ClassVar[str] = "eps"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """(a, b) = (0, 1)."""
+        """Return (a, b) = (0, 1)."""
         return alpha.new_zeros(alpha.shape), alpha.new_ones(alpha.shape)
 
 
@@ -31,7 +31,7 @@ class X0:
     kind: ClassVar[str] = "x0"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """(a, b) = (1, 0)."""
+        """Return (a, b) = (1, 0)."""
         return alpha.new_ones(alpha.shape), alpha.new_zeros(alpha.shape)
 
 
@@ -42,7 +42,7 @@ class V:
     kind: ClassVar[str] = "v"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """(a, b) = (-sigma, alpha)."""
+        """Return (a, b) = (-sigma, alpha)."""
         return -sigma, alpha
 
 
@@ -53,7 +53,7 @@ class FlowVelocity:
     kind: ClassVar[str] = "flow"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """(a, b) = (-1, 1)."""
+        """Return (a, b) = (-1, 1)."""
         return -alpha.new_ones(alpha.shape), alpha.new_ones(alpha.shape)
 
 
@@ -64,7 +64,7 @@ class EdmF:
     kind: ClassVar[str] = "edm"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """(a, b) = (sigma / sigma_data, -sigma_data alpha) / sqrt(sigma^2 + sigma_data^2 alpha^2)."""
+        """Return (a, b) = (sigma / sigma_data, -sigma_data alpha) / sqrt(sigma^2 + sigma_data^2 alpha^2)."""
         norm = (sigma.square() + (sigma_data * alpha).square()).sqrt()
         return sigma / (sigma_data * norm), -sigma_data * alpha / norm
 

@@ -1,4 +1,4 @@
-"""How much a noise level counts: a weight on the squared error of x0, whatever the network predicts.
+"""Weight of a noise level in the loss: a weight on the squared error of x0, whatever the network predicts.
 
 Stated on x0, a weighting means the same for every target; `Diffusion.weight` converts it, once, to a weight
 on the network's own output. `own` is the weight on x0 that makes the loss plain MSE on that output: SNR for
@@ -27,7 +27,7 @@ class Plain:
     kind: ClassVar[str] = "plain"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: `own`."""
+        """Return the weight on the squared x0 error: `own`."""
         return own
 
 
@@ -38,7 +38,7 @@ class Snr:
     kind: ClassVar[str] = "snr"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: SNR."""
+        """Return the weight on the squared x0 error: SNR."""
         return logsnr.exp()
 
 
@@ -52,7 +52,7 @@ class InverseSnr:
     kind: ClassVar[str] = "inverse-snr"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: 1."""
+        """Return the weight on the squared x0 error: 1."""
         return logsnr.new_ones(logsnr.shape)
 
 
@@ -62,14 +62,14 @@ class MinSnr:
 
     kind: ClassVar[str] = "min-snr"
     gamma: float = 5.0
-    """SNR above which cleaner levels count no more; the paper's 5 is good for all targets."""
+    """SNR above which cleaner levels gain no more weight; the paper's 5 is good for all targets."""
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1e9:
             raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; the paper has 5")
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: min(SNR, gamma)."""
+        """Return the weight on the squared x0 error: min(SNR, gamma)."""
         return logsnr.exp().clamp(max=self.gamma)
 
 
@@ -82,26 +82,26 @@ class SoftMinSnr:
 
     kind: ClassVar[str] = "soft-min-snr"
     gamma: float = 4.0
-    """SNR about which cleaner levels begin to count no more; 4 is 1 / sigma_data^2 for sigma_data = 0.5."""
+    """SNR about which the weight of cleaner levels levels off; 4 is 1 / sigma_data^2 for sigma_data = 0.5."""
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1e9:
             raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; 4 is usual")
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: gamma times the logistic function of log(SNR / gamma)."""
+        """Return the weight on the squared x0 error: gamma times the logistic function of log(SNR / gamma)."""
         return self.gamma * (logsnr - math.log(self.gamma)).sigmoid()
 
 
 @dataclass(frozen=True)
 class P2:
-    """1 / (k + SNR)^gamma on the noise's error: less for levels that only clean up (Choi et al. 2022)."""
+    """1 / (k + SNR)^gamma on the noise's error: less for nearly clean levels (Choi et al. 2022)."""
 
     kind: ClassVar[str] = "p2"
     k: float = 1.0
-    """SNR up to which all levels count alike; the paper's 1."""
+    """SNR up to which all levels have about equal weight; the paper has 1."""
     gamma: float = 1.0
-    """How fast the weight falls above that; the paper has 0.5 and 1, and 0 is DDPM's loss."""
+    """Exponent by which the weight falls above that; the paper has 0.5 and 1, and 0 is DDPM's loss."""
 
     def __post_init__(self) -> None:
         if not (1e-3 <= self.k <= 1e3 and 0 <= self.gamma <= 2):
@@ -111,7 +111,7 @@ class P2:
             )
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: SNR / (k + SNR)^gamma."""
+        """Return the weight on the squared x0 error: SNR / (k + SNR)^gamma."""
         snr = logsnr.exp()
         return snr / (self.k + snr) ** self.gamma
 
@@ -123,7 +123,7 @@ class Edm:
     kind: ClassVar[str] = "edm"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Weight on the squared x0 error: SNR + 1 / sigma_data^2, the same number."""
+        """Return the weight on the squared x0 error: SNR + 1 / sigma_data^2, the same number."""
         return logsnr.exp() + sigma_data**-2
 
 
@@ -132,7 +132,7 @@ class Uncertainty(Plain):
     """EDM2's learned weighting (Karras et al. 2024, eq. 14): every level is divided by its own expected loss.
 
     The loss is measured and reported as plain MSE, which for EDM's F is EDM's loss; `Objective` divides that by its
-    running mean at the level (`diffusion.levels`). What was measured then no longer matters.
+    running mean at the level (`diffusion.levels`).
     """
 
     kind: ClassVar[str] = "uncertainty"
@@ -143,14 +143,14 @@ class Elbo:
     """The evidence lower bound: -dSNR/du / 2 on x0, so that the loss is in nats per number (Kingma et al. 2021).
 
     With T timesteps these are DDPM's own weights of the variational bound, T (SNR before - SNR) / 2, and for timestep
-    0 those of a decoder with that level's noise. Trains for likelihood rather than for looks; its loss is uneven by
-    level, which `diffusion.adaptive` is for.
+    0 those of a decoder with that level's noise. It trains for likelihood rather than for image quality; its loss
+    varies much between levels, so `diffusion.adaptive` helps.
     """
 
     kind: ClassVar[str] = "elbo"
 
     def of(self, schedule: Schedule, logsnr: Tensor) -> Tensor:
-        """Weight on the squared x0 error. It takes a schedule: how densely u visits a level is part of it."""
+        """Return the weight on the squared x0 error; it depends on the density of levels in the schedule."""
         return schedule.snr_slope(logsnr) / 2
 
 
