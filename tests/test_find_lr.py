@@ -133,7 +133,7 @@ def test_trials_tell_a_rate_that_learns_from_one_that_does_not():
     # So few steps are best at a high rate, which is looked for until the next one is worse.
     assert losses.index(min(losses)) == 1 or len(trials) == lr_range.MOST_TRIALS
     # A network of its own each, so the order in which they were tried says nothing.
-    again = lr_range.run_trial(whole, 0.001, 40, lr_range._Watched(whole, lr_range.Progress("", None)))
+    again = lr_range.run_trial(whole, 0.001, 40, lr_range._ProgressHooks(whole, lr_range.Progress("", None)))
     assert again == trials[-1]
     assert lr_range.run_trials(whole, ramp, seconds=39 * 4 * pace, pace=pace) == ()  # too few steps to tell anything
 

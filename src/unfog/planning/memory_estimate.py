@@ -19,7 +19,6 @@ from unfog.planning.fake_process_group import fake_process_group
 from unfog.planning.memory_trace import Recorder, Trace, record_trace
 from unfog.planning.peak_memory import (
     HOLES,
-    HOLES_ACCUMULATING,
     HOLES_RECOMPUTING,
     ONEDNN_HALF,
     Peak,
@@ -102,8 +101,7 @@ class MemoryEstimator:
         else:
             few, more = (self._traced(n, passes, checkpointing) for n in TRACED)
             trace = few.extrapolate(microbatch, more, *TRACED)
-        holes = HOLES if whole else HOLES_ACCUMULATING
-        return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else holes)
+        return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
         """Return the peak bytes of training with checkpoints; generating as many samples at once takes less."""

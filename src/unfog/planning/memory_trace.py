@@ -1,13 +1,12 @@
 """Trace the memory of a computation on fake tensors, which have shapes and no values.
 
 The computation runs through PyTorch's dispatcher as always, but nothing is computed or allocated, so the trace of a
-step that needs 100 GB takes a second and no memory. The dispatcher does not see what a kernel allocates inside; the one
-case that matters, oneDNN's convolutions on a CPU, is added: see `for_output`.
+step that needs 100 GB takes a second and no memory. The dispatcher does not see what a kernel allocates inside; such
+buffers are a few percent, which the margin of the micro-batch covers, and recovery from out-of-memory beyond it.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -62,11 +61,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `kind` is the purpose of new storages, until `name` changes it.
     """
 
-    def __init__(self, cpu: bool):
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.kind = "workspace"
-        self._cpu = cpu
         self._live: dict[int, int] = {}  # address of the storage -> its number
 
     def __torch_dispatch__(
@@ -75,26 +73,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor dispatches again with its local shard
         output = func(*args, **(kwargs or {}))
-        if self._cpu and func is ATEN.convolution.default:
-            with self.passing(for_output(args, output)):
-                self._see(output)
-        elif self._cpu and func is ATEN.convolution_backward.default:
-            self._see_gradients(args, output)
-        else:
-            for tensor in _tensors_of(output):
-                self._see(tensor)
+        for tensor in _tensors_of(output):
+            self._see(tensor)
         return output
-
-    def _see_gradients(self, args: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Of a convolution's input, then of its weight and bias, each with what it takes for a moment."""
-        for_input, for_weight = for_gradients(args)
-        if output[0] is not None:
-            with self.passing(for_input):
-                self._see(output[0])
-        with self.passing(for_weight):
-            for tensor in output[1:]:
-                if tensor is not None:
-                    self._see(tensor)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -135,13 +116,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
-    @contextmanager
-    def passing(self, sizes: Iterable[int]) -> Iterator[None]:
-        """Note storages of these sizes that are there while what is inside is allocated."""
-        numbers = [self.allocate(size, "workspace") for size in sizes]
-        yield
-        self.trace.events += [~number for number in numbers]
-
     def name(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Set the purpose of the storages of these tensors."""
         for tensor in tensors:
@@ -176,7 +150,7 @@ def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtyp
             tensors of a missing device.
         half: the type that the autocast of the emulated device casts to.
     """
-    recorder, attention = Recorder(device == "cpu"), layers.attention
+    recorder, attention = Recorder(), layers.attention
     clear_package_caches()
     try:
         with FakeTensorMode(), recorder, recorder.resizing():
@@ -252,40 +226,3 @@ class AutocastEmulation(TorchFunctionMode):
 
 def _cast(value: Any, to: torch.dtype) -> Any:
     return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-BLOCK = 16  # channels that oneDNN keeps side by side with AVX-512
-
-
-def for_output(args: tuple[Any, ...], output: Tensor) -> list[int]:
-    """Bytes that oneDNN allocates inside a convolution.
-
-    It computes in layouts of its own, in which channels come in blocks, and so copies input, weight and output.
-    """
-    return [blocked(args[0]), blocked_weight(args[1]), blocked(output)]
-
-
-def for_gradients(args: tuple[Any, ...]) -> tuple[list[int], list[int]]:
-    """Bytes that oneDNN allocates inside the backward pass of a convolution: for its input, for its weight."""
-    gradient, x, weight = args[:3]
-    return (
-        [blocked(gradient), blocked_weight(weight), blocked(x)],
-        [blocked(x), blocked(gradient), blocked_weight(weight)],
-    )
-
-
-def blocked(images: Tensor) -> int:
-    """Bytes of [B, C, H, W] in blocks of channels."""
-    batch, channels, *sides = images.shape
-    return batch * whole_blocks(channels) * math.prod(sides) * images.element_size()
-
-
-def blocked_weight(weight: Tensor) -> int:
-    """Bytes of a convolution's weight in blocks of both its channels."""
-    out, channels, *sides = weight.shape
-    return whole_blocks(out) * whole_blocks(channels) * math.prod(sides) * weight.element_size()
-
-
-def whole_blocks(channels: int) -> int:
-    """Channels, rounded up to whole blocks; few channels, as of pictures, are left as they are."""
-    return channels if channels < 4 else -(-channels // BLOCK) * BLOCK

@@ -19,16 +19,12 @@ HEAP_LIMIT = 32 * MB
 """glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 HOLES = 0.30
-"""Share that resident memory is larger than what is alive, of the tensors up to HEAP_LIMIT that come and go: they lie
-in one heap, where what was freed between others stays resident, and is often a little too small for the next. Fitted on
-four configurations of benchmarks/plan/measure_peaks.py and checked on the others; it varies by 10% from run to run."""
+"""Gaps in the heap of a CPU process, as a share of the temporary tensors up to HEAP_LIMIT: a freed block stays resident
+between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks that
+benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%."""
 
-HOLES_ACCUMULATING = 0.42
-"""The same where a step takes several passes: the gradients of the first stay, between what the next ones need. Chosen
-with five configurations in view, of which repeats of one differed by 7%."""
-
-HOLES_RECOMPUTING = 1.05
-"""The same with gradient checkpointing, under which blocks of many sizes take turns. Fitted on one, checked on two."""
+HOLES_RECOMPUTING = 1.3
+"""The same with gradient checkpointing, under which blocks of many sizes take turns."""
 
 ONEDNN_HALF = 17 * MB
 """Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread."""
