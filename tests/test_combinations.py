@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.commands.verify import verify
+from unfog.commands.resume import verify
 from unfog.config.spec_strings import parse_spec
 from unfog.data.latents import Normalise
 from unfog.diffusion.denoiser import Denoiser

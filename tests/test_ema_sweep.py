@@ -10,9 +10,9 @@ import torch
 
 import unfog
 from conftest import NETWORK
-from unfog.cli.main import run as run_command
+from unfog.cli.main import _run as run_command
 from unfog.commands import ema_sweep
-from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, WidthResult
+from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
 from unfog.errors import RequestError, RunError
 from unfog.inference.ema_weights import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
@@ -105,7 +105,7 @@ def test_how_much_more_the_usual_length_has(best, usual, said):
         9,
         "",
         0.1,
-        (WidthResult(0.05, best, None, 0.0), WidthResult(0.1, usual, None, 0.0), WidthResult(0.2, 9, None, 0.0)),
+        (_WidthResult(0.05, best, None, 0.0), _WidthResult(0.1, usual, None, 0.0), _WidthResult(0.2, 9, None, 0.0)),
     )
     assert said in swept.finding().evidence
 

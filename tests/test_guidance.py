@@ -14,7 +14,7 @@ from torch import Tensor
 
 import unfog
 from conftest import NETWORK
-from unfog.cli.main import run as command
+from unfog.cli.main import _run as command
 from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are_valid, _search_levels
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml

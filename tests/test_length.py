@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unfog.config.init import Init
 from unfog.config.presets import preset
+from unfog.config.schema import Init
 from unfog.data.settings import Data
 from unfog.doctor.settings.length_checks import (
     FOUNDING,

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import unfog
 from conftest import NETWORK, without_clock
-from unfog.config.presets import default
+from unfog.config.presets import _default
 from unfog.config.resume_rules import _walk, check_changes, settings_digests
 from unfog.config.schema import Config, nest_settings
 from unfog.config.toml import from_toml, update
@@ -78,7 +78,7 @@ EVERYTHING = {
 
 
 def configured(**settings: object) -> Config:
-    config = update(default(), nest_settings({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
+    config = update(_default(), nest_settings({"source": "x", "steps": 4, "size": 8} | COMMON | settings), "")
     data = replace(config.data, size=8, channels=1)
     return replace(config, data=data, classes=("a", "b", "c"), ema_snapshots=EmaSnapshots(every=2))
 

@@ -38,6 +38,7 @@ HELP = [
     "unfog.config",
     "unfog.config.paths",
     "unfog.config.values",
+    "unfog.custom",
     "unfog.doctor",
 ]
 HELP += ["unfog.errors", "unfog.locks", "unfog.version"]

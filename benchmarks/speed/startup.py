@@ -35,7 +35,7 @@ def inside(words: list[str]) -> None:
     begun, spent = (time.process_time(), time.perf_counter()), dict.fromkeys(PARTS, (0.0, 0.0))
     import unfog.cli.requests  # which `run` would import otherwise, and this module when it is called
     import unfog.runs.train  # noqa: F401
-    from unfog.cli.main import run
+    from unfog.cli.main import _run
     from unfog.runs.session import Session
 
     imports = since((0.0, begun[1]))
@@ -51,7 +51,7 @@ def inside(words: list[str]) -> None:
         os._exit(0)  # as a kill would: what a start costs does not include leaving
 
     Session.on_step_end = stop  # type: ignore[method-assign]
-    run(words)
+    _run(words)
 
 
 def since(begun: Seconds) -> Seconds:

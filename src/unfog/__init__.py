@@ -58,14 +58,14 @@ __all__ = [
 ]
 
 
-class SupportsArray(Protocol):
+class _SupportsArray(Protocol):
     """A NumPy array, a tensor, or any other object that NumPy can convert."""
 
     def __array__(self) -> Any: ...
 
 
 PathLikeText = str | PathLike[str]
-Source = PathLikeText | SupportsArray
+Source = PathLikeText | _SupportsArray
 
 
 def train(source: Source, *, out: PathLikeText | None = None, preset: str = "default", **settings: Any) -> Run:
@@ -86,7 +86,7 @@ def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **sett
 
     `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
-    from unfog.commands.configuration import apply_changes
+    from unfog.commands.train import apply_changes
     from unfog.commands.train_autoencoder import train_autoencoder as start
     from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
     from unfog.config.requests import TrainAutoencoderRequest
@@ -126,7 +126,7 @@ def verify(path: PathLikeText) -> str:
 
     Raises RunError if they differ.
     """
-    from unfog.commands.verify import verify as repeat
+    from unfog.commands.resume import verify as repeat
 
     return repeat(_run_folder(path))
 
@@ -233,7 +233,7 @@ def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **o
 
 def _training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
     """Return the preset, changed by settings that are given by name."""
-    from unfog.commands.configuration import apply_changes, base_settings
+    from unfog.commands.train import apply_changes, base_settings
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
 

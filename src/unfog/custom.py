@@ -63,7 +63,7 @@ def resolve_step(kind: str) -> Callable[..., Any]:
         step: Callable[..., Any] = REGISTERED["sampler"][kind]
         return step
     path, *arguments = kind.removeprefix(PREFIX).split(",")
-    return partial(import_object(path, "a sampler step"), **parse_keywords(arguments))
+    return partial(_import_object(path, "a sampler step"), **_parse_keywords(arguments))
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class CustomPart:
 
     def load(self) -> Any:
         """Import and return the class or function. Raise RequestError if there is none."""
-        return import_object(self.path, self.noun)
+        return _import_object(self.path, self.noun)
 
     def keywords(self) -> dict[str, Any]:
         """Return the arguments as Python values. Raise RequestError if one is no keyword argument."""
-        return parse_keywords(self.arguments)
+        return _parse_keywords(self.arguments)
 
 
-def import_object(path: str, noun: str) -> Any:
+def _import_object(path: str, noun: str) -> Any:
     """Announce a dotted path once per process, and import it, which runs the code of its module.
 
     Raises:
@@ -110,7 +110,7 @@ def import_object(path: str, noun: str) -> Any:
     return found
 
 
-def parse_keywords(arguments: list[str] | tuple[str, ...]) -> dict[str, Any]:
+def _parse_keywords(arguments: list[str] | tuple[str, ...]) -> dict[str, Any]:
     """Return `alpha=0.9` as {"alpha": 0.9}. Raise RequestError if a value is no literal of Python."""
     keywords: dict[str, Any] = {}
     for text in arguments:

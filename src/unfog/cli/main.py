@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        sys.exit(run(words))
+        sys.exit(_run(words))
     except UnfogError as error:
         if debug:
             raise
-        sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
+        sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
         sys.exit(error.exit_status)
     except Interrupted:
         sys.exit(130 if words[0] in _SAVES_NOTHING else 3)
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         if isinstance(error, OSError):
-            sys.stderr.write(f"unfog: {in_a_line(str(error))}\n")
+            sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
             sys.exit(1)
         from unfog.training.stability.out_of_memory import is_out_of_memory
 
@@ -81,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"
         else:
             advice = "this is a defect of unfog; --debug shows where"
-        sys.stderr.write(f"unfog: {type(error).__name__}: {in_a_line(str(error))}\n({advice})\n")
+        sys.stderr.write(f"unfog: {type(error).__name__}: {_in_a_line(str(error))}\n({advice})\n")
         sys.exit(1)
 
 
-def in_a_line(message: str) -> str:
+def _in_a_line(message: str) -> str:
     """Return a message in one line, with control characters escaped: file names may hold anything."""
     message = message.replace("\n", " ")
     if len(message) > _MAX_MESSAGE:
@@ -103,7 +103,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def run(words: list[str]) -> int:
+def _run(words: list[str]) -> int:
     """Run the command that the first word names, and return its exit status."""
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)

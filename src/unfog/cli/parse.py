@@ -85,7 +85,7 @@ def _show_short_flags(kind: type) -> None:
 
 
 @dataclass(frozen=True)
-class Flag:
+class _Flag:
     """A flag and the setting that it gives."""
 
     path: tuple[str, ...]
@@ -136,7 +136,7 @@ class ParsedArgs:
     spelled: dict[tuple[str, ...], tuple[str, list[str]]] = field(default_factory=dict)
     """Place in the tree -> the flag as it was written, and its words."""
 
-    def put(self, flag: Flag, spelled: str, words: list[str]) -> None:
+    def put(self, flag: _Flag, spelled: str, words: list[str]) -> None:
         """Store the value of a flag. Raise RequestError if it has another value already."""
         before = self.spelled.setdefault(flag.path, (spelled, words))
         if before != (spelled, words):
@@ -149,20 +149,20 @@ class ParsedArgs:
 
 
 @cache  # resolving the annotations of all settings takes longer than reading a command
-def flags_of(kind: type) -> dict[str, Flag]:
+def _flags_of(kind: type) -> dict[str, _Flag]:
     """Return every flag of a command by its spelling, short names included."""
-    flags: dict[str, Flag] = {}
+    flags: dict[str, _Flag] = {}
     for path, annotation, name in _leaves(kind, ()):
         *above, _ = (part.replace("_", "-") for part in path if part != "settings")
         long, place = ".".join([*above, name.replace("_", "-")]), ".".join(path).removeprefix("settings.")
         for spelling in [long, *(short for short, setting in SHORT.items() if setting == place)]:
             section, dot, last = spelling.rpartition(".")
             if annotation is bool:
-                flags[f"--{spelling}"] = Flag(path, annotation, True)
-                flags[f"--{section}{dot}no-{last}"] = Flag(path, annotation, False)
+                flags[f"--{spelling}"] = _Flag(path, annotation, True)
+                flags[f"--{section}{dot}no-{last}"] = _Flag(path, annotation, False)
             else:
                 dashes = "-" if len(spelling) == 1 else "--"
-                flags |= dict.fromkeys({f"{dashes}{spelling}", f"--{spelling}"}, Flag(path, annotation))
+                flags |= dict.fromkeys({f"{dashes}{spelling}", f"--{spelling}"}, _Flag(path, annotation))
     return flags
 
 
@@ -204,7 +204,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
     Raises:
         RequestError: one line on what is wrong and what would be right.
     """
-    flags, args, positionals = flags_of(kind), ParsedArgs(), _positionals(kind)
+    flags, args, positionals = _flags_of(kind), ParsedArgs(), _positionals(kind)
     metavars = [metavar for _, metavar in positionals.values()]
     left, free, only_free = list(words), list[str](), False
     while left:
@@ -236,7 +236,7 @@ def _current_flag(spelled: str) -> str:
 
 
 def _take_values(
-    flag: Flag, spelled: str, values: list[str], left: list[str], flags: Mapping[str, Flag], keep: int
+    flag: _Flag, spelled: str, values: list[str], left: list[str], flags: Mapping[str, _Flag], keep: int
 ) -> list[str]:
     """Return the words that follow a flag, taken from `left`. A list leaves the last `keep` to SOURCE or RUN."""
     least, most = flag.counts()
@@ -269,14 +269,14 @@ def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Seq
     )
 
 
-def _unknown_flag(spelled: str, flags: Mapping[str, Flag], prog: str, others: Mapping[str, type]) -> str:
+def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: Mapping[str, type]) -> str:
     """Return the message about an unknown flag, with the one that was probably meant."""
     named = spelled.lower().replace("_", "-")
     last = named.lstrip("-")
     meant = [flag for flag in (f"--{_ELSEWHERE.get(last, '')}",) if flag in flags]
     meant = meant or [flag for flag in flags if flag.startswith(f"{named}.") and ".no-" not in flag]
     meant = meant or [flag for flag in flags if last and flag.rpartition(".")[2] == last]
-    owners = [command for command, kind in others.items() if named in flags_of(kind)]
+    owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     if theirs and not meant:
         return f"{sanitize(spelled)[1:-1]} is no flag of {prog}{theirs}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
@@ -11,16 +12,14 @@ from typing import Any
 import tyro
 
 from unfog.cli.parse import ParsedArgs, parse_args, print_help
-from unfog.cli.run_lookup import open_run
-from unfog.commands.configuration import apply_changes, base_settings
-from unfog.commands.train import check_new_run
+from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import requests, run_requests
 from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
-from unfog.config.paths import check_out
+from unfog.config.paths import check_out, reason_of
 from unfog.config.presets import preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
-from unfog.config.schema import Config, clear_length
+from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_request, check_source
 from unfog.config.values import sanitize
@@ -62,7 +61,7 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     args = _parse(command, words, _blank(kind))
     request = update(_blank(kind, **args.named), args.table, "")
     if hasattr(request, "run"):
-        folder = open_run(request.run)
+        folder = _open_run(request.run)
         if command != "report":  # which is wanted of a run with a damaged config.toml too
             folder.read_config()
             check_device(request.device)
@@ -119,7 +118,7 @@ def _base(command: str, table: dict[str, Any]) -> Config:
 
 def _shown_settings(command: str, table: dict[str, Any]) -> Config | AutoencoderRunSettings:
     """Return the settings that --help shows as defaults."""
-    settings = clear_length(_base(command, table))
+    settings = _base(command, table).without_length()
     return AutoencoderRunSettings.of(settings) if command == "train-autoencoder" else settings
 
 
@@ -129,8 +128,8 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
     runs = [RunFolder(Path(word)) for word in words if not word.startswith("-")]
     with suppress(RequestError, OSError, ValueError):
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
-    args = _parse("resume", words, _blank(kind, settings=clear_length(shown)))
-    folder = open_run(Path(args.positionals[0]))
+    args = _parse("resume", words, _blank(kind, settings=shown.without_length()))
+    folder = _open_run(Path(args.positionals[0]))
     stored, table = folder.read_config(), args.table
     config = apply_resume_changes(stored, table.get("settings", {}))
     if source := table.get("source"):
@@ -169,3 +168,30 @@ def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
 
 def _no_command(reason: str) -> RequestError:
     return RequestError(f"train or resume has to follow --, {reason}; write unfog slurm --nodes 2 -- train SOURCE")
+
+
+def _open_run(path: Path) -> RunFolder:
+    """Return the run folder at `path`. Raise RequestError with the most similar name of a run if there is none."""
+    folder = RunFolder(path)
+    try:
+        folder.check_is_run()
+    except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
+        raise RequestError(
+            f"{sanitize(str(path))} cannot be read: {reason_of(error)}; give the folder of a run"
+        ) from None
+    except RequestError as error:
+        raise RequestError(
+            f"{sanitize(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml'}"
+        ) from error
+    return folder
+
+
+def _similar_run(path: Path) -> str:
+    try:
+        places = [path.parent, Path("runs")]
+        runs = [str(run.parent) for place in places if place.is_dir() for run in place.glob("*/config.toml")]
+    except (OSError, ValueError):
+        return ""
+    by_name = {Path(run).name: run for run in runs}
+    close = difflib.get_close_matches(path.name, by_name, n=1)
+    return f"; did you mean {by_name[close[0]]}?" if close else ""

@@ -36,7 +36,7 @@ from unfog.runs.metrics_hook import resolve_metrics
 from unfog.text import sanitize
 
 
-def examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
+def _examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
     """Check images, settings and machine before a run; print the findings and write a page.
 
     Args:
@@ -64,7 +64,7 @@ def examine_source(config: Config, out: Path | None = None, quick: bool = False)
     return _publish(page, f"Checks before training on {sanitize(config.source)}", findings), findings
 
 
-def examine_run_folder(
+def _examine_run(
     run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
 ) -> tuple[Path, list[Finding]]:
     """Check a running, finished or failed run; print the findings and write a page outside the run.
@@ -145,8 +145,8 @@ def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
     """Examine what the request names: images, or a run. Return the page and the findings."""
     run = RunFolder(Path(request.source))
     if run.config_file.is_file():
-        return examine_run_folder(run, request.out, request.quick, request.settings.training.device)
-    return examine_source(request.settings, request.out, request.quick)
+        return _examine_run(run, request.out, request.quick, request.settings.training.device)
+    return _examine_source(request.settings, request.out, request.quick)
 
 
 def main(request: DoctorRequest) -> int:

@@ -46,7 +46,7 @@ DRAWN = ("kid", "fid", "fd", "sliced")
 USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
-class WidthResult(NamedTuple):
+class _WidthResult(NamedTuple):
     """Metric of one EMA width."""
 
     width: float
@@ -68,10 +68,10 @@ class EmaSweepResult:
     """Feature network; "" for the held-out loss."""
     before: float
     """Width of the run's `--ema`."""
-    rows: tuple[WidthResult, ...]
+    rows: tuple[_WidthResult, ...]
 
     @property
-    def best(self) -> WidthResult:
+    def best(self) -> _WidthResult:
         return min(self.rows, key=lambda row: row.value)
 
     def table(self) -> list[list[str]]:
@@ -148,7 +148,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
         if now.fingerprint != config.fingerprint:
             raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; bring them back")
         network = build_network(config).to(place).eval()
-        n, by, measured = measure_of(metric, n, features, config, prepared, place)
+        n, by, measured = _build_measure(metric, n, features, config, prepared, place)
         rows = []
         with Progress("lengths", len(asked), delay=0.5) as progress:
             for done, width in enumerate(asked):
@@ -156,7 +156,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
                 progress.update(done, f"width {width:g}")
                 mix = load_ema_weights(network, folder, width, step)
                 value, error = measured(network)
-                rows.append(WidthResult(width, value, error, mix.error))
+                rows.append(_WidthResult(width, value, error, mix.error))
     before = getattr(config.ema, "width", 0.0)
     swept = EmaSweepResult(metric, n, step, by, before, tuple(rows))
     with folder.saving_results(swept.lines):
@@ -192,7 +192,7 @@ Measure = Callable[[nn.Module], tuple[float, float | None]]
 """Maps a network with EMA weights to (value, standard error or None)."""
 
 
-def measure_of(
+def _build_measure(
     metric: str, n: int, features: str, config: Config, prepared: Dataset, device: torch.device
 ) -> tuple[int, str, Measure]:
     """Return the number of images, the name of the features, and the measure, which uses the same noise each time.
@@ -201,12 +201,12 @@ def measure_of(
         RequestError: there are no held-out images, or no such features.
     """
     if metric == LOSS:
-        return held_out_measure(n, config, prepared, device)
+        return _held_out_measure(n, config, prepared, device)
     if n < 10:
         raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
-    compare, name = comparison(metric, features, torch.from_numpy(pixels), device)
+    compare, name = _build_comparison(metric, features, torch.from_numpy(pixels), device)
     # Classes in proportion to the data, or the metric would compare the proportions.
     drawing = replace(default_generation(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
 
@@ -221,7 +221,7 @@ def measure_of(
     return n, name, value
 
 
-def comparison(
+def _build_comparison(
     metric: str, features: str, real: Tensor, device: torch.device
 ) -> tuple[Callable[[Tensor], MetricResult], str]:
     """Return the metric of samples uint8 [N, C, H, W] against `real`, and the name of its features."""
@@ -237,7 +237,7 @@ def comparison(
     return compare, extractor.name
 
 
-def held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.device) -> tuple[int, str, Measure]:
+def _held_out_measure(n: int, config: Config, prepared: Dataset, device: torch.device) -> tuple[int, str, Measure]:
     """Return the measure of the held-out loss of `n` images, or as many as there are."""
     held_out = build_held_out_set(prepared, config, device, n)
     if held_out is None:
@@ -259,7 +259,7 @@ def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
     write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
 
 
-def report_sweep(swept: EmaSweepResult) -> None:
+def _report_sweep(swept: EmaSweepResult) -> None:
     """Print the table and the finding on stderr, and the best width on stdout."""
     for line in swept.lines():
         say(f"  {line}")
@@ -270,5 +270,5 @@ def report_sweep(swept: EmaSweepResult) -> None:
 
 def main(request: EmaSweepRequest) -> int:
     """Sweep, print the best width, and return the exit status."""
-    report_sweep(ema_sweep(request))
+    _report_sweep(ema_sweep(request))
     return 0

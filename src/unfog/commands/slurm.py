@@ -60,7 +60,7 @@ def main(request: SlurmRequest) -> int:
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
         with file.open("x") as batch:
-            batch.write(batch_script(request))
+            batch.write(_batch_script(request))
     except FileExistsError:
         raise RequestError(f"{sanitize(str(file))[1:-1]} is there already; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
@@ -73,7 +73,7 @@ def main(request: SlurmRequest) -> int:
     return 0
 
 
-def batch_script(request: SlurmRequest) -> str:
+def _batch_script(request: SlurmRequest) -> str:
     """Return the text of the batch file."""
     command = shlex.join(request.command)
     processes = max(1, request.gpus_per_node)

@@ -16,7 +16,7 @@ from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimize
 
 
 @dataclass(frozen=True)
-class AutoencoderEvaluate:
+class _Evaluate:
     """Evaluation during training: error and PSNR of reconstructed held-out images."""
 
     every: int = 0
@@ -37,7 +37,7 @@ class AutoencoderRunSettings:
     ema_snapshots: EmaSnapshots = EmaSnapshots()
     log: Log = Log()
     preview: Preview = Preview()
-    evaluate: AutoencoderEvaluate = AutoencoderEvaluate()
+    evaluate: _Evaluate = _Evaluate()
     checkpoint: Checkpoint = Checkpoint()
 
     @classmethod
@@ -46,7 +46,7 @@ class AutoencoderRunSettings:
         if other := _first_unused(config):
             raise RequestError(f"{other} is a setting for unfog train, and an autoencoder has no use for it")
         values = {f.name: getattr(config, f.name) for f in fields(cls)}
-        return cls(**values | {"evaluate": AutoencoderEvaluate(config.evaluate.every, config.evaluate.images)})
+        return cls(**values | {"evaluate": _Evaluate(config.evaluate.every, config.evaluate.images)})
 
     def config(self, source: str) -> Config:
         """Return the configuration of a run with these settings; `add_autoencoder` completes it."""
@@ -100,7 +100,7 @@ def _first_unused(config: Config) -> str:
     usual = autoencoder_recipe()
     for ours, theirs, used, where in (
         (config, usual, AutoencoderRunSettings, ""),
-        (config.evaluate, usual.evaluate, AutoencoderEvaluate, "evaluate."),
+        (config.evaluate, usual.evaluate, _Evaluate, "evaluate."),
     ):
         names = {f.name for f in fields(ours)} - {f.name for f in fields(used)} - {*facts}
         for name in sorted(names):

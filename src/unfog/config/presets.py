@@ -22,7 +22,7 @@ from unfog.training.optimizer_settings import Muon
 from unfog.training.settings import Optimizer, Preview, Training
 
 
-def default() -> Config:
+def _default() -> Config:
     """What drew the best pictures for the time, of what was measured (docs/decisions/0007-default-recipe.md).
 
     Command: `unfog train photos/`. Cost: an hour, unless a length is given. Rectified flow with logit-normal noise
@@ -38,7 +38,7 @@ def default() -> Config:
     )
 
 
-def ddpm() -> Config:
+def _ddpm() -> Config:
     """The textbook recipe (Ho et al. 2020, with the cosine schedule of Nichol and Dhariwal 2021).
 
     Command: `unfog train photos/ --preset ddpm --steps 200000`. Cost: at 64x64 with the 35M network, about a day on a
@@ -56,7 +56,7 @@ def ddpm() -> Config:
     )
 
 
-def edm() -> Config:
+def _edm() -> Config:
     """The theory of Karras et al. 2022 (Table 1): variance exploding, log-normal noise, F, Heun's 18 steps (35 calls).
 
     Command: `unfog train photos/ --preset edm`. Cost: an hour, unless a length is given. The rest is that of `default`.
@@ -65,19 +65,19 @@ def edm() -> Config:
     small:time_scale=100` tells levels further apart.
     """
     return replace(
-        default(),
+        _default(),
         diffusion=Diffusion(VE(), LogNormal(), EdmF(), Edm(), conditioning="logsnr", scale_input=True),
         sampler=Sampler(kind="heun", steps=18),
     )
 
 
-def demo() -> Config:
+def _demo() -> Config:
     """`default`, for three minutes on two CPU cores.
 
     Command: `unfog train fashion --preset demo`. Cost: about 90,000 images through a network of 1M parameters.
     Expect: shoes, shirts, trousers and bags that anybody recognises; laces, patterns and straps are smudged.
     """
-    recipe = default()
+    recipe = _default()
     return replace(
         recipe,
         network=SIZES["tiny"],
@@ -86,7 +86,7 @@ def demo() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"default": default, "ddpm": ddpm, "edm": edm, "demo": demo}
+PRESETS: dict[str, Callable[[], Config]] = {"default": _default, "ddpm": _ddpm, "edm": _edm, "demo": _demo}
 
 
 def preset(name: str) -> Config:

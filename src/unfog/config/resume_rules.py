@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from unfog.config.aliases import stored_name
-from unfog.config.schema import Config, clear_length, inherit_length, redact_urls
+from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
@@ -101,7 +101,7 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
     Raises:
         RequestError: there is no such setting, or it cannot have this value.
     """
-    config = inherit_length(stored, update(clear_length(stored), table, ""))
+    config = update(stored.without_length(), table, "").with_length_of(stored)
     given, now = table.get("sampler", {}), config.sampler
     usual = override_sampler(stored.sampler, now.kind, now.steps).grid
     if usual == stored.sampler.grid or not isinstance(given, Mapping) or {"grid", "tuned"} & set(given):
@@ -115,7 +115,7 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
     Raises:
         RequestError: a run cannot change this, or only with `force`.
     """
-    lines, (old, new) = [], (redact_urls(old), redact_urls(new))
+    lines, (old, new) = [], (old.without_secrets(), new.without_secrets())
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":
             if not force:

@@ -78,7 +78,7 @@ class SampleRequest:
     def __post_init__(self) -> None:
         if self.strip and self.image is not None:
             raise RequestError("--strip shows sampling from noise; leave it away, or --image")
-        check_one_checkpoint(self.best, self.checkpoint)
+        _check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
         if self.guidance_interval is not None:
@@ -155,7 +155,7 @@ class EvaluateRequest(EvaluationRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_checkpoint(self.best, self.checkpoint)
+        _check_one_checkpoint(self.best, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class ReportRequest:
     """Folder of the run."""
 
 
-def check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
+def _check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
     """Raise RequestError if both name a checkpoint."""
     if best and checkpoint is not None:
         raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import Suppress
 
 from unfog.config.aliases import current_name
-from unfog.config.init import Init
 from unfog.config.values import suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
@@ -28,6 +27,24 @@ Network = Architecture | None  # None: chosen for the device and the image size
 
 
 LENGTH = ("steps", "images", "budget")
+
+
+@dataclass(frozen=True)
+class Init:
+    """Weights to start from. Network, size and objective are theirs unless given."""
+
+    folder: str = setting("", short="init")
+    """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one."""
+    weights: Literal["ema", "raw"] = "ema"
+    """Of a run: the average of the weights, or the last ones as they are."""
+    checkpoint: str = "newest"
+    """Of a run: newest, best (by its evaluate.best), or a step."""
+    sha256: Suppress[str] = ""
+    """Of the file of weights, as found."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint not in ("newest", "best") and not self.checkpoint.isdecimal():
+            raise RequestError(f"checkpoint = {self.checkpoint!r} is not newest, best or a step such as 1000")
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,22 @@ class Config:
         check_guidance_interval(self.guidance_interval)
         self._check_averages()
 
+    def without_secrets(self) -> Config:
+        """Return the settings without passwords and signatures of URLs, to show to others."""
+        labels = without_secrets(self.data.labels)
+        return replace(self, source=without_secrets(self.source), data=replace(self.data, labels=labels))
+
+    def without_length(self) -> Config:
+        """Return the settings with no length, so that one of steps, images and budget can be given."""
+        return replace(self, training=replace(self.training, steps=0, images=0, budget=""))
+
+    def with_length_of(self, base: Config) -> Config:
+        """Return the settings, with the length of `base` if they give none."""
+        if any(getattr(self.training, name) for name in LENGTH):
+            return self
+        length = {name: getattr(base.training, name) for name in LENGTH}
+        return replace(self, training=replace(self.training, **length))
+
     def _check_averages(self) -> None:
         """RequestError if the two averages are nearly one."""
         second = self.ema_snapshots.second
@@ -115,12 +148,6 @@ SHORT = _short_flags(Config)
 """Short names of settings. Others are named by their place in the tree, such as --optimizer.warmup."""
 
 
-def redact_urls(config: Config) -> Config:
-    """The same with no password and no signature of a URL in it, to be shown to others; no run can go on from it."""
-    labels = without_secrets(config.data.labels)
-    return replace(config, source=without_secrets(config.source), data=replace(config.data, labels=labels))
-
-
 def check_guidance_interval(interval: tuple[float, float]) -> None:
     """RequestError unless it is an interval of shares of noise."""
     low, high = interval
@@ -156,16 +183,3 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
                 raise RequestError(f"{name}.{min(twice)} is given twice, once by its short name; give one of them")
             table[section] = {**table.get(section, {}), **value} if isinstance(value, Mapping) else value
     return table
-
-
-def clear_length(config: Config) -> Config:
-    """The same with no length given, so that one of steps, images and budget can be."""
-    return replace(config, training=replace(config.training, steps=0, images=0, budget=""))
-
-
-def inherit_length(base: Config, config: Config) -> Config:
-    """`config`, with the length of `base` if it gives none itself."""
-    if any(getattr(config.training, name) for name in LENGTH):
-        return config
-    length = {name: getattr(base.training, name) for name in LENGTH}
-    return replace(config, training=replace(config.training, **length))

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from unfog.config.paths import check_out, reason_of
-from unfog.config.schema import Config, redact_urls
+from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml
 from unfog.errors import RequestError, RunError
 from unfog.locks import lock_of
@@ -110,7 +110,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write the configuration atomically. It is the only file with secrets of URLs, which a resume needs."""
-        write_atomic(self.config_file, to_toml(config).encode(), private=config != redact_urls(config))
+        write_atomic(self.config_file, to_toml(config).encode(), private=config != config.without_secrets())
 
     def read_config(self) -> Config:
         """Return the stored configuration. RequestError if this is no run, or its configuration is damaged."""

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.config.init import Init
 from unfog.config.paths import reason_of
-from unfog.config.schema import Config
+from unfog.config.schema import Config, Init
 from unfog.config.spec_strings import format_spec
 from unfog.config.toml import update
 from unfog.config.values import sanitize

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from unfog.config.schema import Config, redact_urls
+from unfog.config.schema import Config
 from unfog.config.toml import to_toml
 from unfog.errors import Interrupted, RunError
 from unfog.process.heartbeat import folder_identity
@@ -82,7 +82,7 @@ class Saver:
                     step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole"
                 )
                 return
-            settings = to_toml(redact_urls(self.config))
+            settings = to_toml(self.config.without_secrets())
             rollback = self._is_rollback_target(state, step)
             self._writer.submit(snapshot.take_snapshot(state, step, rollback, for_best, settings), post)
             self._heartbeat.save_started()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unfog.config.resume_rules import settings_digests
-from unfog.config.schema import Config, redact_urls
+from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
@@ -154,7 +154,7 @@ class Session(StoppableHooks):
     def _open_recorder(self) -> Recorder:
         # The line of a log that is still due will be written again, so the record is cut before it.
         logged = self.step - ("log" in self.state.due or "evaluate" in self.state.due)
-        settings = asdict(redact_urls(self.config))
+        settings = asdict(self.config.without_secrets())
         folder = self.context.folder.path
         return Recorder(folder, self.config.log, self.steps, self.step, settings, logged, self.defer_interrupts)
 

@@ -121,7 +121,7 @@ class TrainState:
             entry: what is stored.
             rolled_back: restore the entry at a roll-back too, rather than at a resume only.
         """
-        assert name not in self.progress()
+        assert self.progress().get(name) is None
         self.entries[name] = entry
         if rolled_back:
             self._rolled_back.add(name)
