@@ -27,6 +27,7 @@ from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.sampler import noise_levels
+from unfog.diffusion.weighting import CustomWeighting
 from unfog.errors import RequestError, RunError
 from unfog.models.settings import UNet
 from unfog.pipeline.build import build_state
@@ -249,6 +250,7 @@ def test_a_diffusion_that_is_accepted_has_finite_weights_and_levels(data):
         diffusion = Diffusion(**given_values)
     except (RequestError, TypeError):
         assume(False)
+    assume(not isinstance(diffusion.weighting, CustomWeighting))  # which has no path of a function here
     u = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
     logsnr = diffusion.schedule(u)
     assert not logsnr.isnan().any()
