@@ -41,7 +41,7 @@ from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
-from unfog.runs.dry_run import shortened_evaluation
+from unfog.runs.dry_run import _shortened_evaluation
 from unfog.training.ema_schedules import PowerEma
 from unfog.training.micro_batches import seed_generators
 from unfog.training.precision import Precision
@@ -185,11 +185,11 @@ def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, m
 
 def test_a_rehearsal_measures_few_pictures_and_is_refused_none():
     settled = Evaluate(10, metrics=("kid", "fid"), samples=5000, reference=10_000, metrics_every=50, best="fid")
-    small = shortened_evaluation(settled, 2)
+    small = _shortened_evaluation(settled, 2)
     assert (small.every, small.metrics_every, small.samples, small.reference) == (2, 2, 10, 100)
     assert (small.metrics, small.best) == (("kid", "fid"), "held_out_loss")
-    assert shortened_evaluation(Evaluate(10), 2) == Evaluate(2)
-    assert shortened_evaluation(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
+    assert _shortened_evaluation(Evaluate(10), 2) == Evaluate(2)
+    assert _shortened_evaluation(Evaluate(-1, metrics=("kid",)), 2) == Evaluate(-1, metrics=("kid",))
 
 
 @pytest.mark.parametrize("kind", NETWORKS)
@@ -345,17 +345,17 @@ def test_starting_from_weights_that_know_latents(on_latents, photos, codec, tmp_
     assert run.config.network == on_latents.config.network
     assert (run.path / "codec" / "codec.safetensors").is_file()
     other = random_codec(tmp_path / "other", seed=1)
-    with pytest.raises(RequestError, match="know latents of another codec"):
+    with pytest.raises(RequestError, match="trained on latents of another autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(on_latents.path), codec=other, **settings)
     pixels = trained(tmp_path / "pixels", photos, codec, "unet", "pixels", "plain", steps=1)
-    with pytest.raises(RequestError, match="know pixels"):
+    with pytest.raises(RequestError, match="trained on pixels"):
         unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), codec=codec, **SETTINGS)
     with pytest.raises(RequestError, match="no learned variance"):
         unfog.train(photos, out=tmp_path / "no", init=str(pixels.path), **settings | LEARNED)
     shutil.copytree(Path(codec), tmp_path / "trainer" / "codec")
     of_codec = replace(pixels.config, autoencoder=Autoencoder(factor=4, latent_channels=3, channels=(8, 8)))
     RunFolder(tmp_path / "trainer").write_config(of_codec)
-    with pytest.raises(RequestError, match=r"is a codec.*--autoencoder"):
+    with pytest.raises(RequestError, match=r"is an autoencoder.*--autoencoder"):
         unfog.train(photos, out=tmp_path / "no", init=str(tmp_path / "trainer"), **settings)
     assert not (tmp_path / "no").exists()
 

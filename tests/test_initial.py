@@ -21,7 +21,7 @@ from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.reporting.records import read_events
-from unfog.runs.dry_run import randomized
+from unfog.runs.dry_run import _randomized
 from unfog.runs.init_weights import objective_from_scheduler, recipe_from_weights
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def written(folder, scheduler=None, **changes):
     """A UNet2DModel of random weights that matter, written by diffusers."""
     torch.manual_seed(1)
     with torch.no_grad():
-        model = randomized(UNet2DModel(**THEIRS | changes)).eval()
+        model = _randomized(UNet2DModel(**THEIRS | changes)).eval()
     if scheduler is None:
         model.save_pretrained(folder)
     else:
@@ -118,7 +118,7 @@ def test_what_unfog_exports_and_names_of_old(photos, tmp_path):
     folder.mkdir()
     settings = UNet((8, 16), attention=(False, True), head_channels=8, norm_groups=4)
     with torch.no_grad():
-        network = randomized(UNetModel(settings, 3, 3))
+        network = _randomized(UNetModel(settings, 3, 3))
     config, state = to_unet2d(Network(network.settings, 3, 3, network.state_dict()), 8)
     (folder / "config.json").write_text(json.dumps(config))
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}

@@ -19,11 +19,10 @@ from unfog.errors import Interrupted
 from unfog.evaluation.held_out import HeldOut
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.signals import StopSignals
-from unfog.runs import dry_run as rehearsal
 from unfog.runs import dry_run as small
 from unfog.runs import previews as looks
 from unfog.runs import replay, session
-from unfog.runs.dry_run import dry_run, shortened
+from unfog.runs.dry_run import _shortened, dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +93,7 @@ def test_parts_tell_what_they_took(sound):
 def test_nothing_is_said_but_progress(fashion, tmp_path, capsys):
     rehearsed(settled(fashion, label_dropout=0.0, guidance=1.0), fashion, tmp_path)
     told = capsys.readouterr()
-    assert "training" not in told.out + told.err.replace("rehearsing 0 · training", "")
+    assert "training" not in told.out + told.err.replace("dry run 0 · training", "")
 
 
 @pytest.mark.parametrize("part", ["preview", "evaluation", "report", "sample", "export"])
@@ -106,7 +105,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
         "preview": (looks, "generate_images"),
         "evaluation": (HeldOut, "measure"),
         "report": (session, "write_report"),
-        "sample": (rehearsal.Run, "sample"),
+        "sample": (small.Run, "sample"),
         "export": (small, "to_unet2d"),
     }
     monkeypatch.setattr(*place[part], fail)
@@ -120,7 +119,7 @@ def test_what_fails_is_named_and_what_needs_it_is_left_out(fashion, tmp_path, mo
 
 def test_it_is_the_run_in_small_without_trackers(fashion):
     config = settled(fashion, log={"sinks": ["tensorboard"]}, training={"microbatch": 4}, preview={"images": 100})
-    short = shortened(config, 2)
+    short = _shortened(config, 2)
     assert short.log.sinks == ()
     assert short.training.images == 2 * config.training.batch
     assert short.preview.images == 4  # one pass as large as those of training
@@ -152,7 +151,7 @@ def test_a_checkpoint_that_differs_is_fatal(fashion, tmp_path, monkeypatch):
         next(iter(state.tensors()["ema"].values())).add_(1)
         return real(state, saved)
 
-    monkeypatch.setattr(rehearsal, "differing_tensors", spoiled)
+    monkeypatch.setattr(small, "differing_tensors", spoiled)
     monkeypatch.setattr(replay, "differing_tensors", spoiled)
     findings = rehearsed(settled(fashion), fashion, tmp_path)
     assert findings["reload"].severity == "fatal"
@@ -209,19 +208,19 @@ def test_no_room_for_the_rehearsal_is_no_fault_of_the_run(fashion, tmp_path, mon
     assert "17 MB free" in findings["room"].evidence
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert small.failed("checkpoint", full, "").severity == "hint"
-    assert small.failed("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
+    assert small._failure("checkpoint", full, "").severity == "hint"
+    assert small._failure("checkpoint", OSError(errno.EACCES, "Permission denied"), "").severity == "fatal"
 
 
 def test_only_what_is_part_of_the_run_is_said_to_fail_in_it():
-    said = {part: small.failed(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
+    said = {part: small._failure(part, ValueError("it"), "").remedy for part in PARTS if part not in ("ema", "memory")}
     in_run = {part for part, remedy in said.items() if "the run would" in remedy}
     assert in_run == {"training", "preview", "evaluation", "checkpoint", "report"}
     assert "sample RUN" in said["sample"]
 
 
 def test_without_diffusers_the_export_is_left_open(fashion, tmp_path, monkeypatch):
-    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None)
+    monkeypatch.setattr(small, "find_spec", lambda name: None)
     found = rehearsed(settled(fashion, evaluate={"every": -1}), fashion, tmp_path)
     assert found["export"].severity == "hint"
     assert "pip install" in found["export"].remedy

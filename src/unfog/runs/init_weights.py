@@ -30,9 +30,9 @@ from unfog.reporting.progress import warn
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.shard_files import sha256_of
 
-_CLASS_SPREAD = 0.02
-"""Scale of the random differences between new class embeddings; other networks draw their rows at this scale."""
+_CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
+_TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 
 
 class _WeightsSource(NamedTuple):
@@ -44,13 +44,13 @@ class _WeightsSource(NamedTuple):
     """The file of weights."""
     what: str
     """Description for messages."""
-    theirs: dict[str, Any] | None
+    unet2d: dict[str, Any] | None = None
     """`UNet2DModel`'s configuration; None for a run."""
     scheduler: dict[str, Any] | None = None
     """That of diffusers' scheduler, if there is one."""
 
 
-class InitialWeights(NamedTuple):
+class _InitialWeights(NamedTuple):
     """Weights that fit the network of a run, and the automatic choices made for it."""
 
     state: dict[str, Tensor]
@@ -64,50 +64,47 @@ def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
     Args:
         base: the recipe; returned unchanged if no weights are named.
         table: settings given beside it, as a nested table; they are not applied.
-
-    Raises:
-        RequestError: there is nothing to start from, or it has no equivalent here.
     """
     init = replace(update(base.init, table.get("init", {}), "init"), sha256="")
     if not init.folder:
         return base
     given = table.get("diffusion", {})
     known = isinstance(given, Mapping) and {"path", "schedule", "target"} <= given.keys()
-    theirs = _describe_source(init, base.diffusion, known).config
-    codec = base.autoencoder_folder or theirs.autoencoder_folder
-    data = replace(base.data, size=theirs.data.size, channels=theirs.data.channels)
-    if (
-        asked := table.get("autoencoder_folder", base.autoencoder_folder)
-    ) and not theirs.uses_latents:  # the folder speaks of latents, then
-        data = replace(data, size=theirs.data.size * AutoencoderFolder.open(str(asked)).factor, channels=0)
+    trained = _describe_source(init, base.diffusion, known).config
+    data = replace(base.data, size=trained.data.size, channels=trained.data.channels)
+    autoencoder = table.get("autoencoder_folder", base.autoencoder_folder)
+    if autoencoder and not trained.uses_latents:  # diffusers' folder states the size and channels of the latents
+        data = replace(data, size=trained.data.size * AutoencoderFolder.open(str(autoencoder)).factor, channels=0)
     return replace(
-        base, init=init, network=theirs.network, diffusion=theirs.diffusion, data=data, autoencoder_folder=codec
+        base,
+        init=init,
+        network=trained.network,
+        diffusion=trained.diffusion,
+        data=data,
+        autoencoder_folder=base.autoencoder_folder or trained.autoencoder_folder,
     )
 
 
 def adopt_latent_statistics(config: Config) -> Config:
     """Return the configuration with the mean and deviation of latents that the initial weights were trained with.
 
-    Raises:
-        RequestError: the weights were trained on pixels and the run uses latents, or the other way round, or latents of
-            another autoencoder.
+    RequestError if these weights were trained on pixels and the run uses latents, the other way round, or on latents
+    of another autoencoder.
     """
-    found = _describe_source(config.init, config.diffusion) if config.init.folder else None
-    if found is None or found.theirs is not None:  # a folder of diffusers does not say what its network saw
+    source = _describe_source(config.init, config.diffusion) if config.init.folder else None
+    if source is None or source.unet2d is not None:  # a folder of diffusers does not name its autoencoder
         return config
-    theirs, codec = (
-        found.config,
-        AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else "",
-    )
-    known = theirs.latents.sha256 if theirs.uses_latents else ""
-    if codec != known:
-        saw = "latents of another codec" if codec and known else "latents" if known else "pixels"
+    trained = source.config
+    ours = AutoencoderFolder.open(config.autoencoder_folder).sha256() if config.uses_latents else ""
+    theirs = trained.latents.sha256 if trained.uses_latents else ""
+    if ours != theirs:
+        trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
         raise RequestError(
-            f"the weights in {config.init.folder} know {saw}, and with "
-            f"autoencoder_folder = {sanitize(config.autoencoder_folder)} they would see "
-            "something else; leave --autoencoder away, or start from other weights"
+            f"the weights in {config.init.folder} were trained on {trained_on}, which is not what they would get with "
+            f"autoencoder_folder = {sanitize(config.autoencoder_folder)}; leave --autoencoder away, or start from "
+            "other weights"
         )
-    return replace(config, latents=theirs.latents) if codec else config
+    return replace(config, latents=trained.latents) if ours else config
 
 
 def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _WeightsSource:
@@ -134,14 +131,13 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
     config = run.read_config()
     if config.trains_autoencoder:
         raise RequestError(
-            f"init = {sanitize(init.folder)} is a codec, and a network that draws cannot start from its weights; train "
-            f"on its latents: --autoencoder {sanitize(init.folder)}"
+            f"init = {sanitize(init.folder)} is an autoencoder, and a diffusion network cannot start from its weights; "
+            f"train on its latents: --autoencoder {sanitize(init.folder)}"
         )
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
-    file = saved.folder / f"{'ema' if init.weights == 'ema' else 'model'}.safetensors"
-    words = "averaged (EMA)" if init.weights == "ema" else "raw"
-    return _WeightsSource(config, file, f"{words} weights of step {saved.step:,}", None)
+    file, words = ("ema", "averaged (EMA)") if init.weights == "ema" else ("model", "raw")
+    return _WeightsSource(config, saved.folder / f"{file}.safetensors", f"{words} weights of step {saved.step:,}")
 
 
 def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSource:
@@ -157,102 +153,106 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
     return _WeightsSource(config, found.weights, "weights of a UNet2DModel", found.config, found.scheduler)
 
 
-def load_initial_weights(config: Config) -> InitialWeights:
+def load_initial_weights(config: Config) -> _InitialWeights:
     """Return the weights that a run with these settings starts from, once its images are known.
 
-    Raises:
-        RequestError: they are those of another network, or not those that the run began with.
+    RequestError if they are those of another network, or not those that the run began with.
     """
-    found = _describe_source(config.init, config.diffusion)
-    mine, theirs = config.network, found.config.network
-    assert theirs is not None  # a run's is settled
-    dropout = {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name == "dropout"}
-    if mine is None or type(mine) is not type(theirs) or replace(mine, **dropout) != theirs:
+    source = _describe_source(config.init, config.diffusion)
+    _check_network(source, config)
+    sha256 = sha256_of(source.weights)
+    if config.init.sha256 not in ("", sha256):
         raise RequestError(
-            f"network = {format_spec(mine)} is not that of {config.init.folder}, {format_spec(theirs)}; leave "
+            f"{source.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "
+            "yet; bring it back, or train anew with another --out"
+        )
+    choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
+    if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
+        choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
+    state, classes = _fit_to_run(source, checkpoint.read_tensors(source.weights), config)
+    folder = printable(str(Path(config.init.folder).expanduser().resolve()))
+    config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
+    return _InitialWeights(state, config, choices + classes)
+
+
+def _check_network(source: _WeightsSource, config: Config) -> None:
+    """RequestError unless the weights are those of the run's network, apart from dropout."""
+    ours, theirs = config.network, source.config.network
+    assert theirs is not None  # a run's is settled
+    # A network given by its import path may have no dropout.
+    dropout = {f.name: getattr(theirs, f.name) for f in fields(theirs) if f.name == "dropout"}
+    if ours is None or type(ours) is not type(theirs) or replace(ours, **dropout) != theirs:
+        raise RequestError(
+            f"network = {format_spec(ours)} is not that of {config.init.folder}, {format_spec(theirs)}; leave "
             "--network away, or change no more of it than dropout"
         )
-    (channels, side, _), (known, known_side, _) = input_shape(config), input_shape(found.config)
+    channels, known = input_shape(config)[0], input_shape(source.config)[0]
     if channels != known:
-        what = "the codec's latents have" if config.uses_latents else "data.channels ="
+        what = "the autoencoder's latents have" if config.uses_latents else "data.channels ="
         raise RequestError(
             f"the network in {config.init.folder} has {known} channel(s), and {what} {channels}; leave that away"
         )
     learned = config.diffusion.learned_variance
-    if learned != (found.theirs is None and found.config.diffusion.learned_variance):
+    if learned != (source.unet2d is None and source.config.diffusion.learned_variance):
         has = "no learned variance, and here it has" if learned else "a learned variance, and here it has none"
         raise RequestError(f"the network in {config.init.folder} has {has}; leave diffusion.learned_variance as it was")
-    sha256 = sha256_of(found.weights)
-    if config.init.sha256 not in ("", sha256):
-        raise RequestError(
-            f"{found.weights} is not what this run was to start from (sha256 differs), and it has saved no checkpoint "
-            "yet; bring it back, or train anew with another --out"
-        )
-    choices = [Choice("init", config.init.folder, found.what), _objective_choice(found, config)]
-    if side != known_side and known_side:
-        choices.append(Choice("size", config.data.size, f"the weights were trained at {found.config.data.size}"))
-    state, classes = _fitted(found, checkpoint.read_tensors(found.weights), config)
-    choices += classes
-    folder = printable(str(Path(config.init.folder).expanduser().resolve()))
-    return InitialWeights(state, replace(config, init=replace(config.init, folder=folder, sha256=sha256)), choices)
 
 
-def _objective_choice(found: _WeightsSource, config: Config) -> Choice:
+def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
     """Return the objective that training uses, and the reason."""
-    told, reason = found.config.diffusion, "as it was trained with"
-    if found.theirs is not None:
-        told, reason = config.diffusion, "as given, or as the recipe has it: the folder says nothing of it"
-    if found.scheduler is not None:
+    trained, reason = source.config.diffusion, "as it was trained with"
+    if source.unet2d is not None:
+        trained, reason = config.diffusion, "as given, or as in the recipe: the folder does not state it"
+    if source.scheduler is not None:
         reason = "as given: that of the folder has no equivalent here"
         with suppress(RequestError):
-            told, reason = (
-                objective_from_scheduler(found.scheduler, config.diffusion),
-                "as its scheduler_config.json says",
-            )
-    before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (told, config.diffusion))
+            trained = objective_from_scheduler(source.scheduler, config.diffusion)
+            reason = "as its scheduler_config.json says"
+    before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (trained, config.diffusion))
     if now != before:
         reason = f"as given; the weights were trained with {', '.join(before)}"
     return Choice("objective", ", ".join(now), reason)
 
 
-def _fitted(found: _WeightsSource, state: dict[str, Tensor], config: Config) -> tuple[dict[str, Tensor], list[Choice]]:
+def _fit_to_run(
+    source: _WeightsSource, state: dict[str, Tensor], config: Config
+) -> tuple[dict[str, Tensor], list[Choice]]:
     """Return the weights under our names, with the classes and inputs of the run."""
     wanted = len(config.classes)
-    if found.theirs is not None:
-        rows = found.theirs.get("num_class_embeds")
+    if source.unet2d is not None:
+        rows = source.unet2d.get("num_class_embeds")
         # Our export has one more row than classes, for no class; a model trained in diffusers has not.
-        state = from_unet2d(found.theirs, state, null_class=wanted > 0 and rows == wanted + 1).state
+        state = from_unet2d(source.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
     state = {
         name: tensor.float() for name, tensor in state.items() if not name.startswith(_AUGMENT) or config.data.augment
     }
     with torch.no_grad():
         fresh = build_network(config).state_dict()
     state |= {name: fresh[name] for name in fresh if name.startswith(_AUGMENT) and name not in state}
-    choices = _classes(state, fresh, found, config)
+    choices = _fit_classes(state, fresh, source.config.classes, config)
     wrong = [name for name in {*state, *fresh} if name not in state or name not in fresh]
     wrong += [name for name in state if name in fresh and state[name].shape != fresh[name].shape]
     if wrong:
         raise RequestError(
-            f"{found.weights} does not fit its own settings ({min(wrong)}); was it edited? Write it anew"
+            f"{source.weights} does not fit its own settings ({min(wrong)}); was it edited? Write it anew"
         )
     return state, choices
 
 
-def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _WeightsSource, config: Config) -> list[Choice]:
-    """Fit the class embedding in `state` to the classes of the images; return what was changed."""
+def _fit_classes(
+    state: dict[str, Tensor], fresh: dict[str, Tensor], names: tuple[str, ...], config: Config
+) -> list[Choice]:
+    """Fit the class embedding in `state`, trained with the classes `names`, to those of the images; return changes."""
     before = state[_CLASSES].shape[0] - 1 if _CLASSES in state else 0
-    names, wanted = found.config.classes, len(config.classes)
+    wanted = len(config.classes)
     if before == wanted:
         if wanted and names and names != config.classes:
-            return [
-                Choice(
-                    "classes", wanted, f"{', '.join(config.classes)[:60]} take the places of {', '.join(names)[:60]}"
-                )
-            ]
+            reason = f"{', '.join(config.classes)[:60]} take the places of {', '.join(names)[:60]}"
+            return [Choice("classes", wanted, reason)]
         return []
     if not wanted:
         if _BIAS not in state:
-            raise RequestError(f"the weights in {config.init.folder} know {before} classes, and the images have none")
+            raise RequestError(f"the weights in {config.init.folder} have {before} classes, and the images have none")
         # Without classes the last row is added in every call, so it becomes part of the bias.
         state[_BIAS] = state[_BIAS] + state.pop(_CLASSES)[-1]
         return [Choice("classes", "none", f"the images have none; the {before} of the weights are forgotten")]
@@ -260,42 +260,31 @@ def _classes(state: dict[str, Tensor], fresh: dict[str, Tensor], found: _Weights
     scaled = config.network is not None and config.network.fixed_norm_weights
     if _CLASSES not in fresh or (scaled and not before):
         raise RequestError(
-            f"the weights in {config.init.folder} know {before or 'no'} classes, and the images have {wanted}; this "
+            f"the weights in {config.init.folder} have {before or 'no'} classes, and the images have {wanted}; this "
             "network can take no others: give --data.labels none, or start from other weights"
         )
     # Every class begins as "no class", so that the first samples are as good as before.
     none = state[_CLASSES][-1] if before else torch.zeros_like(fresh[_CLASSES][-1])
-    apart = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
-    apart[-1] = 0
-    state[_CLASSES] = none + apart
-    reason = f"their embedding is new, as the weights know {before or 'no'} classes; it begins as that of no class"
+    difference = fresh[_CLASSES] * (_CLASS_SPREAD if scaled else 1.0)
+    difference[-1] = 0
+    state[_CLASSES] = none + difference
+    reason = f"their embedding is new, as the weights have {before or 'no'} classes; it begins as that of no class"
     return [Choice("classes", wanted, reason)]
 
 
-_TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
-_REMEDY = "give --path, --schedule and --target"
-
-
 def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
-    """Return the objective that a model was trained with, from its scheduler_config.json.
-
-    Args:
-        scheduler: missing keys have the defaults of diffusers' DDPMScheduler.
-        base: everything else, such as the weighting.
-
-    Raises:
-        RequestError: it has no equivalent here.
-    """
-    kind = str(scheduler.get("_class_name", "DDPMScheduler"))
+    """Return the objective of a scheduler_config.json of diffusers, and everything else, such as the weighting, of
+    `base`. RequestError if it has no equivalent here."""
+    # Missing keys have the defaults of diffusers' DDPMScheduler.
+    kind, steps = str(scheduler.get("_class_name", "DDPMScheduler")), scheduler.get("num_train_timesteps", 1000)
     plain = replace(base, conditioning="timestep", scale_input=False)
     if kind.startswith("FlowMatch"):
         return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
     if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM")) or scheduler.get("trained_betas"):
-        raise RequestError(f"the scheduler {kind} has no equivalent that could be read off it; {_REMEDY}")
-    steps, betas = scheduler.get("num_train_timesteps", 1000), scheduler.get("beta_schedule", "linear")
-    zero = bool(scheduler.get("rescale_betas_zero_snr", False))
+        raise _untranslatable(kind, "has no equivalent that could be read off it")
     if not isinstance(steps, int) or steps < 2:
-        raise RequestError(f"the scheduler's num_train_timesteps = {sanitize(steps)} is no number of steps; {_REMEDY}")
+        raise _untranslatable(f"'s num_train_timesteps = {sanitize(steps)}", "is no number of steps")
+    betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
     if betas == "linear":
         ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
         # Ours are stated for 1,000 steps.
@@ -304,14 +293,15 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     elif betas == "squaredcos_cap_v2":
         schedule = Cosine(steps=steps, zero_terminal=zero)
     else:
-        raise RequestError(
-            f"the scheduler's beta_schedule = {sanitize(betas)} has no equivalent; there is linear and "
-            f"squaredcos_cap_v2; {_REMEDY}"
-        )
+        known = "has no equivalent; there is linear and squaredcos_cap_v2"
+        raise _untranslatable(f"'s beta_schedule = {sanitize(betas)}", known)
     predicted = scheduler.get("prediction_type", "epsilon")
     if predicted not in _TARGETS:
-        raise RequestError(
-            f"the scheduler's prediction_type = {sanitize(predicted)} has no equivalent; there is "
-            f"{', '.join(_TARGETS)}; {_REMEDY}"
-        )
+        known = f"has no equivalent; there is {', '.join(_TARGETS)}"
+        raise _untranslatable(f"'s prediction_type = {sanitize(predicted)}", known)
     return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])
+
+
+def _untranslatable(what: str, reason: str) -> RequestError:
+    scheduler = f"the scheduler{what}" if what.startswith("'") else f"the scheduler {what}"
+    return RequestError(f"{scheduler} {reason}; give --path, --schedule and --target")
