@@ -19,7 +19,7 @@ from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, AutoencoderFolder, Latents
-from unfog.pipeline.latents import load_autoencoder, save_autoencoder
+from unfog.pipeline.latents import _load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
@@ -209,7 +209,7 @@ def test_a_codec_is_the_same_once_written_and_read(tmp_path):
     assert (described.factor, described.channels, described.image_channels) == (4, 3, 1)
     assert AutoencoderFolder.open(str(tmp_path)) == described  # a run folder, where it lies in codec/
     x = torch.rand(2, 1, 8, 8)
-    read = load_autoencoder(described, torch.device("cpu"))
+    read = _load_autoencoder(described, torch.device("cpu"))
     assert torch.equal(read.encode(x), network.encode(x))
     assert torch.equal(read.decode(network.encode(x)), network.decode(network.encode(x)))
     before = described.sha256()

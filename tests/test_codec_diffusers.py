@@ -8,7 +8,7 @@ import torch
 
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder
-from unfog.pipeline.latents import load_autoencoder
+from unfog.pipeline.latents import _load_autoencoder
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_latents_and_images_are_those_of_diffusers(saved):
     network, folder = saved
     described = AutoencoderFolder.open(str(folder.parent))
     assert described.kind == type(network).__name__
-    codec = load_autoencoder(described, CPU)
+    codec = _load_autoencoder(described, CPU)
     x = torch.rand(2, 3, 32, 32) * 2 - 1
     encoded = network.encode(x)
     expected = encoded.latent_dist.mean if hasattr(encoded, "latent_dist") else encoded.latents
@@ -71,16 +71,16 @@ def test_pickled_weights_and_those_of_another_network_are_refused(saved, tmp_pat
     wrong = text.replace(f'"latent_channels": {network.config.latent_channels}', '"latent_channels": 7')
     (other / "config.json").write_text(wrong)
     with pytest.raises(RequestError, match=r"cannot be read as|do not fit"):
-        load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
+        _load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
     if "norm_num_groups" in text:
         (other / "config.json").write_text(re.sub(r'"norm_num_groups": \d+', '"norm_num_groups": 0', text))
         with pytest.raises(RequestError, match="cannot be read as"):
-            load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
+            _load_autoencoder(AutoencoderFolder.open(str(other)), CPU)
     cut = shutil.copytree(folder, tmp_path / "cut")
     weights = AutoencoderFolder.open(str(cut)).weights
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(RequestError, match="cannot be read as"):
-        load_autoencoder(AutoencoderFolder.open(str(cut)), CPU)
+        _load_autoencoder(AutoencoderFolder.open(str(cut)), CPU)
 
 
 def test_a_codec_that_is_not_what_it_says_is_refused(saved, tmp_path):
@@ -89,4 +89,4 @@ def test_a_codec_that_is_not_what_it_says_is_refused(saved, tmp_path):
         pytest.skip("its levels and its weights must agree to be read at all")
     described = AutoencoderFolder.open(str(folder))
     with pytest.raises(RequestError, match="not usable"):
-        load_autoencoder(described._replace(factor=4), CPU)
+        _load_autoencoder(described._replace(factor=4), CPU)

@@ -195,8 +195,8 @@ def said(source: Path, data: Data, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_why_nothing_is_held_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = Data(size=8, cache="memory", held_out=0.0001)
-    assert "of fewer than 100 pictures each is trained on" in said(pictures(tmp_path / "few", 20), asked, capsys)
-    assert "none of the 140 pictures fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
+    assert "of fewer than 100 images each is trained on" in said(pictures(tmp_path / "few", 20), asked, capsys)
+    assert "none of the 140 images fell below that share" in said(pictures(tmp_path / "more", 140), asked, capsys)
 
 
 def test_a_background_that_a_pack_does_not_have_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_damaged_images_are_told_of_once_also_those_held_out(
     )
     told = capsys.readouterr().err
     for name in bad:
-        assert told.count(f"{name} cannot be used: empty; the next image stands in for it") == 1
+        assert told.count(f"{name} cannot be used: empty; the next image replaces it") == 1
 
 
 def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder, Latents
 from unfog.pipeline.build import build_network, input_shape
-from unfog.pipeline.latents import apply_autoencoder_settings, encode_pixels, load_autoencoder, save_autoencoder
+from unfog.pipeline.latents import _encode_pixels, _load_autoencoder, apply_autoencoder_settings, save_autoencoder
 from unfog.pipeline.load_data import load_images
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
@@ -83,12 +83,12 @@ def images(count=10, seed=0):
 
 
 def wanted(codec, sets, copies=2, batch=4, calls=None):
-    network = load_autoencoder(codec, CPU)
+    network = _load_autoencoder(codec, CPU)
 
     def encode(pixels):
         if calls is not None:
             calls.append(len(pixels))
-        return encode_pixels(network, CPU, pixels)
+        return _encode_pixels(network, CPU, pixels)
 
     return EncodeJob(sets, (3, 4, 4), copies, encode, batch)
 
@@ -103,7 +103,7 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
     assert stored.latents.shape == (13, 2, 3, 4, 4)
     assert stored.latents.dtype == np.float16
     assert isinstance(stored.latents, np.memmap)
-    network = load_autoencoder(codec, CPU)
+    network = _load_autoencoder(codec, CPU)
     for number, part in enumerate(sets):
         x = to_model_range(torch.from_numpy(part.pixels))
         mine = torch.tensor(stored.latents[[slice(10), slice(10, None)][number]])

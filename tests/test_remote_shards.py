@@ -507,7 +507,7 @@ def test_a_run_loses_a_shard_says_so_once_and_goes_on_after_a_stop_as_if_there_h
     web.faults["s-003.tar"] = "hidden"  # there when the run begins, and not when it is read
     whole = unfog.train(web.url, out=tmp_path / "whole", steps=4, **SETTINGS)
     said = capfd.readouterr().err
-    assert said.count("s-003.tar is not there; others stand in for its 12 images") == 1
+    assert said.count("s-003.tar is not there; others replace its 12 images") == 1
     events = [json.loads(line) for line in (whole.path / "events.jsonl").read_text().splitlines()]
     lost = [event for event in events if event["kind"] == "quarantined"]
     assert [(one["shard"], one["reason"], one["images"]) for one in lost] == [("s-003.tar", "is not there", EACH)]

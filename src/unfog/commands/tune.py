@@ -19,7 +19,7 @@ from unfog.errors import RequestError
 from unfog.inference.run import Run
 from unfog.inference.tuned_sampler import record_tuned_sampler
 from unfog.pipeline.build import input_shape
-from unfog.pipeline.generate import _without_pixel_clipping, conditional_denoiser, default_generation
+from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
 from unfog.reporting.progress import Progress, plural, print_result, say
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
@@ -149,7 +149,7 @@ class _GridError:
     def draw(self, sampler: Sampler) -> Tensor:
         """Return samples, pixels or latents as the network sees them, float32 [N, C, H, W]."""
         config, device = self.run.config, self.run.device
-        shape, sampler = input_shape(config), _without_pixel_clipping(sampler, config)
+        shape, sampler = input_shape(config), without_pixel_clipping(sampler, config)
         denoiser, drawn = Denoiser(self.run.network, config.diffusion), []
         for first in range(0, self.drawing.count, self.drawing.batch):
             indices = range(first, min(first + self.drawing.batch, self.drawing.count))

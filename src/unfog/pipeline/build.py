@@ -90,8 +90,7 @@ def build_loss_at(network: nn.Module, config: Config) -> LossAt:
 def build_network(config: Config) -> Network | AutoencoderModel:
     """Return the network with fresh weights, on the CPU: a function of the configuration and its seed alone.
 
-    Raises:
-        RequestError: the network does not fit the image size, or is not chosen yet.
+    RequestError if the network does not fit the image size, or is not chosen yet.
     """
     if config.trains_autoencoder:
         with torch.random.fork_rng(devices=[]):
@@ -103,10 +102,10 @@ def build_network(config: Config) -> Network | AutoencoderModel:
     check_network_size(config.network, side, config.latents.factor if config.uses_latents else 1)
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it is
         torch.manual_seed(config.training.seed)
-        told = CONDITIONS if config.data.augment else 0
+        conditions = CONDITIONS if config.data.augment else 0
         out = 2 * channels if config.diffusion.learned_variance else None
-        network = build_model(config.network, channels, len(config.classes), told, out)
-        if isinstance(config.network, CustomNetwork) and not told:
+        network = build_model(config.network, channels, len(config.classes), conditions, out)
+        if isinstance(config.network, CustomNetwork) and not conditions:
             config.network.try_out(network, (channels, side, side), out or channels)
     network.channels_last = config.training.memory_format == "channels_last"
     return network
@@ -138,10 +137,9 @@ def build_state(
     if config.training.compile and home is None:
         network.compile()  # in place: torch.compile(network) would prefix the names of the weights
     elif config.training.compile:
-        compile_blocks(network)
+        compile_blocks(network)  # gathering the weights of a sharded block would break a graph of the whole
     precision, second = Precision(config.training.precision, device), config.ema_snapshots.second_schedule(config.ema)
-    followed = config.diffusion.follows_losses and not config.trains_autoencoder
-    levels = Levels(device) if followed else None
+    levels = Levels(device) if config.diffusion.follows_losses and not config.trains_autoencoder else None
     return TrainState(network, config.optimizer, config.ema, precision, second, levels)
 
 
@@ -151,16 +149,12 @@ def build_intervals(config: Config, state: TrainState) -> Intervals:
     return Intervals(*every, ema_snapshot=config.ema_snapshots.every if state.ema_widths else 0)
 
 
-def build_held_out_set(prepared: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
-    """Return held-out images, evenly spaced over the set, as network input; None if there are none.
+def build_held_out_set(dataset: Dataset, config: Config, device: torch.device, wanted: int = 0) -> HeldOut | None:
+    """Return at most `wanted` held-out images (0: `evaluate.images`), evenly spaced, as network input on the device.
 
-    Args:
-        prepared: the data set.
-        config: its settings, with the noise levels of the evaluation.
-        device: where the images are put.
-        wanted: number of images at most; 0 for `evaluate.images`.
+    None if there are none.
     """
-    images, wanted = prepared.as_network_input.held_out, wanted or config.evaluate.images
+    images, wanted = dataset.as_network_input.held_out, wanted or config.evaluate.images
     if not len(images):
         return None
     # Unlike `evenly_spaced`, which rounds: other images would change the held-out loss of existing runs.

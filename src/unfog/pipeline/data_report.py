@@ -21,57 +21,42 @@ from unfog.reporting.records import write_atomic
 from unfog.text import valid_text
 
 DATA_FILE = "data.json"
-MAX_LISTED = 100_000
-"""Up to so many files data.json lists all; of more, only those quarantined, or converted in a way worth a look."""
-
-_SHEET_IMAGES = 64
-"""Images on the contact sheet; fewer if they are large, so that writing it stays fast."""
-
-_SHEET_PIXELS = 2**20
-_FEWEST_SHOWN = 8
+MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_SHEET_IMAGES, _SHEET_PIXELS, _MIN_SHEET_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
 _ROW = 12  # images across, as `grid` lays out what has captions
-_LOOKED_AT = 200_000  # positions of the stream among which the images to show are chosen
+_POSITIONS = 200_000  # of the stream, among which the images to show are chosen
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def write_data_report(folder: RunFolder, prepared: Dataset, augment: Augment, seed: int) -> None:
-    """Write data.json and contact-sheet.png into a run folder, each atomically.
+def write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
+    """Write data.json and contact-sheet.png into a run folder, each atomically. OSError if that is impossible.
 
-    Args:
-        folder: the run.
-        prepared: its images.
-        augment: the augmentation in training.
-        seed: of the stream and of the augmentation. The random state of torch is left as it is.
-
-    Raises:
-        OSError: the files cannot be written.
+    `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
     """
-    write_atomic(folder.path / DATA_FILE, data_json(prepared))
-    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(prepared, augment, seed)))
+    write_atomic(folder.path / DATA_FILE, data_json(dataset))
+    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))
 
 
-def data_json(prepared: Dataset) -> bytes:
-    """The ledger, and a line for each file: {"name", "status", "converted", "reason"}.
+def data_json(dataset: Dataset) -> bytes:
+    """Return the report of the data set, and a line for each file: {"name", "status", "converted", "reason"}.
 
-    The status is "used", "held out" or "quarantined", and only the last has a reason. "converted" is null where images
-    are decoded only when training wants them. Shards that a run goes on without are in "shards_given_up". A name that
-    is no valid text has \\xff for such a byte.
+    The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
+    where images are decoded only when training wants them. Failed shards are in "shards_given_up". A name that is no
+    valid text has \\xff for such a byte.
     """
-    ledger = prepared.report
-    files = ledger.used + len(ledger.skipped)
-    lines = [*_used(prepared, everything=files <= MAX_LISTED), *map(_quarantined, ledger.skipped)]
-    whole = ledger.to_dict()
-    for name in ("treatment", "treatments"):  # which the lines spell out
-        del whole[name]
+    report = dataset.report
+    files = report.used + len(report.skipped)
+    lines = [*_used_lines(dataset, everything=files <= MAX_LISTED), *map(_skipped_line, report.skipped)]
     head = {
-        "summary": ledger.line(),
-        **whole,
-        "quarantined": len(ledger.skipped),
-        "actions": ledger.actions,
+        "summary": report.line(),
+        # The lines spell the treatments out.
+        **{name: value for name, value in report.to_dict().items() if name not in ("treatment", "treatments")},
+        "quarantined": len(report.skipped),
+        "actions": report.actions,
         "unlisted": files - len(lines),
     }
-    shards = remote_shards_of(prepared.train)
+    shards = remote_shards_of(dataset.train)
     if shards is not None and shards.failed:
         head["shards_given_up"] = shards.failed
     opening = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
@@ -79,46 +64,43 @@ def data_json(prepared: Dataset) -> bytes:
     return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")
 
 
-def _used(prepared: Dataset, everything: bool) -> Iterator[str]:
-    """A line for each image used; unless everything is wanted, for those that something unusual was done to."""
-    ledger = prepared.report
-    converted = [
-        f'"converted": {_encode(ledger.phrases(which))}, "reason": null' for which in range(len(ledger.treatments))
-    ]
+def _used_lines(dataset: Dataset, everything: bool) -> Iterator[str]:
+    """Yield a line for each image used; unless `everything`, for those that were converted in an unusual way."""
+    report = dataset.report
+    converted = [f'"converted": {_encode(report.phrases(i))}, "reason": null' for i in range(len(report.treatments))]
     begin = 0
-    for status, names in (("used", prepared.train.names), ("held out", prepared.held_out.names)):
-        treatment = ledger.treatment_of(slice(begin, begin + len(names)))
+    for status, names in (("used", dataset.train.names), ("held out", dataset.held_out.names)):
+        treatment = report.treatment_of(slice(begin, begin + len(names)))
         begin += len(names)
-        if not ledger.read:  # what will be done to them is not known yet
+        if not report.read:  # what will be done to them is not known yet
             listed = ((name, '"converted": null, "reason": null') for name in (names if everything else ()))
         elif everything:
             listed = ((name, converted[which]) for name, which in zip(names, treatment.tolist(), strict=True))
         else:
-            unusual = [i for i, done in enumerate(ledger.treatments) if not COMMON_ACTIONS.issuperset(done)]
+            unusual = [i for i, done in enumerate(report.treatments) if not COMMON_ACTIONS.issuperset(done)]
             rows = np.flatnonzero(np.isin(treatment, unusual)).tolist()  # few; not every name need be looked up
             listed = ((names[row], converted[treatment[row]]) for row in rows)
         for name, done in listed:
             yield f'    {{"name": {_encode(valid_text(name))}, "status": "{status}", {done}}}'
 
 
-def _quarantined(one: Iterable[str]) -> str:
+def _skipped_line(one: Iterable[str]) -> str:
     name, reason = map(valid_text, one)
     return f'    {{"name": {_encode(name)}, "status": "quarantined", "converted": [], "reason": {_encode(reason)}}}'
 
 
-def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
+def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:
     """Return training images as the network sees them, from the stream and augmented: uint8 [H, W, 3].
 
-    A row for each unusual conversion, then some of each class; small images are enlarged by an integer factor. The
-    sheet depends on the images and the seed alone.
+    It shows a row for each unusual conversion, then some of each class, and depends on the images and the seed alone.
     """
-    images = prepared.train
+    images = dataset.train
     _, _, height, width = images.pixels.shape
-    count = min(_SHEET_IMAGES, max(_FEWEST_SHOWN, _SHEET_PIXELS // (height * width)))
+    count = min(_SHEET_IMAGES, max(_MIN_SHEET_IMAGES, _SHEET_PIXELS // (height * width)))
     stream = ImageStream(images, seed)
-    index = stream.index(0, min(len(images), _LOOKED_AT))  # index[p]: the image at position p
-    chosen = _unusual(prepared.report, index, count // 2)
-    chosen |= _spread(prepared, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
+    index = stream.index(0, min(len(images), _POSITIONS))  # index[p]: the image at position p
+    chosen = _unusual(dataset.report, index, count // 2)
+    chosen |= _spread(dataset, index, [p for p in range(len(index)) if p not in chosen], max(0, count - len(chosen)))
     batches = [stream.batch(position, 1) for position in chosen]
     for position, batch in zip(list(chosen), batches):
         if batch.label is not None and int(batch.index[0]) != int(index[position]):  # it stands in for another
@@ -131,30 +113,27 @@ def contact_sheet(prepared: Dataset, augment: Augment, seed: int) -> Pixels:
     return grid(pixels, labels=captions if any(captions) else None)
 
 
-def _unusual(ledger: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:
-    """Return position -> conversion of images that were converted in an unusual way, about as many of each."""
-    if not ledger.read:
+def _unusual(report: DataReport, index: NDArray[np.int64], count: int) -> dict[int, str]:
+    """Return position -> caption of images that were converted in an unusual way, about as many of each."""
+    if not report.read:
         return {}
-    treatment = ledger.treatment_of(index)
+    treatment = report.treatment_of(index)
     present = set(np.unique(treatment).tolist())
+    kinds: dict[str, list[int]] = {}
+    for action in (one for one in ACTIONS if one not in COMMON_ACTIONS):
+        if which := [i for i, done in enumerate(report.treatments) if action in done and i in present]:
+            kinds[action] = which
     chosen: dict[int, str] = {}
-    kinds = [
-        (action, which)
-        for action in ACTIONS
-        if action not in COMMON_ACTIONS
-        and (which := [i for i, done in enumerate(ledger.treatments) if action in done and i in present])
-    ]
-    for action, which in kinds:
-        positions = np.flatnonzero(np.isin(treatment, which))
-        few = min(_ROW, max(1, count // len(kinds)))
-        for position in positions[:few].tolist():
-            chosen.setdefault(position, ledger.phrase(action))
+    few = min(_ROW, max(1, count // max(1, len(kinds))))
+    for action, which in kinds.items():
+        for position in np.flatnonzero(np.isin(treatment, which))[:few].tolist():
+            chosen.setdefault(position, report.phrase(action))
     return chosen
 
 
-def _spread(prepared: Dataset, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
+def _spread(dataset: Dataset, index: NDArray[np.int64], free: list[int], count: int) -> dict[int, str]:
     """Return position -> class of some `free` positions, in order, for evenly spaced classes."""
-    images = prepared.train
+    images = dataset.train
     if images.labels is None:
         return dict.fromkeys(free[:count], "")
     labels = images.labels[index[free]]

@@ -50,7 +50,7 @@ class GenerationSettings:
         check_guidance_interval(self.interval)
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
-                raise RequestError(f"{name} of pictures = {getattr(self, name)} must be at least 1")
+                raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
 
 
 def default_generation(config: Config, count: int, batch: int) -> GenerationSettings:
@@ -64,7 +64,7 @@ def default_generation(config: Config, count: int, batch: int) -> GenerationSett
 def generate_images(
     network: nn.Module,
     config: Config,
-    drawing: GenerationSettings,
+    settings: GenerationSettings,
     progress: Callable[[int], None] = lambda done: None,
     observe: Observe | None = None,
     guide: Labelled | None = None,
@@ -76,7 +76,7 @@ def generate_images(
     Args:
         network: the denoising network.
         config: of its run.
-        drawing: what to generate.
+        settings: what to generate.
         progress: called with the number of finished samples.
         observe: called at every step of the first batch, unless `edit` is given.
         guide: a weaker denoiser for autoguidance; None guides away from the unconditional output.
@@ -85,41 +85,41 @@ def generate_images(
     """
     device = next(network.parameters()).device
     shape, decode = input_shape(config), latent_decoder(config, device)
-    sampler, seen = _without_pixel_clipping(drawing.sampler, config), encode_edit(edit, config, device)
-    was_training, pictures, memory_format = network.training, [], getattr(network, "channels_last", False)
+    sampler, encoded_edit = without_pixel_clipping(settings.sampler, config), encode_edit(edit, config, device)
+    # Known pixels constrain the predicted image, not the learned variance.
+    uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
+    variance = config.diffusion.learned_variance and uses_variance
+    was_training, samples, memory_format = network.training, [], getattr(network, "channels_last", False)
     network.eval()
     # Independent of the format in training, so that a preview equals the output of `sample`.
-    network.channels_last = default_memory_format(device, drawing.precision)[0] == "channels_last"  # type: ignore[assignment]
+    network.channels_last = default_memory_format(device, settings.precision)[0] == "channels_last"  # type: ignore[assignment]
     try:
-        end = drawing.first + drawing.count
-        for first in range(drawing.first, end, drawing.batch):
-            indices = range(first, min(first + drawing.batch, end))
-            # Known pixels constrain the predicted image, not the learned variance.
-            plain = edit is None or edit.unknown is None
-            variance = config.diffusion.learned_variance and drawing.sampler.kind == "ddpm" and plain
-            denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(drawing.precision))
-            denoise = _CallCounter(conditional_denoiser(denoiser, config, drawing, indices, device, guide))
+        end = settings.first + settings.count
+        for first in range(settings.first, end, settings.batch):
+            indices = range(first, min(first + settings.batch, end))
+            denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
+            denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, indices, device, guide))
             parts = (
                 denoise,
                 config.diffusion.path,
                 config.diffusion.schedule,
-                NoiseSource(drawing.seed, indices, shape, device).draw,
+                NoiseSource(settings.seed, indices, shape, device).draw,
             )
-            if edit is None or seen is None:
-                images = decode(sampler(*parts, observe if first == drawing.first else None))
+            if edit is None or encoded_edit is None:
+                images = decode(sampler(*parts, observe if first == settings.first else None))
             else:
-                images = edit.keep(decode(seen(sampler, *parts)))
-            pictures.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
-            progress(indices.stop - drawing.first)
+                images = edit.keep(decode(encoded_edit(sampler, *parts)))
+            samples.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
+            progress(indices.stop - settings.first)
             calls(denoise.calls)
     finally:
         network.train(was_training)
         network.channels_last = memory_format  # type: ignore[assignment]
-    return np.concatenate(pictures)
+    return np.concatenate(samples)
 
 
-def _without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
-    """Return the sampler without clipping to the pixel range if the network generates latents."""
+def without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
+    """Return the sampler without clipping to the pixel range [-1, 1] if the network generates latents."""
     return replace(sampler, clip=False) if config.uses_latents else sampler
 
 
@@ -137,41 +137,38 @@ class _CallCounter:
 def conditional_denoiser(
     denoiser: Denoiser,
     config: Config,
-    drawing: GenerationSettings,
+    settings: GenerationSettings,
     indices: Sequence[int],
     device: torch.device,
     guide: Labelled | None = None,
 ) -> Denoise:
-    """Return the denoiser with the labels of these samples, and with the guidance of `drawing`.
+    """Return the denoiser with the labels of these samples, and with the guidance of `settings`.
 
     Guidance extrapolates away from the weaker `guide` with the same label; without one, from the unconditional output.
-
-    Raises:
-        RequestError: guidance without classes, or of a network trained without label dropout.
+    RequestError if that needs classes, or a network trained with label dropout, and there is none.
     """
     label = None
-    if drawing.labels:
-        label = torch.tensor([drawing.labels[i % len(drawing.labels)] for i in indices], device=device)
-    asked = guided_denoiser(denoiser, config, drawing, guide)
-    return lambda x, logsnr: asked(x, logsnr, label)
+    if settings.labels:
+        label = torch.tensor([settings.labels[i % len(settings.labels)] for i in indices], device=device)
+    guided = _guided_denoiser(denoiser, config, settings, guide)
+    return lambda x, logsnr: guided(x, logsnr, label)
 
 
-def guided_denoiser(
-    denoiser: Denoiser, config: Config, drawing: GenerationSettings, guide: Labelled | None
+def _guided_denoiser(
+    denoiser: Denoiser, config: Config, settings: GenerationSettings, guide: Labelled | None
 ) -> Labelled:
-    """Return the denoiser with the guidance of `drawing`. RequestError as `conditional_denoiser`."""
-    if drawing.guidance == 1:
+    if settings.guidance == 1:
         return denoiser
-    led: Labelled
+    guided: Labelled
     if guide is not None:
-        led = Autoguided(denoiser, guide, drawing.guidance)
-    elif not drawing.labels:
-        raise RequestError(f"guidance = {drawing.guidance} needs classes, and this run has none; or a weaker --guide")
+        guided = Autoguided(denoiser, guide, settings.guidance)
+    elif not settings.labels:
+        raise RequestError(f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide")
     elif config.label_dropout == 0:
-        raise RequestError(f"guidance = {drawing.guidance} needs a network trained with --label-dropout, such as 0.1")
+        raise RequestError(f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1")
     else:
-        led = Guided(denoiser, drawing.guidance, len(config.classes))
-    return led if drawing.interval == (0.0, 1.0) else Within(led, denoiser, drawing.interval)
+        guided = Guided(denoiser, settings.guidance, len(config.classes))
+    return guided if settings.interval == (0.0, 1.0) else Within(guided, denoiser, settings.interval)
 
 
 def to_pixels(x: Tensor) -> Tensor:
@@ -179,10 +176,10 @@ def to_pixels(x: Tensor) -> Tensor:
     return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def sample_grid(pictures: Pixels, classes: Sequence[str]) -> Pixels:
+def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:
     """Return one image of all samples; whole cycles through up to 20 classes get a column for each class."""
-    columns = len(classes) if 1 < len(classes) <= 20 and len(pictures) % len(classes) == 0 else None
-    return grid(pictures, columns)
+    columns = len(classes) if 1 < len(classes) <= 20 and len(samples) % len(classes) == 0 else None
+    return grid(samples, columns)
 
 
 def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:
@@ -211,24 +208,18 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def proportional_labels(labels: NDArray[np.integer] | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Return labels for `count` samples, in the class proportions of a data set.
+    """Return labels for `count` samples, in the class proportions of a data set with these `labels`; () for None.
 
     Sample i gets the class at the fraction (i + 1/2) / golden ratio (mod 1) of the data set sorted by class, so its
-    label depends on i alone. After n samples the share of a class is off by about log(n) / n, against 1 / sqrt(n) for
-    random labels, whose scatter would add to a Frechet distance.
-
-    Args:
-        labels: of the data set, integers from 0; None without classes, which returns ().
-        count: number of samples.
-
-    Raises:
-        RequestError: `labels` is empty.
+    label depends on i alone.
     """
     if labels is None:
         return ()
     present = np.asarray(labels, dtype=np.int64)
     if present.ndim != 1 or not len(present):
         raise RequestError("labels like those of a data set need one that has labels; without classes, give none")
+    # After n samples the share of a class is off by about log(n) / n, against 1 / sqrt(n) for random labels, whose
+    # scatter would add to a Frechet distance.
     cumulative = np.bincount(present).cumsum() / len(present)
     fractions = (np.arange(count) + 0.5) * _GOLDEN % 1
     return tuple(np.searchsorted(cumulative, fractions, side="right").tolist())

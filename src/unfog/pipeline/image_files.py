@@ -1,4 +1,4 @@
-"""Write samples as numbered PNGs, a grid of them, and a strip of the denoising steps of the first."""
+"""Read the images and masks of edits; write samples as PNGs, a grid of them, and a strip of denoising steps."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def build_edit(
 ) -> Edit | None:
     """Return the edit of an image, with an optional mask, at the size of a run; None without an image.
 
-    Raises:
-        RequestError: one cannot be read, their sizes differ, or an argument is given without the one it needs.
+    RequestError if one cannot be read, their sizes differ, or an argument lacks the one that it needs.
     """
     if image is None:
         needy = {"mask": mask, "strength": strength, "repeats": repeats}
@@ -46,7 +45,7 @@ def build_edit(
             raise RequestError(f"{given[0]} says what to do with an image, and there is none; give one: image = FILE")
         return None
     if mask is None and repeats is not None:
-        raise RequestError(f"repeats = {repeats} is for painting where a mask is white; give one, or leave it away")
+        raise RequestError(f"repeats = {repeats} is for inpainting where a mask is white; give one, or leave it away")
     pixels, facts = _read_image(image, "image", config.data.size, config.data.channels, config.data.background)
     unknown = None
     if mask is not None:
@@ -69,11 +68,7 @@ def build_edit(
 
 
 def _read_image(given: ImageInput, what: str, size: int, channels: int, background: str) -> tuple[Pixels, ImageInfo]:
-    """Return uint8 [channels, size, size] as the data layer decodes it: upright, on the background, centre-cropped.
-
-    Raises:
-        RequestError: it is no image.
-    """
+    """Return uint8 [channels, size, size] decoded as training images are: upright and centre-cropped."""
 
     def opener() -> Image.Image:
         return open_image(path) if path else Image.fromarray(values)
@@ -96,12 +91,12 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 
 
-def edit_grid(edit: Edit, pictures: Pixels) -> Pixels:
+def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
     """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
     first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
     if edit.unknown is not None:
         first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
-    return grid(np.concatenate([np.stack(first), pictures]))
+    return grid(np.concatenate([np.stack(first), samples]))
 
 
 MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
@@ -129,17 +124,17 @@ class DenoisingStrip:
         """Level -> (distance of the nearest step so far, that step)."""
 
     def __call__(self, step: int, logsnr: float, x_t: Tensor, x0: Tensor) -> None:
-        """Keep a sampling step if it is the nearest to a level so far, as a sampler may choose its own levels."""
         quantile = float(self.schedule.quantile(torch.tensor([logsnr], dtype=torch.float64)))
         far = {level: abs(quantile - level) for level in _STRIP_LEVELS}
+        # A sampler may choose its own levels, so the nearest to each of ours is kept.
         nearer = [level for level in _STRIP_LEVELS if level not in self.nearest or far[level] < self.nearest[level][0]]
         if not nearer:
             return
         steps = self.schedule.steps
         caption = f"t = {quantile * steps:.0f}" if steps else f"log SNR {logsnr:.1f}"
-        # Shown within [-1, 1]: on the VE path x_t reaches far beyond.
-        seen = self.decode(x_t[:1] / x_t[:1].abs().amax().clamp(min=1))
-        column = _Column(step, caption, _first(seen), _first(self.decode(x0[:1])))
+        # Scaled into [-1, 1]: on the VE path x_t reaches far beyond.
+        scaled = self.decode(x_t[:1] / x_t[:1].abs().amax().clamp(min=1))
+        column = _Column(step, caption, _first(scaled), _first(self.decode(x0[:1])))
         self.nearest.update({level: (far[level], column) for level in nearer})
 
     def columns(self) -> list[_Column]:
@@ -159,18 +154,18 @@ def _first(x: Tensor) -> Pixels:
 
 
 def write_images(
-    folder: Path, pictures: Pixels, classes: Sequence[str], watched: DenoisingStrip | None, edit: Edit | None = None
+    folder: Path, samples: Pixels, classes: Sequence[str], strip: DenoisingStrip | None, edit: Edit | None = None
 ) -> None:
     """Write 000000.png, 000001.png, …, grid.png, and strip.png if sampling was observed.
 
     The grid shows the first thousand samples; those of an edit come after the edited image and its mask.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for number, picture in enumerate(pictures):
-        save_png(folder / f"{number:06d}.png", picture)
-    if len(pictures) > MAX_IN_GRID:
-        say(f"  grid.png shows the first {MAX_IN_GRID:,} of {len(pictures):,} pictures")
-    first = pictures[:MAX_IN_GRID]
-    save_png(folder / "grid.png", edit_grid(edit, first) if edit else sample_grid(first, classes))
-    if watched is not None:
-        save_png(folder / "strip.png", watched.image())
+    for number, sample in enumerate(samples):
+        save_png(folder / f"{number:06d}.png", sample)
+    if len(samples) > MAX_IN_GRID:
+        say(f"  grid.png shows the first {MAX_IN_GRID:,} of {len(samples):,} samples")
+    first = samples[:MAX_IN_GRID]
+    save_png(folder / "grid.png", _edit_grid(edit, first) if edit else sample_grid(first, classes))
+    if strip is not None:
+        save_png(folder / "strip.png", strip.image())

@@ -1,4 +1,4 @@
-"""The autoencoder of a run: loading and saving it, and encoding and decoding images with it."""
+"""Latents of a run: load, save and check its autoencoder, encode images, and decode samples with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from unfog.data.latents import (
     FORMAT,
     EncodeJob,
     LatentArrays,
-    Normalise,
     encode_into_memory,
     latent_image_sets,
     load_or_encode,
@@ -46,13 +45,12 @@ from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]
 """Network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
-_PIXELS_AT_ONCE = 2**18
-"""Pixels per batch: 64 images of 64x64, 4 of 256x256."""
+_PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
+_FEW = 64  # images that are encoded where only the shape and scale of latents are needed
+_DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
 
 
-class ImageAutoencoder(Protocol):
-    """A network between images and latents."""
-
+class _ImageAutoencoder(Protocol):
     def encode(self, x: Tensor) -> Tensor:
         """Encode images [B, C, H, W] in [-1, 1] to latents [B, c, H/f, W/f]; to the mean of a Gaussian."""
 
@@ -60,30 +58,27 @@ class ImageAutoencoder(Protocol):
         """Decode latents to images about [-1, 1]."""
 
 
-def load_autoencoder(described: AutoencoderFolder, device: torch.device) -> ImageAutoencoder:
+def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _ImageAutoencoder:
     """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
-    Raises:
-        RequestError: its weights do not fit its description, or need a package that is missing.
+    RequestError if its weights do not fit its description, or need a package that is missing.
     """
     network: nn.Module
-    network = (
-        _ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
-    )
+    network = _load_ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
     network = network.to(device).float().eval().requires_grad_(False)
-    codec = cast(ImageAutoencoder, network)
+    autoencoder = cast(_ImageAutoencoder, network)
     side = 8 * described.factor
     with torch.inference_mode():
-        latent = codec.encode(torch.zeros(1, described.image_channels, side, side, device=device))
-        shapes = (tuple(latent.shape), tuple(codec.decode(latent).shape))
+        latent = autoencoder.encode(torch.zeros(1, described.image_channels, side, side, device=device))
+        shapes = (tuple(latent.shape), tuple(autoencoder.decode(latent).shape))
     if shapes != ((1, described.channels, 8, 8), (1, described.image_channels, side, side)):
         raise RequestError(
             f"autoencoder_folder = {described.folder} makes {shapes[0]} and {shapes[1]} of {side} pixels: not usable"
         )
-    return codec
+    return autoencoder
 
 
-def _ours(described: AutoencoderFolder) -> AutoencoderModel:
+def _load_ours(described: AutoencoderFolder) -> AutoencoderModel:
     given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
     network = AutoencoderModel(update(Autoencoder(), given, "codec"), described.image_channels)
     try:
@@ -99,18 +94,25 @@ def _ours(described: AutoencoderFolder) -> AutoencoderModel:
 def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFolder:
     """Write one of our autoencoders into a folder, which is replaced atomically."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
-    partial_folder = folder.with_name(f".{folder.name}-partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
+    partial_folder = _empty_beside(folder)
     (partial_folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     save_file(weights, partial_folder / WEIGHTS[OURS])
+    # safetensors writes files that only their owner may read.
     (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
-    _put(partial_folder, folder)
+    _move_into_place(partial_folder, folder)
     return AutoencoderFolder.open(str(folder))
 
 
-def _put(made: Path, folder: Path) -> None:
+def _empty_beside(folder: Path) -> Path:
+    """Return a new empty folder beside another, on the same file system."""
+    made = folder.with_name(f".{folder.name}-partial")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    return made
+
+
+def _move_into_place(made: Path, folder: Path) -> None:
     """Move a finished folder to its place; the old one is deleted when the new one is on the disk."""
     for path in (*made.iterdir(), made):
         sync(path)
@@ -123,25 +125,20 @@ def _put(made: Path, folder: Path) -> None:
 
 
 def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
-    """Copy the autoencoder into the run folder, so that the run needs no other; return the settings that name it.
-
-    A run without latents is left as it is.
-    """
+    """Copy the autoencoder into the run folder, so that the run needs no other; return the settings that name it."""
     if not config.uses_latents:
         return config
     described, own = AutoencoderFolder.open(config.autoencoder_folder), folder.path / AUTOENCODER_FOLDER
     if own.resolve() != described.folder.resolve():
-        beside = own.with_name(f".{AUTOENCODER_FOLDER}-partial")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
+        made = _empty_beside(own)
         for path in (described.folder / CONFIG, described.weights):
-            shutil.copyfile(path, beside / path.name)
-        _check(AutoencoderFolder.open(str(beside)), config)
-        _put(beside, own)
+            shutil.copyfile(path, made / path.name)
+        _check_unchanged(AutoencoderFolder.open(str(made)), config)
+        _move_into_place(made, own)
     return replace(config, autoencoder_folder=str(own.absolute()))
 
 
-def _check(described: AutoencoderFolder, config: Config) -> None:
+def _check_unchanged(described: AutoencoderFolder, config: Config) -> None:
     """RequestError unless it is the autoencoder that the run began with."""
     if described.sha256() != config.latents.sha256:
         raise RequestError(
@@ -151,33 +148,32 @@ def _check(described: AutoencoderFolder, config: Config) -> None:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, sha256: str, device: torch.device) -> ImageAutoencoder:
-    return load_autoencoder(AutoencoderFolder.open(place), device)
+def _opened(place: str, sha256: str, device: torch.device) -> _ImageAutoencoder:
+    return _load_autoencoder(AutoencoderFolder.open(place), device)
 
 
-def open_run_autoencoder(config: Config, device: torch.device) -> ImageAutoencoder:
-    """Return the autoencoder of a run, loaded once. RequestError if it is not the one that the run began with."""
-    _check(AutoencoderFolder.open(config.autoencoder_folder), config)
+def _open_run_autoencoder(config: Config, device: torch.device) -> _ImageAutoencoder:
+    _check_unchanged(AutoencoderFolder.open(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
 
 def latent_decoder(config: Config, device: torch.device) -> Decode:
     """Return the map from network output to images: the decoder, or the identity for pixels.
 
-    Raises:
-        RequestError: the autoencoder is not the one that the run began with.
+    RequestError if the autoencoder is not the one that the run began with.
     """
     if not config.uses_latents:
         return lambda x0: x0
-    return partial(_decoded, open_run_autoencoder(config, device), latent_normalisation(config), config.latents.factor)
+    autoencoder, normalise = _open_run_autoencoder(config, device), latent_normalisation(config)
 
+    def decode(x0: Tensor) -> Tensor:
+        latents = normalise.inverse(x0)
+        parts = torch.split(latents, autoencoder_batch(latents.shape[-1] * config.latents.factor))
+        # In fp32: fp16 overflows in decoders such as that of Stable Diffusion XL.
+        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+            return torch.cat([autoencoder.decode(part) for part in parts])
 
-def _decoded(codec: ImageAutoencoder, normalise: Normalise, factor: int, x0: Tensor) -> Tensor:
-    latents = normalise.inverse(x0)
-    with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
-        return torch.cat(
-            [codec.decode(part) for part in torch.split(latents, autoencoder_batch(latents.shape[-1] * factor))]
-        )
+    return decode
 
 
 def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit | None:
@@ -185,7 +181,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     if edit is None or not config.uses_latents:
         return edit
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        latents = open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
+        latents = _open_run_autoencoder(config, device).encode(edit.image[None].to(device)).float()
     image, unknown = latent_normalisation(config).forward(latents)[0], edit.unknown
     if unknown is not None:
         # A latent depends on all of its pixels, so it is unknown where any of them is; `Edit.keep` restores the others.
@@ -193,11 +189,13 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
     return replace(edit, image=image, unknown=unknown)
 
 
-def encode_pixels(codec: ImageAutoencoder, device: torch.device, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+def _encode_pixels(
+    autoencoder: _ImageAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
+) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-        latents: NDArray[np.float32] = codec.encode(x).float().cpu().numpy()
+        latents: NDArray[np.float32] = autoencoder.encode(x).float().cpu().numpy()
     return latents
 
 
@@ -206,70 +204,59 @@ def autoencoder_batch(size: int) -> int:
     return max(1, _PIXELS_AT_ONCE // size**2)
 
 
-_FEW = 64
-"""Images that are encoded where only the shape and scale of latents are needed."""
-_DEAD_CHANNEL = 0.02
-"""Deviation of a channel over the largest one, below which it hardly carries information."""
-
-
 def apply_autoencoder_settings(config: Config) -> Config:
     """Return the configuration with the channels, factor and digest of its autoencoder; needs no images.
 
-    Raises:
-        RequestError: it is another autoencoder than the run began with.
+    RequestError if it is another autoencoder than the run began with.
     """
     if not config.uses_latents:
         return config
     described = AutoencoderFolder.open(config.autoencoder_folder)
-    digest, stored = described.sha256(), config.latents
-    if stored.sha256 and stored.sha256 != digest:
-        raise RequestError(
-            f"the autoencoder in {config.autoencoder_folder} is not the one that this run was trained with (sha256 "
-            "differs), so its latents mean something else; bring that one back, or start a new run"
-        )
-    latents = replace(stored, sha256=digest, factor=described.factor, channels=described.channels)
+    if config.latents.sha256:  # latents of another would mean something else to the network
+        _check_unchanged(described, config)
+    latents = replace(config.latents, sha256=described.sha256(), factor=described.factor, channels=described.channels)
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
 
 
 def add_latents(
-    prepared: Dataset, config: Config, stop: Callable[[], None], few: bool = False
+    dataset: Dataset, config: Config, stop: Callable[[], None], few: bool = False
 ) -> tuple[Dataset, Config]:
     """Return the dataset with latents, and the configuration with their statistics.
 
-    A resumed run keeps the statistics that it began with, to the bit.
-
     Args:
-        prepared: the images.
+        dataset: the images.
         config: with the settings of the autoencoder applied and the image size known.
         stop: called regularly; it may raise.
         few: encode only some of the images.
     """
     if not config.uses_latents:
-        return prepared, config
+        return dataset, config
     check_multiple(config.data.size, config.latents.factor)
-    sets = [_few_images(prepared.train), _few_images(prepared.held_out)] if few else [prepared.train, prepared.held_out]
-    key, stored = _encoded(config, sets, stop, few)
+    sets = [_few_images(part) if few else part for part in (dataset.train, dataset.held_out)]
+    key, stored = _encode_or_load(config, sets, stop, few)
     train, held_out = latent_image_sets(stored, sets, key)
-    if not config.latents.mean:
+    if not config.latents.mean:  # a resumed run keeps the statistics that it began with, to the bit
         mean, deviation = statistics(stored.latents[: len(train)])
         config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
-        _tell(config, few)
-    return replace(prepared, latents=(train, held_out)), config
+        _report_statistics(config, few)
+    return replace(dataset, latents=(train, held_out)), config
 
 
-def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool) -> tuple[str, LatentArrays]:
+def _encode_or_load(
+    config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool
+) -> tuple[str, LatentArrays]:
     """Return (cache key, latents), from the cache or encoded now."""
     try:
         device = choose_device(config.training.device)
     except RequestError:  # the run began on a machine with another device
         device = torch.device("cpu")
     latents, size = config.latents, config.data.size
-    side, copies = size // latents.factor, 1 + config.data.flip
+    side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
     prints = () if few else tuple(images.fingerprint for images in sets)
-    matters = (FORMAT, prints, latents.sha256, copies, autoencoder_batch(size))
-    key = hashlib.sha256(repr(matters).encode()).hexdigest()[:32]
-    encode = partial(encode_pixels, open_run_autoencoder(config, device), device)
-    wanted = EncodeJob(sets, (latents.channels, side, side), copies, encode, autoencoder_batch(size))
+    # The batch size counts, as it may change the rounding.
+    key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
+    encode = partial(_encode_pixels, _open_run_autoencoder(config, device), device)
+    job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
 
@@ -279,29 +266,27 @@ def _encoded(config: Config, sets: list[ImageSet], stop: Callable[[], None], few
             progress.total, done = total, images
             progress.update(images)
 
-        stored = encode_into_memory(wanted, update) if few else load_or_encode(key, wanted, update)
+        stored = encode_into_memory(job, update) if few else load_or_encode(key, job, update)
     if done and not few:
         say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
     return key, stored
 
 
-def _tell(config: Config, few: bool) -> None:
+def _report_statistics(config: Config, few: bool) -> None:
     """Print the shape and deviation of the latents; warn of a channel without information."""
-    latents, data = config.latents, config.data
-    side = data.size // latents.factor
-    share = data.channels * latents.factor**2 / latents.channels
+    latents, size = config.latents, config.data.size
+    side, share = size // latents.factor, config.data.channels * latents.factor**2 / latents.channels
     low, high = min(latents.deviation), max(latents.deviation)
     say(
-        f"  latents: {latents.channels}x{side}x{side} of {data.size}x{data.size} pixels, {share:.3g} times fewer; "
-        f"deviation {low:.3g} to {high:.3g} by channel, made {config.diffusion.sigma_data:g}"
-        + (f", from {_FEW} images" if few else "")
+        f"  latents: {latents.channels}x{side}x{side} of {size}x{size} pixels, {share:.3g} times fewer; deviation "
+        f"{low:.3g} to {high:.3g} by channel, made {config.diffusion.sigma_data:g}" + f", from {_FEW} images" * few
     )
     if low < _DEAD_CHANNEL * high:
         warn(f"a channel of the latents hardly varies (deviation {low:.2g}, another {high:.2g}); fewer would do")
 
 
 def _few_images(images: ImageSet) -> ImageSet:
-    """Return at most _FEW images of a set, evenly spaced."""
+    # Unlike `evenly_spaced`, which rounds: other images would change the statistics of a dry run.
     wanted = np.unique(np.linspace(0, max(0, len(images) - 1), min(len(images), _FEW)).astype(np.int64))
     pixels, labels, rows = images.take(wanted)
     return ImageSet(pixels, labels, [images.names[int(i)] for i in rows], images.classes)

@@ -1,4 +1,4 @@
-"""Load the images of a run: scan, decode, and report the result in a line."""
+"""Load the images of a run, and report those that fail: undecodable images, and remote shards."""
 
 from __future__ import annotations
 
@@ -21,29 +21,26 @@ from unfog.pipeline.data_report import DATA_FILE, data_json
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
 from unfog.process.run_folder import RunFolder, printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, say, warn
+from unfog.reporting.progress import Progress, plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
 
-_TOP = re.compile(
-    r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE
-)  # behind the folder at the top, or the word a shard is named by
-_NAMES_SAMPLED = 10_000
-"""File names, evenly spaced, that are searched for folders called train, test or similar."""
+_TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
+_NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
 
 
-def _warn_of_no_effect(asked: Data, prepared: Dataset) -> None:
+def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
     """Warn of settings that have no effect on these images."""
-    if asked.held_out not in (0, Data().held_out) and not len(prepared.held_out):
-        why, n = f"of fewer than {MIN_TO_HOLD_OUT} pictures each is trained on", prepared.report.found
+    if settings.held_out not in (0, Data().held_out) and not len(dataset.held_out):
+        reason, n = f"of fewer than {MIN_TO_HOLD_OUT} images each is trained on", dataset.report.found
         if n >= MIN_TO_HOLD_OUT:
-            why = f"none of the {n:,} pictures fell below that share; give a larger one"
-        warn(f"data.held_out = {asked.held_out} holds nothing out: {why}")
-    made = prepared.settings.background
-    if asked.background not in (Data().background, made):
-        warn(f"data.background = {asked.background} changes nothing: the pack was made with {made}")
+            reason = f"none of the {n:,} images fell below that share; give a larger one"
+        warn(f"data.held_out = {settings.held_out} holds nothing out: {reason}")
+    made = dataset.settings.background
+    if settings.background not in (Data().background, made):
+        warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
 
 
 def load_images(
@@ -73,17 +70,17 @@ def load_images(
     if config.source.startswith(PYTHON):  # a run's settings may be somebody else's
         say(f"  source: imports and runs {config.source.removeprefix(PYTHON)}, as these settings ask for")
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, counting(progress), retry_policy(config, lost))
+        source = open_source(config.source, counting(progress), _retry_policy(config, lost))
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
-        prepared = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
-    say(prepared.report.line())
-    if prepared.placement and not few:
-        say(f"  cache: {prepared.placement}")
-    for left_out in prepared.warnings:
-        warn(left_out)
-    _warn_of_no_effect(config.data, prepared)
+        dataset = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
+    say(dataset.report.line())
+    if dataset.placement and not few:
+        say(f"  cache: {dataset.placement}")
+    for warning in dataset.warnings:
+        warn(warning)
+    _warn_of_no_effect(config.data, dataset)
     names = source.names
     looked_at = range(0, len(names), max(1, len(names) // _NAMES_SAMPLED))
     tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
@@ -92,19 +89,19 @@ def load_images(
     config = replace(
         config,
         source=source.resolved,  # so that a resume finds it from anywhere
-        data=replace(prepared.settings, cache=config.data.cache) if few else prepared.settings,
-        classes=tuple(printable(name) for name in prepared.train.classes),
-        fingerprint=prepared.train.fingerprint,
+        data=replace(dataset.settings, cache=config.data.cache) if few else dataset.settings,
+        classes=tuple(printable(name) for name in dataset.train.classes),
+        fingerprint=dataset.train.fingerprint,
     )
-    return add_latents(prepared, config, stop.leave_if_requested, few)
+    return add_latents(dataset, config, stop.leave_if_requested, few)
 
 
-_SHARD = "shard"
-"""Marks a shard among the failures that ranks send each other."""
+_SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
 
-def retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
-    """How shards far away are dealt with. Only a run that goes on may do without what it had at its beginning."""
+def _retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
+    """Return how remote shards are cached, and how many may fail."""
+    # Only a run that continues may do without shards that it had at its beginning.
     begun = lost if lost is not None else {} if config.fingerprint else None
     return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
 
@@ -124,10 +121,10 @@ def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
 class FailureReporter:
     """Warns once of each image that cannot be decoded and each shard that fails during training."""
 
-    def __init__(self, folder: RunFolder, prepared: Dataset) -> None:
-        self._folder, self._prepared = folder, prepared
-        self._shards = remote_shards_of(prepared.train)
-        self._told: set[SkippedFile] = set()
+    def __init__(self, folder: RunFolder, dataset: Dataset) -> None:
+        self._folder, self._dataset = folder, dataset
+        self._shards = remote_shards_of(dataset.train)
+        self._reported: set[SkippedFile] = set()
 
     @property
     def shards(self) -> dict[str, str]:
@@ -137,15 +134,13 @@ class FailureReporter:
     def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
         """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
 
-        Raises:
-            RunError: more shards failed on all ranks together than `data.lost_shards` allows.
+        RunError if more shards failed on all ranks together than `data.failed_shards` allows.
         """
-        sets = (self._prepared.train, self._prepared.held_out)
+        sets = (self._dataset.train, self._dataset.held_out)
         here = [getattr(part.pixels, "skipped", []) for part in sets]  # of images that are decoded while training
         for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
             for one in self._new(found):
-                said = f"{sanitize(one.name)} cannot be used: {one.reason}; the next image stands in for it"
-                recorder.warn(step, said)
+                recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
                 recorder.event("quarantined", step, image=one.name, reason=one.reason)
         if self._shards is None:
             return
@@ -156,15 +151,14 @@ class FailureReporter:
         lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
         for one in lost:
             images = self._shards.image_count(one.name)
-            others = f"others stand in for its {images:,} image{'s' * (images != 1)}"
-            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; {others}")
+            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; others replace its {plural(images, 'image')}")
             recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
         if lost:
             with suppress(OSError):  # data.json is not needed for training
-                write_atomic(self._folder.path / DATA_FILE, data_json(self._prepared))
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Return those not reported yet, and mark them as reported."""
-        new = [one for one in some if one not in self._told]
-        self._told.update(new)
+        new = [one for one in some if one not in self._reported]
+        self._reported.update(new)
         return new
