@@ -30,7 +30,7 @@ from unfog.planning.step_benchmark import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import metrics_hook as measuring
-from unfog.runs.metrics_hook import MIN_SAMPLES, TARGET_TIMES, Costs, fit_to_budget, metrics_due
+from unfog.runs.metrics_hook import MIN_SAMPLES, TARGET_TIMES, _Costs, _fit_to_budget, metrics_due
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -150,7 +150,7 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
     def once(samples: int, reference: int) -> float:
         return samples * (draw + features) + compute * (samples + reference) / 10_000
 
-    chosen, each = fit_to_budget(config, images, Costs(draw, features, 192), allowed, once)
+    chosen, each = _fit_to_budget(config, images, _Costs(draw, features, 192), allowed, once)
     settled = replace(config, evaluate=chosen)
     evaluations = [s for s in range(1, steps + 1) if s % chosen.every == 0 or s == steps]
     drawn = [s for s in evaluations if metrics_due(settled, s)]
@@ -172,7 +172,7 @@ def test_the_adaptive_sampler_is_timed_as_it_draws():
 def test_what_is_affordable_is_used():
     """Pictures for a tenth of a second each in an hour: 5% are 180 s, five times 360 pictures less the reference."""
     config = Config(training=Training(images=64 * 3600), evaluate=Evaluate(metrics=("kid",), every=100))
-    chosen, each = fit_to_budget(config, 10**6, Costs(0.1, 1e-3, 192), 180.0, lambda n, reference: n * 0.101)
+    chosen, each = _fit_to_budget(config, 10**6, _Costs(0.1, 1e-3, 192), 180.0, lambda n, reference: n * 0.101)
     assert chosen.reference == 10_000
     assert 0.9 * 170 < TARGET_TIMES * each <= 170
     assert chosen.metrics_every in (700, 800)
@@ -232,7 +232,7 @@ def test_features_that_are_not_there_are_missed_before_images_are_read(tmp_path,
 
 def test_the_best_is_not_chosen_by_what_will_not_be_measured(tmp_path):
     evaluate = {**METRICS, "metrics": ["fid"], "features": "pixels", "best": "fid", "metrics_every": 4}
-    with pytest.raises(RequestError, match="fid needs more than 192 pictures with pixels, and here are 20"):
+    with pytest.raises(RequestError, match="fid needs more than 192 samples with pixels, and here are 20"):
         unfog.train(images(), out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)
 
 

@@ -34,7 +34,7 @@ from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.fake_process_group import fake_process_group
-from unfog.runs.workers import check_visible
+from unfog.runs.workers import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints import sharded as joint
@@ -268,9 +268,9 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
     post.set(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
         joint._wait_for_shard(3, tmp_path, post, off)
-    check_visible(tmp_path, "the checkpoints", World(3, 4))
+    _check_visible(tmp_path, "the checkpoints", World(3, 4))
     with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
-        check_visible(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
+        _check_visible(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
 
 
 def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ _LAUNCH_FILE = "launch"
 """File in a run that names the launch that created it."""
 
 
-def launch_id() -> str | None:
+def _launch_id() -> str | None:
     """Return an id shared by all attempts of one torchrun, and by no other; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None:
@@ -29,7 +29,7 @@ def _agent() -> str:
 
 def write_launch_file(folder: RunFolder) -> None:
     """Note the launch in the run, so that a later attempt finds it."""
-    if (name := launch_id()) is not None:
+    if (name := _launch_id()) is not None:
         (folder.path / _LAUNCH_FILE).write_text(f"{name}\n{_agent()}\n")
 
 
@@ -44,7 +44,7 @@ def find_earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
         out: the requested folder; None looks among those named after the source.
     """
     # torchrun counts restarts after failures, but not when a node joins; then the same agent marks a later attempt.
-    name, failed = launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    name, failed = _launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if name is None:
         return None
     beside = next_folder(source).parent

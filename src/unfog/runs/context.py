@@ -38,13 +38,8 @@ def device_for(config: Config) -> torch.device:
 def open_run(folder: RunFolder, config: Config, new: bool = False) -> Iterator[RunContext]:
     """Join the other ranks, lock the run folder, and turn signals into requests to stop.
 
-    Args:
-        folder: the run; created if `new`.
-        config: names the device, the timeout of the ranks, and the source, which must not be the folder.
-        new: the folder is not a run yet, so the heartbeat writes nothing until its `silent` is cleared.
-
-    Raises:
-        RequestError: there is no such device, or the folder cannot be used.
+    A `new` folder is created; its heartbeat writes nothing until `silent` is cleared, as it is not a run yet.
+    RequestError if there is no such device, or the folder cannot be used.
     """
     device = device_for(config)
     with (

@@ -31,13 +31,11 @@ class EvaluationHook:
         self._warned: bool | None = None  # None: the record was not read yet
 
     def dry_run(self) -> None:
-        """Compute the metrics of a few samples. RequestError if the best checkpoint cannot be chosen by them."""
         if self._metrics is not None:
             self._metrics.dry_run()
 
     def evaluate(self, step: int, recorder: Recorder) -> dict[str, Any]:
-        """Return numbers for the record, empty if there is nothing to measure. Before the first step, metrics of
-        samples are only tried out."""
+        """Return numbers for the record; empty if there is nothing to measure."""
         started = time.perf_counter()
         with self._context.heartbeat.during("evaluation"):
             record = self._previews.held_out_loss()
@@ -54,6 +52,7 @@ class EvaluationHook:
         if metrics is None or not (step == 0 or metrics_due(self._config, step)):
             return {}
         with self._context.heartbeat.during("measuring samples"):
+            # Before the first step they would measure noise, so they are only tried out.
             record = metrics.dry_run() if step == 0 else metrics.measure()
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
         return record
@@ -70,15 +69,15 @@ class EvaluationHook:
         # Losses on training images cost time, so they are measured only where the held-out loss has risen.
         if held_out_history(record)[2] <= ROSE:
             return None
-        see, images = without_augmentation(config), dataset.as_network_input
-        seen, unseen = (loss_images(part, context.device, see) for part in (images.train, images.held_out))
-        if seen is None or unseen is None:
+        transform, images = without_augmentation(config), dataset.as_network_input
+        train, held_out = (loss_images(part, context.device, transform) for part in (images.train, images.held_out))
+        if train is None or held_out is None:
             return None
-        found = check_overfitting(record, self._previews.losses(seen), self._previews.losses(unseen))
-        if found.severity != "warning":
+        finding = check_overfitting(record, self._previews.losses(train), self._previews.losses(held_out))
+        if finding.severity != "warning":
             return None
         self._warned = True
-        return found
+        return finding
 
     def _has_warned(self) -> bool:
         """Return True if the record holds the warning, also of a process that the run was resumed from."""

@@ -33,27 +33,24 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration, plural, warn
 from unfog.runs.previews import Previews
 
-MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000
-"""Limits of the automatic numbers of samples and of reference images."""
-TARGET_TIMES = 5
-"""Evaluations with metrics in a run, if the share of time permits."""
+MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
+TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits
 _PIXEL_METRIC = "sliced"  # compares pixels instead of features
 TRIAL_SAMPLES = 10  # of the dry run: the fewest that every metric accepts
 
 
-class Costs(NamedTuple):
+class _Costs(NamedTuple):
     """Seconds to generate a sample, seconds to compute its features, and the number of features."""
 
-    draw: float
+    sample: float
     features: float
     width: int
 
 
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
-    """Resolve what is open of the metrics' settings; the other settings are resolved before.
+    """Resolve what is open of the metrics' settings, once the other settings are resolved.
 
-    Raises:
-        RequestError: no evaluation is due in this run, or there are too few images.
+    RequestError if no evaluation is due in this run, or there are too few images.
     """
     config, evaluate = auto.config, auto.config.evaluate
     if not evaluate.metrics:
@@ -66,58 +63,45 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         )
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
-    step, steps = auto.seconds_per_step(), config.training.images // config.training.batch
-    allowed = evaluate.share * step * steps
-    features = open_features(evaluate.features, device, only_known=True)
-    costs = _time_costs(config, images, features, device)
+    training = auto.seconds_per_step() * (config.training.images // config.training.batch)
+    allowed = evaluate.share * training
+    costs = _time_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
 
     def once(samples: int, reference: int) -> float:
-        return samples * (costs.draw + costs.features) + _metric_seconds(
-            config, samples, reference, costs.width, device
-        )
+        metrics = _metric_seconds(config, samples, reference, costs.width)
+        return samples * (costs.sample + costs.features) + metrics
 
-    chosen, each = fit_to_budget(config, len(images), costs, allowed, once)
+    chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
     auto.config = replace(config, evaluate=chosen)
+    share, best = f"{evaluate.share:.0%}", "held_out_loss"
     if chosen.metrics_every < 0:
-        instead = ""
-        if chosen.best != "held_out_loss":
-            auto.config = replace(config, evaluate=replace(chosen, best="held_out_loss"))
-            instead = "; the best checkpoint is chosen by the held-out loss"
+        instead = "; the best checkpoint is chosen by the held-out loss" if chosen.best != best else ""
+        auto.config = replace(config, evaluate=replace(chosen, best=best))
         warn(
             f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} samples take about "
-            f"{format_duration(each)}, and {evaluate.share:.0%} of the time is {format_duration(allowed)}{instead}. "
+            f"{format_duration(each)}, and {share} of the time is {format_duration(allowed)}{instead}. "
             "Give a higher --evaluate.share, or measure afterwards: unfog evaluate RUN"
         )
         return
-    apart = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"
-    reason = (
-        f"about {format_duration(each)} each time; at most {evaluate.share:.0%} of "
-        f"{format_duration(step * steps)} of training"
-    )
-    auto.choices.append(Choice("evaluate.metrics", apart, reason))
+    what = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"
+    reason = f"about {format_duration(each)} each time; at most {share} of {format_duration(training)} of training"
+    auto.choices.append(Choice("evaluate.metrics", what, reason))
 
 
-def fit_to_budget(
-    config: Config, images: int, costs: Costs, allowed: float, once: Callable[[int, int], float]
+def _fit_to_budget(
+    config: Config, images: int, costs: _Costs, allowed: float, once: Callable[[int, int], float]
 ) -> tuple[Any, float]:
-    """Resolve the open settings of evaluation so that all metrics of the run take the allowed seconds at most.
+    """Resolve the open settings of evaluation so that all metrics of the run take the `allowed` seconds at most.
 
-    Args:
-        config: with the other settings resolved.
-        images: number of training images.
-        costs: of a sample.
-        allowed: seconds.
-        once: (samples, reference images) -> seconds of one evaluation.
-
-    Returns:
-        The settings, with metrics_every = -1 if not even one evaluation fits; and the seconds of one.
+    `once` maps (samples, reference images) to the seconds of one evaluation. Returns the settings, with
+    metrics_every = -1 if not even one evaluation fits; and the seconds of one.
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
     affordable = int(allowed / 4 / max(costs.features, 1e-9))  # features of the reference take a quarter, once
     reference = evaluate.reference or max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
     left = allowed - reference * costs.features
-    wanted = int(left / TARGET_TIMES / max(costs.draw + costs.features, 1e-9))
+    wanted = int(left / TARGET_TIMES / max(costs.sample + costs.features, 1e-9))
     samples = evaluate.samples or max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES))
     each = once(samples, reference)
     while not evaluate.samples and samples > MIN_SAMPLES and TARGET_TIMES * each > left:
@@ -132,31 +116,29 @@ def fit_to_budget(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
-def _time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> Costs:
+def _time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> _Costs:
     """Time the generation of a few samples, with fresh weights, and their features."""
-    with Progress("timing pictures for the metrics", None):
+    with Progress("timing samples for the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        drawing = seconds_per_sample(network, config, default_generation(config, few, few))
+        sampling = seconds_per_sample(network, config, default_generation(config, few, few))
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
-        return Costs(drawing, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
+        return _Costs(sampling, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
 
 
-def _metric_seconds(config: Config, samples: int, reference: int, width: int, device: torch.device) -> float:
+def _metric_seconds(config: Config, samples: int, reference: int, width: int) -> float:
     """Return the seconds that the metrics take for so many samples, measured with random features."""
     generator = torch.Generator().manual_seed(0)
     real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
-    shape = (samples, config.data.channels, config.data.size, config.data.size)
-    pixels = (
-        torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-        if _PIXEL_METRIC in config.evaluate.metrics
-        else None
-    )
+    pixels = None
+    if _PIXEL_METRIC in config.evaluate.metrics:
+        shape = (samples, config.data.channels, config.data.size, config.data.size)
+        pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     with Progress("timing the metrics", None):
-        return wall_seconds(lambda: compute_metrics(config, real, fake, pixels, pixels), warm=False)
+        return wall_seconds(lambda: _compute_metrics(config, real, fake, pixels, pixels), warm=False)
 
 
-def compute_metrics(
+def _compute_metrics(
     config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
 ) -> dict[str, MetricResult]:
     names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
@@ -170,9 +152,7 @@ def metrics_due(config: Config, step: int) -> bool:
     """Return True if metrics are due at the evaluation after this step: at the last one, and at the first after each
     multiple of `metrics_every`."""
     every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
-    if every < 0:
-        return False
-    return step >= steps or step // every > (step - config.evaluate.every) // every
+    return every >= 0 and (step >= steps or step // every > (step - config.evaluate.every) // every)
 
 
 class MetricsHook:
@@ -184,15 +164,14 @@ class MetricsHook:
         self._real: Tensor | None = None
 
     def dry_run(self) -> dict[str, float]:
-        """Compute the metrics of a few samples, so that errors surface early. Returns nothing to record.
+        """Compute the metrics of a few samples, so that errors surface early; there is nothing to record.
 
-        Raises:
-            RequestError: the best checkpoint is chosen by FID, which needs more samples than features.
+        RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
         """
         self._measure(TRIAL_SAMPLES)
         evaluate, width = self.config.evaluate, self._reference().shape[1]
         if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference()))) <= width:
-            said = f"fid needs more than {width:,} pictures with {self.features.name}, and here are {few:,}"
+            said = f"fid needs more than {width:,} samples with {self.features.name}, and here are {few:,}"
             if evaluate.best == "fid":
                 raise RequestError(f"evaluate.best = fid: {said}; choose by kid, or set --evaluate.samples")
             warn(f"{said}; it is left out. kid holds at any number")
@@ -213,12 +192,10 @@ class MetricsHook:
 
         pixels = np.ascontiguousarray(self.previews.with_ema_weights(count, generate).transpose(0, 3, 1, 2))
         fake = compute_features(pixels, self.features)
-        real = (
-            np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
-            if _PIXEL_METRIC in metrics
-            else pixels
-        )
-        found = compute_metrics(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
+        real = pixels  # not looked at unless pixels are compared
+        if _PIXEL_METRIC in metrics:
+            real = np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
+        found = _compute_metrics(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
         record: dict[str, float] = {"drawn": count}
         for name, one in found.items():
             record |= {} if one.value is None else {name: one.value}

@@ -37,8 +37,7 @@ _COLUMNS = 8  # of a grid of reconstructions
 class Previews:
     """Computes with the EMA weights of a run. The training state is afterwards what it was, whatever interrupts."""
 
-    final_name = "denoising"
-    """Name of the image at the end of a run."""
+    final_name = "denoising"  # of the image at the end of a run
 
     def __init__(self, config: Config, state: TrainState, held_out: HeldOut | None, stop: StopSignals):
         self.config, self.state, self.held_out, self._stop = config, state, held_out, stop
@@ -83,12 +82,7 @@ class Previews:
             model.train()
 
     def with_ema_weights(self, count: int, compute: Callable[[int], T]) -> T:
-        """Return `compute(batch)` with the EMA weights in the network, with smaller batches where memory runs out.
-
-        Args:
-            count: images in all.
-            compute: takes the number of images to process at once.
-        """
+        """Return `compute(batch)` of `count` images with the EMA weights, in smaller batches where memory runs out."""
         while True:
             batch = min(self._batch, count, microbatch_size(self.config.training, self.state))
             try:
@@ -102,10 +96,8 @@ class Previews:
 
     @contextmanager
     def _ema_weights(self) -> Iterator[None]:
-        """Put the EMA weights into the network, on the device, and afterwards the trained ones where they were.
-
-        A sharded state is in host memory here.
-        """
+        """Put the EMA weights into the network, on the device, and afterwards the trained ones where they were."""
+        # A sharded state is in host memory here.
         state, swapped, home = self.state, False, next(self.state.model.parameters()).device
         try:
             # An interrupt inside a swap would leave half of each in the network.
@@ -123,8 +115,8 @@ class Previews:
                     state.ema.swap(state.model)
 
 
-class AutoencoderPreviews(Previews):
-    """The same of an autoencoder in training: images are encoded to the mean and decoded, nothing is sampled."""
+class _AutoencoderPreviews(Previews):
+    """Previews of an autoencoder in training: reconstructions of held-out images, from the mean of the latents."""
 
     final_name = "reconstructions"
 
@@ -166,8 +158,7 @@ class AutoencoderPreviews(Previews):
 
 
 def build_previews(context: RunContext, config: Config, dataset: Dataset, state: TrainState) -> Previews:
-    """Return the previews of what the run trains: a diffusion model or an autoencoder."""
-    kind = AutoencoderPreviews if config.trains_autoencoder else Previews
+    kind = _AutoencoderPreviews if config.trains_autoencoder else Previews
     return kind(config, state, build_held_out_set(dataset, config, context.device), context.stop)
 
 

@@ -40,7 +40,7 @@ class _ReplayHooks(StoppableHooks):
         good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
         if good is None:
             raise RequestError(
-                f"the run went back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
+                f"the run rolled back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
             )
         checkpoint.roll_back(good.folder, state)
         return str(good.folder)
@@ -50,14 +50,10 @@ class _ReplayHooks(StoppableHooks):
 
 
 def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> list[str]:
-    """Train once more from the checkpoint before the newest to the newest, and compare. Changes nothing.
+    """Train once more from the checkpoint before the newest to the newest, without changing the run.
 
-    Returns:
-        Names of the tensors that came out differently.
-
-    Raises:
-        RequestError: as `find_replayable`, or the run went back to a checkpoint that is gone.
-        Interrupted: a stop was requested.
+    Returns the names of the tensors that came out differently. RequestError as `find_replayable`, or if the run rolled
+    back to a checkpoint that is gone.
     """
     first, last = find_replayable(folder, config)
     state = build_state(config, choose_device(config.training.device))
@@ -66,7 +62,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:
         hooks.progress = progress
-        # Without a limit, which would end the replay where a resume reset the count.
+        # Without a limit of roll-backs, which would end the replay where a resume reset the count.
         settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
         stream = ImageStream(dataset.as_network_input.train, config.training.seed)
         task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
@@ -79,11 +75,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
 
 
 def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:
-    """Return the two newest whole checkpoints, older first.
-
-    Raises:
-        RequestError: there are fewer, or what lies between them cannot be repeated.
-    """
+    """Return the two newest whole checkpoints, older first. RequestError if the steps between cannot be repeated."""
     found, _ = checkpoint.list_checkpoints(folder.checkpoints)
     whole: list[CheckpointInfo] = []
     for saved in reversed(found):

@@ -40,12 +40,8 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         config: its stored configuration with changes, applied from here on.
         force: also apply changes that turn it into another run, such as its seed or its images.
 
-    Returns:
-        As `train`.
-
-    Raises:
-        RequestError: a change that a run cannot make, other images than it began with, or another process at work.
-        RunError: no checkpoint is whole, or training failed.
+    Returns the same as `train`. RequestError if the run cannot make the change, has other images than it began with, or
+    is trained by another process; RunError if no checkpoint is whole, or training failed.
     """
     stored = folder.read_config()
     config = config or stored
@@ -79,7 +75,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 
 
 @dataclass(frozen=True)
-class ResumePoint:
+class _ResumePoint:
     """The state from which a run continues."""
 
     saved: checkpoint.CheckpointInfo | None
@@ -100,10 +96,9 @@ class ResumePoint:
 
     def is_end_of(self, config: Config) -> bool:
         """Return True if nothing is left to train, evaluate or save."""
-        saved = self.saved
-        if saved is None or saved.images < config.training.images:
+        if self.saved is None or self.saved.images < config.training.images:
             return False
-        return not checkpoint.read_state(saved.folder)["due"]
+        return not checkpoint.read_state(self.saved.folder)["due"]
 
     def discard_later_files(self, folder: RunFolder) -> None:
         """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""
@@ -113,11 +108,10 @@ class ResumePoint:
             say(str(one))
 
 
-def find_resume_point(folder: RunFolder, stored: Config) -> ResumePoint:
+def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
     """Return the newest whole checkpoint with its settings; before the first checkpoint, the `stored` settings.
 
-    Raises:
-        RunError: steps were trained, and no checkpoint of them is left.
+    RunError if steps were trained, and no checkpoint of them is left.
     """
     folder.checkpoints.mkdir(exist_ok=True)
     rotation.restore_replaced(folder.checkpoints)
@@ -128,7 +122,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> ResumePoint:
             "bring the checkpoints back, or train anew with another --out"
         )
     config = stored if saved is None else read_toml(saved.folder / checkpoint.CONFIG, Config())
-    return ResumePoint(saved, broken, config)
+    return _ResumePoint(saved, broken, config)
 
 
 def _check_resume_request(stored: Config, config: Config) -> None:
@@ -146,14 +140,14 @@ def _check_resume_request(stored: Config, config: Config) -> None:
         ) from None
 
 
-def _disable_impossible_snapshots(config: Config, point: ResumePoint) -> Config:
+def _disable_impossible_snapshots(config: Config, point: _ResumePoint) -> Config:
     """Resolve an open interval of EMA snapshots to none where the run has not kept a second EMA from its beginning."""
     if point.saved is None or point.saved.holds(checkpoint.EMA2) or config.ema_snapshots.every != 0:
         return config
     return replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
 
 
-def _resolve_open_settings(run: RunContext, config: Config, dataset: Dataset, point: ResumePoint) -> AutoSettings:
+def _resolve_open_settings(run: RunContext, config: Config, dataset: Dataset, point: _ResumePoint) -> AutoSettings:
     """Resolve what a change may have left open, such as the length. The network and weight decay stay as they were."""
     auto = AutoSettings(config, dataset.as_network_input.train, run.device, run.stop, run.world.size)
     auto.resolve_resumed(seen=point.saved.images if point.saved else 0)

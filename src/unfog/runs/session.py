@@ -41,20 +41,13 @@ from unfog.training.state import TrainState
 class Session(StoppableHooks):
     """Trains a run to its end, or until a stop, and records, previews, evaluates and saves when the loop calls.
 
-    Args:
-        context: the folder, device, ranks, signals and heartbeat of the run.
-        config: the run's settings, with none left open.
-        dataset: its images.
-        weights: of the network at the beginning; None for fresh ones.
-
-    Raises:
-        RequestError: the sampler does not fit the noise schedule, or a tracker is not installed.
+    The network begins with `weights`, or with fresh ones.
     """
 
     def __init__(
         self, context: RunContext, config: Config, dataset: Dataset, weights: dict[str, torch.Tensor] | None = None
     ):
-        config.sampler.visits(config.diffusion.schedule)
+        config.sampler.visits(config.diffusion.schedule)  # RequestError unless the sampler fits the noise schedule
         check_installed(config.log.sinks)
         super().__init__(context.stop)
         self.context, self.config, self.dataset = context, config, dataset
@@ -65,8 +58,7 @@ class Session(StoppableHooks):
         self.sharded = config.training.is_sharded(world.size)
         # Nothing changes it before it is sharded, so that the first checkpoint, of the beginning, needs no copy.
         self.state.in_host_memory = self.sharded
-        self.sharded_from: Path | None = None
-        """The checkpoint that a sharded state is read from."""
+        self.sharded_from: Path | None = None  # the checkpoint that a sharded state is read from
         self.previews = build_previews(context, config, dataset, self.state)
         self.evaluation = EvaluationHook(context, config, dataset, self.previews)
         self.failures = FailureReporter(context.folder, dataset)
@@ -106,9 +98,9 @@ class Session(StoppableHooks):
         Returns:
             True at the end of the run.
         """
-        heartbeat, folder = self.context.heartbeat, self.context.folder
         if saved is None:
-            folder.metrics.unlink(missing_ok=True)  # left by a start that was killed before its first checkpoint
+            # Left by a start that was killed before its first checkpoint.
+            self.context.folder.metrics.unlink(missing_ok=True)
         else:
             self._load(saved)
         self.state.adopt_settings(settings_digests(self.config))
@@ -121,32 +113,37 @@ class Session(StoppableHooks):
                 if saved is None:
                     self._dry_run_hooks()
                 recorder.start_progress()
-                heartbeat.activity = "training"
+                self.context.heartbeat.activity = "training"
                 self.train()
                 done = self._conclude()
             except (Exception, KeyboardInterrupt) as error:
-                # A second signal wants to leave now: a checkpoint on its way gets seconds, not the grace period.
-                at_once = isinstance(error, KeyboardInterrupt) or (self.sharded and isinstance(error, LostProcess))
-                self.saver.finish_after_failure(at_once, shared=self.sharded)
-                recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
-                heartbeat.end(f"failed: {error}")
+                self._record_failure(error)
                 raise
             finally:
                 self.saver.close()
                 self.stream.close()
-            heartbeat.end("finished" if done else "stopped")
+            self.context.heartbeat.end("finished" if done else "stopped")
+        self._report(done)
+        return done
+
+    def _record_failure(self, error: BaseException) -> None:
+        # A second signal wants to leave now: a checkpoint on its way gets seconds, not the grace period.
+        at_once = isinstance(error, KeyboardInterrupt) or (self.sharded and isinstance(error, LostProcess))
+        self.saver.finish_after_failure(at_once, shared=self.sharded)
+        self.recorder.event("failed", self.step, reason=f"{type(error).__name__}: {error}")
+        self.context.heartbeat.end(f"failed: {error}")
+
+    def _report(self, done: bool) -> None:
         say(
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
             f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
         )
         try:
-            write_report(folder.path)
+            write_report(self.context.folder.path)
         except OSError as error:
             warn(f"the report could not be written: {error}")
-        return done
 
     def attach(self, recorder: Recorder) -> None:
-        """Record to `recorder` from now on."""
         self.recorder = recorder
         self.saver = Saver(self.context, self.config, recorder)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
@@ -200,10 +197,7 @@ class Session(StoppableHooks):
         self.recorder.event(
             "started" if fresh else "resumed",
             self.step,
-            steps=self.steps,
-            device=training.device,
-            parameters=parameters,
-            torch=torch.__version__,
+            steps=self.steps, device=training.device, parameters=parameters, torch=torch.__version__,
         )
 
     def _dry_run_hooks(self) -> None:
@@ -238,7 +232,7 @@ class Session(StoppableHooks):
         self.failures.report(self.recorder, step, self.context.world.collect_reports())
 
     def on_skipped_step(self, state: TrainState, norm: float, culprit: NanReport | None) -> None:
-        """Record a skipped step, with the images and the layer that made it not finite, where these were looked for."""
+        """Record a skipped step, with the images and the layer that made it not finite, where these are known."""
         fields: dict[str, Any] = {"gradient_norm": norm, "precision": self.config.training.precision}
         if culprit is not None:
             # Read through the stream, as an image that cannot be decoded is replaced by another.

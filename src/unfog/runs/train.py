@@ -33,14 +33,9 @@ from unfog.training.optimizers import check_resumable
 
 
 def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
-    """Train a new run.
+    """Train a new run. Returns its folder, and False if a signal stopped training before its end.
 
-    Returns:
-        The run folder, and True if training reached its end; False if a signal stopped it and it was saved.
-
-    Raises:
-        RequestError: the settings, the source or the folder cannot be used; found before training.
-        RunError: training failed.
+    RequestError if the settings, the source or the folder cannot be used; RunError if training failed.
     """
     check_request(config)
     check_custom_parts(config)
@@ -90,10 +85,9 @@ def _create_run(session: Session) -> None:
 
 
 def check_custom_parts(config: Config) -> None:
-    """Import the custom parts, which announces them, before any image is read.
+    """Import the custom parts before any image is read, and announce them: the settings may be somebody else's.
 
-    Raises:
-        RequestError: one cannot be imported, or the training of the optimiser could not be resumed.
+    RequestError if one cannot be imported, or if training with the optimizer could not be resumed.
     """
     if isinstance(config.network, CustomNetwork):
         config.network.load()
@@ -122,9 +116,8 @@ def export_trained_autoencoder(folder: RunFolder, config: Config) -> None:
 def write_data_files(session: Session) -> None:
     """Write data.json and the contact sheet; if that fails, warn and train without."""
     config = session.config
+    augment = Augment.from_settings(config.data)
     try:
-        write_data_report(
-            session.context.folder, session.dataset, Augment.from_settings(config.data), config.training.seed
-        )
+        write_data_report(session.context.folder, session.dataset, augment, config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")

@@ -62,11 +62,7 @@ class _WorkerHooks(StoppableHooks):
 
 
 def run_worker() -> None:
-    """Train as a worker rank, to the end of the run or until rank 0 ends.
-
-    Raises:
-        RunError: rank 0 failed, or this rank sees other images.
-    """
+    """Train as a worker rank, to the end of the run or until rank 0 ends. RunError if this rank sees other images."""
     with init_world() as world:
         nothing: dict[str, Any] = {}
         received = world.broadcast_object(nothing)
@@ -76,9 +72,9 @@ def run_worker() -> None:
         with StopSignals(quiet=True) as stop:
             if config.training.shard:
                 checkpoints = Path(received["checkpoints"])
-                check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
+                _check_visible(checkpoints, "where each rank of a sharded run writes its part of a checkpoint", world)
             if config.uses_latents:
-                check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
+                _check_visible(Path(config.autoencoder_folder), "the run's autoencoder", world)
             dataset, found = load_images(config, stop, lost=received["lost"])
             if found.fingerprint != config.fingerprint:
                 raise RunError(
@@ -88,7 +84,7 @@ def run_worker() -> None:
             _train_worker(config, dataset, stop, world)
 
 
-def check_visible(folder: Path, what: str, world: World) -> None:
+def _check_visible(folder: Path, what: str, world: World) -> None:
     """RunError if this rank does not see a part of the run folder that it needs."""
     if not folder.is_dir():
         raise RunError(
@@ -113,12 +109,12 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
 def broadcast_config(
     world: World, checkpoints: Path, config: Config | None, failed_shards: Mapping[str, str] | None = None
 ) -> None:
-    """Send the worker ranks what is to be trained.
+    """Send the worker ranks the configuration of the run, with none of its settings left open.
 
     Args:
         world: the ranks.
         checkpoints: the folder of checkpoints, which exists.
-        config: settings with none left open; None if there is nothing to do.
+        config: None if there is nothing to do.
         failed_shards: name -> reason of the shards that the run continued without; None for a new run.
     """
     lost = None if failed_shards is None else dict(failed_shards)
@@ -136,17 +132,8 @@ def run_training_loop(
 ) -> None:
     """Train from the state of rank 0, to the end or until one rank is asked to stop.
 
-    Args:
-        config: settings with none left open.
-        state: of this rank; that of rank 0 is broadcast.
-        stream: the training images.
-        hooks: of this rank.
-        world: the ranks.
-        saved: for rank 0, the checkpoint from which a sharded state is read; None if `state` holds it.
-
-    Raises:
-        RunError: as the loop.
-        LostProcess: another rank ended or does not answer.
+    The state of rank 0 is broadcast; a sharded one is read from its checkpoint `saved`. LostProcess if another rank
+    ended or does not answer.
     """
     # A signal must not interrupt one rank alone while the others wait for it: they agree to stop.
     with hooks.defer_interrupts() if world.size > 1 else nullcontext():
