@@ -64,7 +64,9 @@ def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _Im
     RequestError if its weights do not fit its description, or need a package that is missing.
     """
     network: nn.Module
-    network = _load_ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
+    network = (
+        _load_ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
+    )
     network = network.to(device).float().eval().requires_grad_(False)
     autoencoder = cast(_ImageAutoencoder, network)
     side = 8 * described.factor

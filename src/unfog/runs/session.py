@@ -197,7 +197,10 @@ class Session(StoppableHooks):
         self.recorder.event(
             "started" if fresh else "resumed",
             self.step,
-            steps=self.steps, device=training.device, parameters=parameters, torch=torch.__version__,
+            steps=self.steps,
+            device=training.device,
+            parameters=parameters,
+            torch=torch.__version__,
         )
 
     def _dry_run_hooks(self) -> None:
