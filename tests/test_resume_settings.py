@@ -198,8 +198,6 @@ def as_of_the_first_version(run: Path) -> None:
         config.write_text("\n".join(lines) + "\n")
     for folder in (run / "checkpoints").iterdir():
         state = json.loads((folder / "state.json").read_text())
-        for name in ("levels", "averages", "method", "optimizer"):
-            del state[name]
         state["keys"] = {name: state["keys"][name] for name in FIRST}
         (folder / "state.json").write_text(json.dumps(state))
         sealed(folder, ("chosen_by", "value"))

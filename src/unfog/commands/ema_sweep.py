@@ -47,7 +47,7 @@ USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
 class _WidthResult(NamedTuple):
-    """Metric of one EMA width."""
+    """Metric of the EMA of one width."""
 
     width: float
     value: float
@@ -59,7 +59,7 @@ class _WidthResult(NamedTuple):
 
 @dataclass(frozen=True)
 class EmaSweepResult:
-    """Result of `ema_sweep`."""
+    """Result of `ema_sweep`: the metric of each EMA width."""
 
     metric: str
     n: int
@@ -138,7 +138,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     folder = RunFolder(request.run)
     config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or USUAL_N[metric]
     if config.trains_autoencoder:
-        raise RequestError(f"{folder.path} is a codec, which draws nothing by itself; sweep a run that draws")
+        raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
     asked = _rebuildable_widths(kept, config, widths, step)
     step = solve_mixture(kept, asked[0], step).step
     place = choose_device(request.device)
@@ -203,7 +203,7 @@ def _build_measure(
     if metric == LOSS:
         return _held_out_measure(n, config, prepared, device)
     if n < 10:
-        raise RequestError(f"n = {n} pictures: {metric} needs at least 10; {USUAL_N[metric]} is usual")
+        raise RequestError(f"n = {n} samples: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = _build_comparison(metric, features, torch.from_numpy(pixels), device)
@@ -212,8 +212,8 @@ def _build_measure(
 
     def value(network: nn.Module) -> tuple[float, float | None]:
         with Progress("generating", n) as progress:
-            pictures = generate_images(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
-        found = compare(torch.from_numpy(np.ascontiguousarray(pictures)))
+            samples = generate_images(network, config, drawing, progress.update).transpose(0, 3, 1, 2)
+        found = compare(torch.from_numpy(np.ascontiguousarray(samples)))
         if found.value is None:
             raise RequestError(f"{metric} is refused: {found.note}")
         return found.value, found.error

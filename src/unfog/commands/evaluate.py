@@ -1,4 +1,4 @@
-"""`unfog evaluate`."""
+"""`unfog evaluate`: measure a run, print the metrics and update its report."""
 
 from __future__ import annotations
 

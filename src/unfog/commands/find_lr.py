@@ -37,7 +37,7 @@ JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
 
 @dataclass(frozen=True)
 class FindLrResult:
-    """Result of `find_lr`."""
+    """Result of `find_lr`: the range test, and the files written."""
 
     range: LrRangeResult
     usual: float

@@ -60,7 +60,7 @@ class Plan:
     """To train on."""
     machine: str
     estimated: bool
-    """Whether times are predicted from floating-point operations instead of measured."""
+    """True if times are predicted from floating-point operations instead of measured."""
     parameters: int
     """Of the whole network."""
     work: NetworkCost
@@ -73,7 +73,7 @@ class Plan:
     findings: tuple[Finding, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan as text."""
+        """Return the plan as lines of text."""
         training = self.config.training
         pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
         title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"

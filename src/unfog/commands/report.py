@@ -1,4 +1,4 @@
-"""`unfog report`."""
+"""`unfog report`: write report.html of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unfog sample`."""
+"""`unfog sample`: generate images from a run into a folder."""
 
 from __future__ import annotations
 

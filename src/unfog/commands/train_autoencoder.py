@@ -1,4 +1,4 @@
-"""`unfog train-autoencoder`."""
+"""`unfog train-autoencoder`: train an autoencoder for later runs on its latents."""
 
 from __future__ import annotations
 

@@ -114,8 +114,6 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
 
 
 class _CallCounter:
-    """Counts network calls."""
-
     def __init__(self, progress: Callable[[int], None]) -> None:
         self.progress, self.count = progress, 0
 

@@ -1,4 +1,4 @@
-"""Folders that a request names, looked at before any work is done and before any is made."""
+"""Checks of the paths that a request names, before any work is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_NAME = 255  # bytes, on every usual file system
 
 
 def path_text(value: object, name: str) -> str:
-    """A path from Python as text, with ~ as the home that it stands for. RequestError if it is none."""
+    """Return a path as text, with ~ expanded. Raise RequestError if `value` is no path."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
         raise RequestError(f"{name} = {sanitize(value)} is no path; give a text or a pathlib.Path")
@@ -23,13 +23,7 @@ def path_text(value: object, name: str) -> str:
 
 
 def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
-    """RequestError unless a folder can be made at `out`, or an empty one is there, as far as looking can tell.
-
-    Args:
-        out: the folder.
-        source: the folder of the images, which it must not be; "" is none.
-        what: what the folder is for.
-    """
+    """Raise RequestError unless `out` is an empty folder or can be created; `source` is the folder of the images."""
     try:
         reason = _in_the_way(out, source)
     except (OSError, RuntimeError, ValueError) as error:
@@ -39,7 +33,7 @@ def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
 
 
 def _in_the_way(out: Path, source: str) -> str:
-    """Why no folder can be made at `out`; "" if nothing speaks against it."""
+    """Return why `out` cannot be created; "" if it can."""
     whole = above = out.resolve()
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -59,5 +53,5 @@ def _in_the_way(out: Path, source: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong with a path, without the path."""
+    """Return the message of an error without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")

@@ -1,6 +1,4 @@
-"""Recipes. Each is a function that returns a whole configuration; its docstring says what to run, what it costs and
-what to expect. Whatever a recipe sets can be changed by a flag or a TOML file.
-"""
+"""Presets: functions that return a whole configuration. Flags and TOML files change any setting of them."""
 
 from __future__ import annotations
 
@@ -23,11 +21,10 @@ from unfog.training.settings import Optimizer, Preview, Training
 
 
 def _default() -> Config:
-    """What drew the best pictures for the time, of what was measured (docs/decisions/0007-default-recipe.md).
+    """The recipe with the best samples for the time, as measured (docs/decisions/0007-default-recipe.md).
 
-    Command: `unfog train photos/`. Cost: an hour, unless a length is given. Rectified flow with logit-normal noise
-    levels, Muon with a learning rate that suits the network and falls to zero, a power-function average.
-    Expect: pictures that one recognises after some 50,000 images at 28 pixels, better ones for as long as it runs.
+    Rectified flow, logit-normal noise levels, Muon with a cosine schedule, a power-function EMA. Runs for an hour
+    unless a length is given. Samples are recognisable after some 50,000 training images at 28 pixels.
     """
     return Config(
         diffusion=Diffusion(path=Flow(), schedule=LogitNormal(), target=FlowVelocity(), weighting=Plain()),
@@ -41,9 +38,8 @@ def _default() -> Config:
 def _ddpm() -> Config:
     """The textbook recipe (Ho et al. 2020, with the cosine schedule of Nichol and Dhariwal 2021).
 
-    Command: `unfog train photos/ --preset ddpm --steps 200000`. Cost: at 64x64 with the 35M network, about a day on a
-    GPU of 2018. T = 1000, noise prediction, plain mean squared error, AdamW at 2e-4, clipping at 1, EMA of 0.9999.
-    Expect: it wants hundreds of thousands of steps; in short runs `default` draws far better.
+    T = 1000, noise prediction, mean squared error, AdamW at 2e-4, clipping at 1, EMA of 0.9999. It needs hundreds of
+    thousands of steps, about a day at 64x64 on a GPU of 2018. In short runs the samples of `default` are far better.
     """
     return Config(
         data=Data(flip=True),
@@ -57,12 +53,10 @@ def _ddpm() -> Config:
 
 
 def _edm() -> Config:
-    """The theory of Karras et al. 2022 (Table 1): variance exploding, log-normal noise, F, Heun's 18 steps (35 calls).
+    """EDM (Karras et al. 2022, Table 1): variance exploding, log-normal noise, F, Heun's 18 steps (35 calls).
 
-    Command: `unfog train photos/ --preset edm`. Cost: an hour, unless a length is given. The rest is that of `default`.
-    Expect: less than of `default` in short runs on small pictures; its noise levels are those of 32 to 64 pixels, and
-    `--schedule lognormal:mean=0` suits fewer. As in the paper, ln(sigma) / 4 is told as it is; `--network
-    small:time_scale=100` tells levels further apart.
+    All else is that of `default`. The noise levels suit 32 to 64 pixels; `--schedule lognormal:mean=0` suits fewer.
+    As in the paper, the network sees ln(sigma) / 4; `--network small:time_scale=100` tells levels further apart.
     """
     return replace(
         _default(),
@@ -72,11 +66,7 @@ def _edm() -> Config:
 
 
 def _demo() -> Config:
-    """`default`, for three minutes on two CPU cores.
-
-    Command: `unfog train fashion --preset demo`. Cost: about 90,000 images through a network of 1M parameters.
-    Expect: shoes, shirts, trousers and bags that anybody recognises; laces, patterns and straps are smudged.
-    """
+    """`default` with a network of 1M parameters, for three minutes on two CPU cores: about 90,000 images."""
     recipe = _default()
     return replace(
         recipe,
@@ -90,7 +80,7 @@ PRESETS: dict[str, Callable[[], Config]] = {"default": _default, "ddpm": _ddpm, 
 
 
 def preset(name: str) -> Config:
-    """The recipe of this name. RequestError with a suggestion if there is none."""
+    """Return the preset of this name. Raise RequestError with a suggestion if there is none."""
     if not isinstance(name, str) or name not in PRESETS:
         raise RequestError(f"preset = {sanitize(name)} is unknown{suggest(name, PRESETS)}")
     return PRESETS[name]()

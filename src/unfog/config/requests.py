@@ -218,7 +218,7 @@ class _SlurmJob:
 
     @property
     def cores(self) -> int:
-        """CPU cores of each node."""
+        """Number of CPU cores of each node."""
         return self.cpus_per_task or _CORES_PER_GPU * max(1, self.gpus_per_node)
 
 

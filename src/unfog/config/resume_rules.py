@@ -1,4 +1,4 @@
-"""Which settings may change between the start of a run and its resume."""
+"""Rules for settings that change between the start of a run and its resume."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ _PURPOSES = ("training", "repeat", "measure", "objective", "best")
 SAMPLING = tuple(f.name for f in fields(Config) if rules_of(f).affects == "samples")
 """The settings of samples and previews."""
 
-_COPIED = (
-    ". As they are decoded when their turn comes, they are told by their files alone, to the time of change: a copy is "
-    "the same if it was made with cp -a or rsync -a; of any other, --force says that it is"
-)
+# Images that are decoded on the fly are identified by names, sizes and times of their files, not by their pixels.
+_COPIED = "; after cp -a or rsync -a they count as the same, and --force accepts any other copy"
 
 
 def settings_digests(config: Config) -> dict[str, str]:
@@ -94,12 +92,9 @@ def _differences(
 
 
 def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
-    """A run's settings with those of a nested table, which a resume is given.
+    """Return a run's settings with the changes of a nested table that a resume gives.
 
-    Levels that were tuned for another sampler or number of steps are left, unless their grid is itself given.
-
-    Raises:
-        RequestError: there is no such setting, or it cannot have this value.
+    Levels that were tuned for another sampler or number of steps are dropped, unless their grid is given too.
     """
     config = update(stored.without_length(), table, "").with_length_of(stored)
     given, now = table.get("sampler", {}), config.sampler
@@ -110,11 +105,7 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
 
 
 def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
-    """A line on each setting that a resume changes.
-
-    Raises:
-        RequestError: a run cannot change this, or only with `force`.
-    """
+    """Return a line for each setting that a resume changes. Raise RequestError if a rule forbids a change."""
     lines, (old, new) = [], (old.without_secrets(), new.without_secrets())
     for name, before, now, rules in _differences(old, new):
         if name == "fingerprint":
@@ -125,7 +116,7 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
                 )
             lines.append("images: other ones from here on (forced)")
         elif name == "autoencoder_folder" and before and now:
-            continue  # where it is; that it is the same is checked
+            continue  # only the place; copying it into the run checks that it is the same autoencoder
         elif rules.resume == "free":
             lines.append(f"{name}: {before!r} -> {now!r}")
         elif rules.resume != "force":

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen tree of what the layers declare."""
+"""The configuration of a run: one frozen tree of the settings that each layer declares."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Init:
     folder: str = setting("", short="init")
     """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one."""
     weights: Literal["ema", "raw"] = "ema"
-    """Of a run: the average of the weights, or the last ones as they are."""
+    """Of a run: its EMA weights, or the raw weights of the last step."""
     checkpoint: str = "newest"
     """Of a run: newest, best (by its evaluate.best), or a step."""
     sha256: Suppress[str] = ""
-    """Of the file of weights, as found."""
+    """Digest of the file of weights, as found."""
 
     def __post_init__(self) -> None:
         if self.checkpoint not in ("newest", "best") and not self.checkpoint.isdecimal():
@@ -49,10 +49,10 @@ class Init:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run is made of. `config.toml` in the run folder holds it with all choices made."""
+    """All settings of a run. `config.toml` in the run folder holds them, with automatic ones resolved."""
 
     source: Suppress[str] = setting("", affects="nothing", resume="free")
-    """Where the images are: a folder, or the name of a built-in set."""
+    """Folder of the images, or the name of a built-in set."""
     data: Data = Data()
     network: Network = None
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
@@ -68,7 +68,7 @@ class Config:
     ema_snapshots: EmaSnapshots = setting(EmaSnapshots(), affects="steps", resume="free", added_later=True)
     sampler: Sampler = setting(Sampler(), affects="samples", resume="free")
     guidance: float = setting(1.0, affects="samples", resume="free")
-    """Classifier-free guidance in previews and samples: above 1, pictures keep closer to their class and vary less."""
+    """Classifier-free guidance in previews and samples: above 1, samples keep closer to their class and vary less."""
     guidance_interval: tuple[float, float] = setting((0.0, 1.0), affects="samples", resume="free")
     """Guide only where the share of noise, sigma / (alpha + sigma), is within this: 0 is the image, 1 noise alone."""
     log: Log = setting(Log(), affects="nothing", resume="free")
@@ -79,9 +79,9 @@ class Config:
     classes: Suppress[tuple[str, ...]] = ()
     """Class names, as found in the data."""
     latents: Suppress[Latents] = setting(Latents(), affects="objective", added_later=True)
-    """What the codec makes of the images, as measured."""
+    """Format and statistics of the latents, as measured."""
     autoencoder: Suppress[Autoencoder] = setting(Autoencoder(), affects="objective", added_later=True)
-    """The codec that this run trains, if it does; see `unfog train-autoencoder`."""
+    """The autoencoder that this run trains, if it does; see `unfog train-autoencoder`."""
     fingerprint: Suppress[str] = setting("", affects="objective", resume="force")
     """Digest of the images and their order, so that a resume notices other data."""
 
@@ -107,7 +107,7 @@ class Config:
         return replace(self, training=replace(self.training, **length))
 
     def _check_averages(self) -> None:
-        """RequestError if the two averages are nearly one."""
+        """Raise RequestError if both EMAs have nearly the same width."""
         second = self.ema_snapshots.second
         if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
             raise RequestError(
@@ -117,7 +117,7 @@ class Config:
 
     @property
     def trains_autoencoder(self) -> bool:
-        """True for a run of `unfog train-codec`, which trains an autoencoder instead of a diffusion model."""
+        """True for a run of `unfog train-autoencoder`, which trains an autoencoder instead of a diffusion model."""
         return self.autoencoder.factor > 0
 
     @property
@@ -127,8 +127,7 @@ class Config:
 
     @property
     def usual_guidance(self) -> float:
-        """The guidance that pictures are drawn with unless told otherwise; 1, which is none, without classes or where
-        the network never sees a picture without its class. Any other asks the network twice."""
+        """Default guidance scale of samples: 1, which is none, without classes or without label dropout."""
         return self.guidance if self.classes and self.label_dropout > 0 else 1.0
 
 
@@ -149,7 +148,7 @@ SHORT = _short_flags(Config)
 
 
 def check_guidance_interval(interval: tuple[float, float]) -> None:
-    """RequestError unless it is an interval of shares of noise."""
+    """Raise RequestError unless this is an interval of shares of noise."""
     low, high = interval
     if not 0 <= low < high <= 1:
         raise RequestError(
@@ -159,7 +158,7 @@ def check_guidance_interval(interval: tuple[float, float]) -> None:
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by short name, or whole sections, as the nested table of a TOML file."""
+    """Return settings by short name, or whole sections, as a nested table like that of a TOML file."""
     table: dict[str, Any] = {}
     known = {f.name for f in fields(Config)}
     for given, value in settings.items():

@@ -1,7 +1,7 @@
-"""Parts that come in kinds (schedules, targets, networks, …), and how a word names one.
+"""Spec strings: `kind` or `kind:name=value,name=value`, which name a schedule, target, network and other parts.
 
-On the command line a part is `kind` or `kind:name=value,name=value` (lists with slashes: `channels=32/64/96`); in TOML
-it is such a text or a table with a `kind`. Both change the fields given and leave the rest at the kind's defaults.
+Lists have slashes: `channels=32/64/96`. In TOML a part is a spec string or a table with a `kind`. Fields that are not
+given have the kind's defaults.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ REGISTRIES = (
 
 
 def registry_of(annotation: Any) -> Mapping[str, Any] | None:
-    """The words that name a value of this union type, or None if it is no type that comes in kinds."""
+    """Return word -> default part for a union of parts, or None for any other type."""
     members = set(typing.get_args(annotation)) or {annotation}
     members -= {types.NoneType}
     return next((words for classes, words in REGISTRIES if members and members <= set(classes)), None)
 
 
 def lookup(words: Mapping[str, Any], word: object) -> Any:
-    """The part that a word stands for. RequestError with a suggestion if none does."""
+    """Return the part of a word. Raise RequestError with a suggestion if there is none."""
     if not isinstance(word, str) or word not in words:
         raise RequestError(f"{sanitize(word)} is not known here{suggest(word, words)}")
     return words[word]
 
 
 def parse_spec(words: Mapping[str, Any], text: str) -> Any:
-    """The part that a text such as `min-snr:gamma=3` stands for. RequestError if it stands for none."""
+    """Return the part of a spec string such as `min-snr:gamma=3`. Raise RequestError if it names none."""
     kind, _, assignments = text.partition(":")
     part = lookup(words, kind)
     known = [f.name for f in fields(part)] if part is not None else []
@@ -84,7 +84,7 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
 
 
 def format_spec(part: Any) -> str:
-    """The shortest text that `parse` turns into this part."""
+    """Return the shortest spec string of a part."""
     if part is None:
         return "auto"
     default = type(part)()

@@ -1,4 +1,4 @@
-"""Strict TOML for frozen dataclasses: an unknown key or a value of the wrong type is refused by its full name."""
+"""Strict TOML for frozen dataclasses. Errors name an unknown key or a wrong value by its full dotted name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_FILE = 4_000_000  # bytes; the names of 20,000 classes, and far more th
 
 
 def to_toml(settings: Any) -> str:
-    """All fields of a dataclass tree. A field that is None is left out: that is its default."""
+    """Return all fields of a dataclass tree as TOML. A field that is None is left out, as None is its default."""
     return "\n".join(_tables(settings, "")).strip() + "\n"
 
 
@@ -56,7 +56,7 @@ def _literal(value: Any) -> str:
 
 
 def from_toml(text: str, base: T) -> T:
-    """`base` with the fields that a TOML text gives. RequestError names a wrong key or value."""
+    """Return `base` with the changes of a TOML text. RequestError names a wrong key or value."""
     try:
         if _DEEP_KEY.search(text):
             raise RecursionError
@@ -69,7 +69,7 @@ def from_toml(text: str, base: T) -> T:
 
 
 def read_toml(path: Path, base: T) -> T:
-    """`from_toml` of a file, whose name is put before what is wrong."""
+    """Return `from_toml` of a file. Messages of RequestError begin with its name."""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -87,7 +87,7 @@ def read_toml(path: Path, base: T) -> T:
 
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:
-    """`base` with the changes of a nested dict; `where` is its dotted name."""
+    """Return `base` with the changes of a nested dict; `where` is the dotted name of `base`."""
     hints = typing.get_type_hints(type(base))
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
     changes = {}
@@ -104,7 +104,7 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
 
 
 def _in_full(message: str, where: str, known: list[str]) -> str:
-    """What a section says of itself, under its full name."""
+    """Return a message of a section with the section's full name in front."""
     if not where or message.startswith(where):
         return message
     begins_with_a_name = message.partition(" = ")[0] in known
@@ -125,7 +125,7 @@ def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
 
 
 def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
-    """A schedule, target, network, …: by word, as a table with a kind, or, from Python, an instance."""
+    """Return a part such as a schedule, from a spec string, a table with a `kind`, or an instance."""
     if type(value) in {type(part) for part in words.values()}:
         return value if value is None else _checked(value, name)
     if isinstance(value, str):
@@ -148,12 +148,12 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
 
 
 def _checked(instance: Any, name: str) -> Any:
-    """An instance made in Python, whose fields nobody has looked at."""
+    """Return an instance made in Python, with the types of its fields checked."""
     return update(instance, {f.name: getattr(instance, f.name) for f in fields(instance)}, name)
 
 
 def of_type(annotation: Any, value: Any, name: str) -> Any:
-    """A value as the type that a setting has: a list becomes a tuple, numpy's number Python's. RequestError if not."""
+    """Return a value as the type of a setting: lists become tuples, NumPy numbers plain ones. Else RequestError."""
     if value is None and types.NoneType in typing.get_args(annotation):
         return None
     annotation = strip_optional(annotation)
@@ -168,7 +168,7 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
                 return choice
         if is_own_choice(annotation, value):
             return value
-    # numpy's numbers count as well, but become plain ones, which is what config.toml can hold.
+    # NumPy's numbers become plain ones, as config.toml can hold no others.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
         if abs(int(value)) > MAX_INT:
             raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")
@@ -194,7 +194,7 @@ def _finite(value: Real, name: str) -> float:
 
 
 def _spells(annotation: Any, value: object) -> bool:
-    """Whether a text says what should have been given without quotes."""
+    """Return True if a text would be a value of this type without its quotes."""
     try:
         return isinstance(value, str) and parse_value(annotation, [value]) is not None
     except FormatError:

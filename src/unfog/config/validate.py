@@ -1,4 +1,4 @@
-"""What can be said of a request before any work is done, and without torch, so that it is said at once."""
+"""Checks of a request before any work is done. They need no torch, so that an error appears at once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ _TEN_YEARS = 10 * 365 * 86400
 
 
 def check_request(config: Config) -> None:
-    """Whatever can be known to be wrong before the images are read.
+    """Check all that is known before the images are read. Raise RequestError for the first error.
 
-    Raises:
-        RequestError: more than one length; a size that the network cannot have; a device, colour, tracker or budget
-            that is none; more sampling steps than the schedule has levels; for a new run, a source or a table of labels
-            that is not there.
+    Of a new run, that includes whether the source and the table of labels exist.
     """
     training = config.training
     given = {k: v for k in LENGTH if (v := getattr(training, k))}
@@ -55,7 +52,7 @@ def check_request(config: Config) -> None:
 
 
 def check_network_size(network: Architecture, side: int, factor: int) -> None:
-    """RequestError unless the network takes what it sees at this side: pixels, or latents of `factor` pixels each."""
+    """Raise RequestError unless the network takes inputs of this side: pixels, or latents of `factor` pixels each."""
     try:
         network.check(side)
     except RequestError as error:
@@ -65,10 +62,10 @@ def check_network_size(network: Architecture, side: int, factor: int) -> None:
 
 
 def check_autoencoder(config: Config) -> int:
-    """Pixels across one of what the network sees: 1, or the factor of the codec.
+    """Return image pixels along the side of one input of the network: 1, or the factor of the autoencoder.
 
     Raises:
-        RequestError: there is no such codec, or the images or what is done to them does not suit it.
+        RequestError: there is no such autoencoder, or it does not suit the images or their augmentation.
     """
     if config.autoencoder.factor and config.data.size:
         config.autoencoder.check(config.data.size)
@@ -83,8 +80,8 @@ def check_autoencoder(config: Config) -> int:
             )
     if data.channels not in (0, described.image_channels):
         raise RequestError(
-            f"data.channels = {data.channels}, but the codec in {config.autoencoder_folder} is for images of "
-            f"{described.image_channels}; leave --data.channels away, or take another codec"
+            f"data.channels = {data.channels}, but the autoencoder in {config.autoencoder_folder} is for images of "
+            f"{described.image_channels}; leave --data.channels away, or take another autoencoder"
         )
     if data.size:
         check_multiple(data.size, described.factor)
@@ -92,7 +89,7 @@ def check_autoencoder(config: Config) -> int:
 
 
 def check_device(name: str) -> None:
-    """RequestError unless a device could be called so, and be there as far as can be told without asking torch."""
+    """Raise RequestError unless this names a device that may exist, as far as can be told without importing torch."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
         raise RequestError(f"device = {sanitize(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
@@ -101,7 +98,7 @@ def check_device(name: str) -> None:
 
 
 def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
-    """RequestError if a schedule of T levels is asked for more than T of them."""
+    """Raise RequestError if there are more sampling steps than levels of the schedule."""
     if sampler.grid == "schedule" and sampler.kind != "adaptive" and 0 < schedule.steps < sampler.steps:
         raise RequestError(
             f"sampler.steps = {sampler.steps} is more than the {schedule.steps} levels of the {schedule.kind} "
@@ -110,7 +107,7 @@ def check_sampler(sampler: Sampler, schedule: Schedule) -> None:
 
 
 def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> Sampler:
-    """A run's sampler with another kind or number of steps, where given. Levels tuned for what it was are left."""
+    """Return a sampler with another kind or number of steps. Levels that were tuned for the old ones are dropped."""
     changes: dict[str, Any] = {k: v for k, v in {"kind": kind, "steps": steps}.items() if v is not None}
     other = update(sampler, changes, "sampler")
     if sampler.grid == "tuned" and (other.kind, other.steps) != (sampler.kind, sampler.steps):
@@ -119,14 +116,13 @@ def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> S
 
 
 def check_source(source: str) -> None:
-    """RequestError if there is no such source, or an empty folder. Nothing is searched, opened or asked of a network,
-    as that may take a while."""
+    """Raise RequestError if there is no such source, or an empty folder. Opens nothing, which may take a while."""
     try:
         if "://" not in source:
-            Path(source).expanduser().is_dir()  # which says so of a user that there is not, and of a name too long
+            Path(source).expanduser().is_dir()  # raises for an unknown ~user and for a name that is too long
         _, location = locate(source)
         if location.form == "folder" and not any(Path(location.resolved).iterdir()):
-            open_source(source)  # which says what is wrong
+            open_source(source)  # raises with the reason
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(
             f"{sanitize(source)} cannot be read: {reason_of(error)}; give a folder of images, or fashion"
@@ -134,7 +130,7 @@ def check_source(source: str) -> None:
 
 
 def parse_duration(text: str) -> float:
-    """A time span such as 90s, 10m, 2h or 1d, in seconds. RequestError for anything else."""
+    """Return seconds of a time span such as 90s, 10m, 2h or 1d. Raise RequestError for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     if not match or float(match[1]) <= 0:
         raise RequestError(f"budget = {sanitize(text)} is no time span; write 90s, 10m, 2h or 1d")

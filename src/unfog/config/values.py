@@ -1,4 +1,4 @@
-"""Values out of words, and what a value must be, in words: what the command line, TOML and Python say alike."""
+"""Parse values from text, and describe types in messages; the same for command line, TOML and Python."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_INT = 2**63 - 1
 
 
 class FormatError(ValueError):
-    """A value is not what is wanted. The message goes on after "which is": "no whole number; write 1000"."""
+    """A value of the wrong format. The message follows "which is": "no whole number; write 1000"."""
 
 
 def sanitize(value: object) -> str:
-    """A value as a message repeats it: in one line, quoted where it is a text, and not at any length."""
+    """Return the repr of a value for a message: in one line, and shortened."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python writes
@@ -40,14 +40,14 @@ def sanitize(value: object) -> str:
 
 
 def suggest(word: object, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or the list of what there is."""
+    """Return "; did you mean 'x'?" or, if nothing is similar, the list of all that is known."""
     known = sorted(known)
     close = difflib.get_close_matches(str(word)[:_LONGEST], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(known)}"
 
 
 def strip_optional(annotation: Any) -> Any:
-    """`X` of `X | None`; other types as they are."""
+    """Return X of `X | None`, and other types as they are."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
         return members[0] if len(members) == 1 else annotation
@@ -55,7 +55,7 @@ def strip_optional(annotation: Any) -> Any:
 
 
 def describe_type(annotation: Any) -> str:
-    """What a value of this type is, in words: "a whole number", "one of fp32, bf16"."""
+    """Describe a type in words: "a whole number", "one of fp32, bf16"."""
     annotation = strip_optional(annotation)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
@@ -71,7 +71,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def describe_mismatch(annotation: Any, value: object) -> str:
-    """What goes after "is" about a value that is not of this type: "no whole number"."""
+    """Describe a value that is not of this type: "no whole number", which follows "is" in a message."""
     text = describe_type(annotation)
     article, _, rest = text.partition(" ")
     close = ""
@@ -83,7 +83,7 @@ def describe_mismatch(annotation: Any, value: object) -> str:
 
 
 def parse_value(annotation: Any, words: Sequence[str]) -> Any:
-    """The value of this type that one word, or for a list several, stand for. Unfit if they stand for none."""
+    """Return the value of one word, or for a tuple of several. Raise FormatError if they have the wrong format."""
     annotation = strip_optional(annotation)
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple:
