@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 
 # Every test in its longest form, the sweeps first; UNFOG_TEST_BUDGET=600 skips what has not begun after ten minutes.
 test-all: $(VENV)/.dev
-	UNFOG_FAULTS=full $(BIN)/python -m pytest -n 2
+	UNFOG_FAULTS=full HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2
 
 # Kills, full disks, damaged files, signals, divergence; ends with a table, also written to the file $(FAULTS_TABLE).
 test-faults: $(VENV)/.dev

@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 # A change is judged by the same examples as the one before it; HYPOTHESIS_PROFILE=search tries others each time.
-settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("steady", max_examples=50, derandomize=True, deadline=None)
+settings.register_profile("thorough", max_examples=100, derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 

@@ -233,7 +233,7 @@ def test_a_run_stopped_at_one_process_goes_on_with_any_number_of_them(tmp_path):
 def test_processes_that_are_killed_and_that_hang_cost_nothing(tmp_path):
     calm, hit = tmp_path / "calm", tmp_path / "hit"
     output(launched(2, "train", calm, "--steps", 24, *SETTINGS))
-    process = launched(2, "train", hit, "--steps", 24, *SETTINGS, "--training.timeout", 12, restarts=2)
+    process = launched(2, "train", hit, "--steps", 24, *SETTINGS, "--training.timeout", 8, restarts=2)
     wait_for_steps(hit, 6, process)
     killed = workers(process)
     os.kill(killed[1], signal.SIGKILL)
