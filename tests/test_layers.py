@@ -26,6 +26,8 @@ REMAINING = {("planning", "doctor")}
 SUBFOLDERS = {
     "data.augmentation": {""},
     "training.stability": {""},
+    "training.checkpoints": {""},
+    "training.distributed": {"", "checkpoints", "stability"},
     "doctor.images": {""},
     "doctor.settings": {""},
 }
