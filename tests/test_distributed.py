@@ -26,8 +26,7 @@ from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
-from unfog.process.launch import find_earlier_attempt, write_launch_file
-from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, find_earlier_attempt
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.rendezvous import local_device
 from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
@@ -166,7 +165,7 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
         folder.path.mkdir()
         folder.config_file.write_text("")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        write_launch_file(folder)
+        folder.write_launch_file()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
     assert find_earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
     monkeypatch.setattr("os.getppid", lambda: 1)
@@ -176,12 +175,12 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
     )  # an earlier launch by the same name, forgotten from here on
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find_earlier_attempt("photos", mine.path) is None
-    write_launch_file(mine)
+    mine.write_launch_file()
     assert find_earlier_attempt("photos", mine.path) == mine
     assert find_earlier_attempt("photos", other.path) is None
     assert find_earlier_attempt("photos", tmp_path / "none") is None
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unfog.process.launch.next_folder", lambda source: tmp_path / "photos-3")
+    monkeypatch.setattr("unfog.process.run_folder.next_folder", lambda source: tmp_path / "photos-3")
     assert find_earlier_attempt("photos", None) == mine
 
 
@@ -190,7 +189,7 @@ def test_what_an_attempt_left_that_was_killed_before_its_run_began_is_not_in_the
     for folder, job in ((another, "job 2"), (begun, "job 1")):
         (folder.path / AUTOENCODER_FOLDER).mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        write_launch_file(folder)
+        folder.write_launch_file()
     with pytest.raises(RequestError, match="not empty"), begun.create_locked("photos"):
         pass
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -369,7 +369,7 @@ def test_another_codec_is_refused_on_resume(trained, codec, tmp_path):
     run = RunFolder(shutil.copytree(trained.path, tmp_path / "run"))
     torch.manual_seed(9)
     other = save_autoencoder(tmp_path / "other", AutoencoderModel(Autoencoder(4, 3, (8, 8), norm_groups=4), 3))
-    with pytest.raises(RequestError, match="not the one that this run was trained with"):
+    with pytest.raises(RequestError, match="not the one that this run began with"):
         unfog.resume(run.path, codec=str(other.folder), steps=14)
     with pytest.raises(RequestError, match=r"autoencoder_folder is .* and cannot become ''"):
         unfog.resume(run.path, codec="", steps=14)

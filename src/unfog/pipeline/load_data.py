@@ -25,7 +25,6 @@ from unfog.reporting.progress import Progress, plural, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
-from unfog.training.checkpoints import format as checkpoint
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -104,11 +103,6 @@ def _retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolic
     # Only a run that continues may do without shards that it had at its beginning.
     begun = lost if lost is not None else {} if config.fingerprint else None
     return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
-
-
-def read_failed_shards(saved: checkpoint.CheckpointInfo | None) -> Mapping[str, str] | None:
-    """Return name -> reason of the shards that a run continued without until the checkpoint; None without one."""
-    return None if saved is None else checkpoint.read_state(saved.folder).get("lost_shards", {})
 
 
 def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:

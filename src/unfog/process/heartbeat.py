@@ -61,7 +61,7 @@ class Heartbeat:
     def save_started(self) -> None:
         """Clear the request: a checkpoint for it is being written. RUN/SAVE stays until `save_finished`."""
         with self._lock:
-            if self.save_requested and (written := self._asked(SAVE_FILE)) is not None:
+            if self.save_requested and (written := self._unserved(SAVE_FILE)) is not None:
                 self._unmoved[SAVE_FILE] = written
             self.save_requested = False
 
@@ -101,7 +101,7 @@ class Heartbeat:
         beaten = time.monotonic()
         while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
-                self.save_requested |= self._asked(SAVE_FILE) is not None
+                self.save_requested |= self._unserved(SAVE_FILE) is not None
             self.moved = folder_identity(self._folder) != self._identity
             if self._take(STOP_FILE):
                 self._stop.request("STOP file")
@@ -109,7 +109,7 @@ class Heartbeat:
                 beaten = time.monotonic()
                 self._beat()
 
-    def _asked(self, name: str) -> int | None:
+    def _unserved(self, name: str) -> int | None:
         """Return when a request was written, by the file system's clock; None if there is no unserved one."""
         try:
             written = os.lstat(self._folder / name).st_mtime_ns
@@ -119,7 +119,7 @@ class Heartbeat:
 
     def _take(self, name: str) -> bool:
         """Return True if there was a request, and remove it, or remember it as served."""
-        written = self._asked(name)
+        written = self._unserved(name)
         if written is None:
             return False
         try:
@@ -160,11 +160,9 @@ class Heartbeat:
 def read_heartbeat(folder: Path) -> dict[str, Any] | None:
     """Return the heartbeat of a run; None if there is no readable one.
 
-    Returns:
-        The keys of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next` (seconds until
-        the next one was due, None for the last of a session). Also `age` in seconds, and `alive`: the next one is not
-        long overdue, and its process exists as far as can be told. A session that ended says how in `doing`; one that
-        was killed just stops.
+    The keys are those of the file: `time` (ISO 8601, UTC), `pid`, `host`, `step`, `steps`, `doing`, and `next` (seconds
+    until the next one was due, None for the last of a session); also `age` in seconds, and `alive`: the next one is not
+    long overdue, and its process exists as far as can be told.
     """
     try:
         beat = json.loads((folder / HEARTBEAT_FILE).read_bytes())

@@ -1,9 +1,11 @@
-"""The run folder: the names of its files, its lock, and its configuration."""
+"""The run folder: the names of its files, its lock, its configuration, and restarts by torchrun."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,13 +16,14 @@ from unfog.config.paths import check_out, reason_of
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml
 from unfog.errors import RequestError, RunError
-from unfog.locks import lock_of
+from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
 from unfog.reporting.records import write_atomic
 
 AUTOENCODER_FOLDER = "codec"
 """Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
+_LAUNCH_FILE = "launch"  # in a run: names the launch by torchrun that created it
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,7 @@ class RunFolder:
     def create_locked(self, source: str) -> Iterator[None]:
         """Create the folder and lock it for the `with`; remove it again if it is left empty.
 
-        Args:
-            source: the images; the folder must not be theirs.
-
-        Raises:
-            RequestError: it cannot be created, is not empty, or is locked by another process.
+        RequestError if it cannot be created, is not empty, holds the images, or is locked by another process.
         """
         check_out(self.path, source)
         made: list[Path] = []
@@ -72,7 +71,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             str(self.path.resolve()).encode()
         except (OSError, ValueError) as error:
-            remove_empty_folders(made)
+            _remove_empty_folders(made)
             raise RequestError(
                 f"{printable(str(self.path))} cannot be a run folder: {error}; give another --out"
             ) from None
@@ -83,15 +82,11 @@ class RunFolder:
                 yield
         finally:
             if locked:  # otherwise the folder belongs to the process that has locked it
-                remove_empty_folders(made)
+                _remove_empty_folders(made)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for the `with`; the system releases the lock however the process ends.
-
-        Raises:
-            RequestError: another process is training in it.
-        """
+        """Lock the folder for the `with`. RequestError if another process is training in it."""
         with ExitStack() as stack:
             try:
                 supported = stack.enter_context(lock_of(self.path))
@@ -134,11 +129,7 @@ class RunFolder:
 
     @contextmanager
     def saving_results(self, found: Callable[[], Iterable[str]]) -> Iterator[None]:
-        """Inside the `with`, results are written into the run; if that fails, print the lines of `found` instead.
-
-        Raises:
-            RunError: they could not be written.
-        """
+        """Turn an OSError inside the `with` into a RunError, after printing the lines of `found`."""
         try:
             yield
         except OSError as error:
@@ -146,12 +137,17 @@ class RunFolder:
                 say(f"  {line}")
             raise RunError(f"{self.path} cannot be written to: {reason_of(error)}; what was found is above") from None
 
+    def write_launch_file(self) -> None:
+        """Note the launch by torchrun in the run, so that a later attempt finds it."""
+        if (name := _launch_id()) is not None:
+            (self.path / _LAUNCH_FILE).write_text(f"{name}\n{_agent()}\n")
+
     def check_is_run(self) -> None:
         if not self.config_file.is_file():
             raise RequestError(f"{self.path} is not a run: it has no {self.config_file.name}")
 
 
-def remove_empty_folders(folders: list[Path]) -> None:
+def _remove_empty_folders(folders: list[Path]) -> None:
     """Remove empty folders, in the given order, up to the first that is not empty."""
     with suppress(OSError):
         for folder in folders:
@@ -168,7 +164,7 @@ def next_folder(source: str, under: str = "runs") -> Path:
 
 
 def printable(name: str) -> str:
-    """A file name without the bytes that are no text, which neither TOML nor a terminal could hold."""
+    """Return a file name without the bytes that are no text, which neither TOML nor a terminal could hold."""
     return name.encode("utf-8", "replace").decode()
 
 
@@ -176,3 +172,43 @@ def unused_path(path: Path) -> Path:
     """Return `path`, or the first of `path`-2, `path`-3, … that does not exist."""
     numbered = (path.with_name(f"{path.name}-{n}") for n in count(2))
     return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
+
+
+def _launch_id() -> str | None:
+    """Return an id shared by all attempts of one torchrun, and by no other; None without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return None
+    return name if name not in ("", "none") else _agent()  # torchrun's default id is the same for all launches
+
+
+def _agent() -> str:
+    """Return the torchrun agent of this machine: the parent process of its workers, also after a restart."""
+    return f"{socket.gethostname()}:{os.getppid()}"
+
+
+def find_earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
+    """Return the run that an earlier attempt of this launch has created; None if there is none.
+
+    It is looked for at `out`, or among those named after the source. Leftovers of an attempt that was killed before its
+    run began are removed.
+    """
+    # torchrun counts restarts after failures, but not when a node joins; then the same agent marks a later attempt.
+    name, failed = _launch_id(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if name is None:
+        return None
+    beside = next_folder(source).parent
+    places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
+    for one in [RunFolder(place) for place in places if (place / _LAUNCH_FILE).is_file()]:
+        noted = (one.path / _LAUNCH_FILE).read_text().splitlines()
+        if noted[:1] != [name]:
+            continue
+        begun, mine = one.config_file.is_file(), failed or noted[1:] == [_agent()]
+        if begun and mine:
+            return one
+        (one.path / _LAUNCH_FILE).unlink()  # it is of an earlier launch with the same id
+        if mine:
+            shutil.rmtree(one.path / AUTOENCODER_FOLDER, ignore_errors=True)
+            (one.path / LOCK).unlink(missing_ok=True)
+            _remove_empty_folders([one.path])
+    return None

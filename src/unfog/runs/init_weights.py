@@ -146,7 +146,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
     size = found.config.get("sample_size")
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
     if found.scheduler is not None and not known:
-        diffusion = objective_from_scheduler(found.scheduler, diffusion)
+        diffusion = _objective_from_scheduler(found.scheduler, diffusion)
     base = Config()
     data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
     config = replace(base, network=network, diffusion=diffusion, data=data)
@@ -206,7 +206,7 @@ def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
     if source.scheduler is not None:
         reason = "as given: that of the folder has no equivalent here"
         with suppress(RequestError):
-            trained = objective_from_scheduler(source.scheduler, config.diffusion)
+            trained = _objective_from_scheduler(source.scheduler, config.diffusion)
             reason = "as its scheduler_config.json says"
     before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (trained, config.diffusion))
     if now != before:
@@ -272,7 +272,7 @@ def _fit_classes(
     return [Choice("classes", wanted, reason)]
 
 
-def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
+def _objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
     """Return the objective of a scheduler_config.json of diffusers, and everything else, such as the weighting, of
     `base`. RequestError if it has no equivalent here."""
     # Missing keys have the defaults of diffusers' DDPMScheduler.

@@ -23,7 +23,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.image_grids import Pixels, grid
-from unfog.reporting.progress import warn
+from unfog.reporting.progress import say, warn
 from unfog.runs.context import RunContext
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
@@ -162,15 +162,17 @@ def build_previews(context: RunContext, config: Config, dataset: Dataset, state:
     return kind(config, state, build_held_out_set(dataset, config, context.device), context.stop)
 
 
-def export_autoencoder(folder: RunFolder, config: Config) -> str:
-    """Write the EMA weights of the newest checkpoint as an autoencoder to train on; return a line that says so."""
+def export_autoencoder(folder: RunFolder, config: Config) -> None:
+    """Write the EMA weights of the newest checkpoint as an autoencoder to train on, if the run trains one."""
+    if not config.trains_autoencoder:
+        return
     network = build_network(config)
     assert isinstance(network, AutoencoderModel)
     saved = checkpoint.find_checkpoint(folder.checkpoints, None)
     checkpoint.load_weights(saved.folder, "ema", network)
     described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
     measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
-    return (
+    say(
         f"  autoencoder {described.folder} of step {saved.step:,}{measured}: "
         f"unfog train SOURCE --autoencoder {folder.path}"
     )

@@ -16,7 +16,7 @@ from unfog.errors import RequestError, RunError
 from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
 from unfog.pipeline.data_report import DATA_FILE
 from unfog.pipeline.latents import copy_autoencoder_into_run
-from unfog.pipeline.load_data import load_images, read_failed_shards
+from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.progress import say
@@ -24,8 +24,9 @@ from unfog.reporting.records import Events, finite_number, read_metrics
 from unfog.runs.context import RunContext, open_run
 from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.metrics_hook import resolve_metrics
+from unfog.runs.previews import export_autoencoder
 from unfog.runs.session import Session
-from unfog.runs.train import check_custom_parts, export_trained_autoencoder, settings_findings, write_data_files
+from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
 from unfog.runs.workers import broadcast_config
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
@@ -70,7 +71,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
             write_data_files(session)
         broadcast_config(run.world, folder.checkpoints, resumed, point.failed_shards)
         done = session.run(auto.choices, settings_findings(session), point.saved, changes)
-        export_trained_autoencoder(folder, resumed)
+        export_autoencoder(folder, resumed)
         return folder, done
 
 
@@ -92,7 +93,7 @@ class _ResumePoint:
     @property
     def failed_shards(self) -> Mapping[str, str] | None:
         """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
-        return read_failed_shards(self.saved)
+        return None if self.saved is None else checkpoint.read_state(self.saved.folder).get("lost_shards", {})
 
     def is_end_of(self, config: Config) -> bool:
         """Return True if nothing is left to train, evaluate or save."""
@@ -161,7 +162,7 @@ def _finish_without_training(folder: RunFolder, stored: Config, config: Config, 
     _apply_sampling_settings(folder, stored, config, step)
     say(f"  {folder.path} is at its end, step {step:,}; --steps or --budget makes it longer")
     if not (folder.path / AUTOENCODER_FOLDER).is_dir():  # the process was killed after its last checkpoint
-        export_trained_autoencoder(folder, config)
+        export_autoencoder(folder, config)
 
 
 def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, step: int) -> None:

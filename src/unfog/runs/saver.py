@@ -38,27 +38,18 @@ class Saver:
         # An open descriptor finds the folder again after somebody moved it; Windows cannot open folders.
         self._descriptor = os.open(self.folder.path, os.O_RDONLY) if os.name != "nt" else -1
         self._patience = _SHARE_OF_GRACE * config.training.grace
+        # The last step saved, and what was due after it; also a step that was not finite, and so not written.
         self.saved: tuple[int, list[str]] | None = None
-        """The last step saved, and what was due after it; also a step that was not finite, and so not written."""
         self._moved_from: Path | None = None
-        self.stall_seconds = 0.0
-        """Time that training stood still for checkpoints."""
+        self.stall_seconds = 0.0  # time that training stood still for checkpoints
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
-        """Take a snapshot and have it written. Waits only for the checkpoint before it.
-
-        Raises:
-            Interrupted, RunError: as `wait`.
-        """
+        """Take a snapshot and have it written. Waits only for the checkpoint before it. Raises as `wait`."""
         self.prepare()
         self.take_snapshot(state, for_best)
 
     def prepare(self) -> str:
-        """Wait for what must be on disk before a checkpoint. Returns the folder of checkpoints.
-
-        Raises:
-            Interrupted, RunError: as `wait`; or the folder was removed.
-        """
+        """Wait for what must be on disk before a checkpoint; return the folder of checkpoints. Raises as `wait`."""
         started = time.perf_counter()
         self._snapshots.wait()  # a checkpoint covers the snapshots before it: a resume would not take them again
         self.wait(leaving=self._stop())
@@ -71,8 +62,7 @@ class Saver:
     def take_snapshot(self, state: TrainState, for_best: bool = False, post: ShardStatusStore | None = None) -> None:
         """Copy this rank's part of the state to host memory, and have it written; with other ranks through `post`.
 
-        Raises:
-            RunError: the folder was moved; the checkpoint is saved at its new place.
+        RunError if the folder was moved: the checkpoint is saved at its new place.
         """
         started, step = time.perf_counter(), self._step(state)
         with self._stop.defer_interrupts():
@@ -129,10 +119,8 @@ class Saver:
             self._descriptor = -1
 
     def _is_rollback_target(self, state: TrainState, step: int) -> bool:
-        """Return True if a roll-back may return to this step: a regular one, after enough ordinary steps.
-
-        A checkpoint that a stop or a request caused is none, so that an interrupted run rolls back as any other.
-        """
+        """Return True if a roll-back may return to this step: a regular one, after enough ordinary steps."""
+        # Not to one that a stop or a request caused, so that an interrupted run rolls back as any other.
         if step == 0:
             return True
         every, guard = self.config.checkpoint.every, state.guard
@@ -140,12 +128,7 @@ class Saver:
         return regular and guard.anomalous == 0 and guard.ordinary >= self.config.training.patience
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        """Restore the weights of the newest checkpoint that is a target for it. Returns its folder.
-
-        Raises:
-            RunError: there is none.
-            Interrupted: a stop was requested first.
-        """
+        """Restore the weights of the newest rollback checkpoint; return its folder. RunError if there is none."""
         self.wait()
         step = self._step(state)
         good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.config.training.patience)
@@ -167,14 +150,10 @@ class Saver:
         return str(good.folder)
 
     def wait(self, leaving: bool = False) -> None:
-        """Wait until no checkpoint is being written; a full disk may delay that.
+        """Wait until no checkpoint is being written, when `leaving` no longer than the grace period allows.
 
-        Args:
-            leaving: the process is about to end, so wait no longer than the grace period allows.
-
-        Raises:
-            Interrupted: a stop was requested meanwhile, and not `leaving`.
-            RunError: the checkpoint could not be written, or, when `leaving`, the disk stays full.
+        Interrupted if a stop is requested meanwhile and the process is not leaving yet; RunError if the checkpoint
+        could not be written.
         """
         deadline = time.monotonic() + self._patience
         with self._heartbeat.during("saving"):
@@ -195,11 +174,9 @@ class Saver:
         self._report_events()
 
     def finish_after_failure(self, at_once: bool, shared: bool = False) -> None:
-        """Let a checkpoint that is being written arrive.
+        """Wait for a checkpoint that is being written: `at_once` only seconds.
 
-        Args:
-            at_once: wait a few seconds only.
-            shared: other ranks write parts of it and may be gone, so do not wait without end.
+        If it is `shared`, other ranks write parts of it and may be gone, so there is a limit as well.
         """
         with suppress(RunError):  # the failure before it is the one to report
             if at_once:

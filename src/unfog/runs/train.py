@@ -18,7 +18,6 @@ from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
-from unfog.process.launch import write_launch_file
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
@@ -61,7 +60,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         choices = [*(initial.choices if initial else ()), *auto.choices]
         findings = [*quick_check_images(dataset, config), *settings_findings(session)]
         done = session.run(choices, findings)
-        export_trained_autoencoder(folder, config)
+        export_autoencoder(folder, config)
         return folder, done
 
 
@@ -77,7 +76,7 @@ def _create_run(session: Session) -> None:
     config, folder = session.config, run.folder
     room = check_disk_room(folder.checkpoints, session.state, config.checkpoint, session.steps, config.ema_snapshots)
     say(f"  {room}")
-    write_launch_file(folder)
+    folder.write_launch_file()
     folder.write_config(config)
     folder.checkpoints.mkdir()
     broadcast_config(run.world, folder.checkpoints, config)
@@ -105,12 +104,6 @@ def settings_findings(session: Session) -> list[Finding]:
         return []
     run = session.context
     return check_settings(session.config, session.dataset, run.device, folder=run.folder.path)
-
-
-def export_trained_autoencoder(folder: RunFolder, config: Config) -> None:
-    """Write the autoencoder of the newest checkpoint for others to train with, if the run trains one."""
-    if config.trains_autoencoder:
-        say(export_autoencoder(folder, config))
 
 
 def write_data_files(session: Session) -> None:
