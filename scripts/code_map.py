@@ -15,7 +15,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- map: made by scripts/code_map.py -->", "<!-- end of map -->"
 # From the command line down to what imports nothing else; folders that are not named here come last.
 ORDER = (
-    *("", "cli", "commands", "runs", "doctor", "inference", "planning", "pipeline", "process", "config", "training"),
+    *("", "cli", "commands", "runs", "checks", "inference", "planning", "pipeline", "process", "config", "training"),
     *("export", "data", "diffusion", "models", "evaluation", "reporting"),
 )
 

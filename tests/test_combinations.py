@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 import unfog
+from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.commands.resume import verify
 from unfog.config.spec_strings import parse_spec
 from unfog.data.latents import Normalise
@@ -23,7 +24,6 @@ from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
-from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
 from unfog.errors import RequestError
 from unfog.inference.autoguidance import check_guide
 from unfog.inference.generated import weights_digest

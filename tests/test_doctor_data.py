@@ -12,6 +12,10 @@ import pytest
 from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
+from unfog.checks.images import pixel_statistics
+from unfog.checks.images.image_checks import check_images, quick_check_images
+from unfog.checks.images.pixel_statistics import scan_images
+from unfog.checks.images.size_checks import recommended_size
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
@@ -20,10 +24,6 @@ from unfog.data.sources.builtin_fashion import FashionSource
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
-from unfog.doctor.images import pixel_statistics
-from unfog.doctor.images.image_checks import check_images, quick_check_images
-from unfog.doctor.images.pixel_statistics import scan_images
-from unfog.doctor.images.size_checks import recommended_size
 from unfog.reporting.findings import Finding, write_findings
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/doctor/planted_faults.py"

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.prepare import prepare
-from unfog.data.settings import Data
-from unfog.data.sources.builtin_fashion import FashionSource
-from unfog.data.sources.registry import open_source
-from unfog.doctor.images import duplicate_checks
-from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
-from unfog.doctor.images.near_duplicates import (
+from unfog.checks.images import duplicate_checks
+from unfog.checks.images.duplicate_checks import check_duplicates, find_duplicates
+from unfog.checks.images.near_duplicates import (
     candidate_pairs,
     compare_thumbnails,
     connected_groups,
     perceptual_hash,
     thumbnails,
 )
-from unfog.doctor.images.pixel_statistics import scan_images
+from unfog.checks.images.pixel_statistics import scan_images
+from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources.builtin_fashion import FashionSource
+from unfog.data.sources.registry import open_source
 
 CLOTHES = FashionSource().tiles[:, None]
 

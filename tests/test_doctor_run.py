@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import unfog
-from unfog.doctor.run.run_checks import check_run
+from unfog.checks.run.run_checks import check_run
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
@@ -143,7 +143,7 @@ def test_a_network_that_answers_nothing_has_not_learned(run):
 
 def test_copies_of_few_training_images_are_found(run, photos, tmp_path, monkeypatch):
     """The drawn pictures are training images with a little noise on them."""
-    from unfog.doctor.run import run_checks as examination
+    from unfog.checks.run import run_checks as examination
 
     def copies(network, config, drawing, *rest):
         chosen = np.random.default_rng(0).choice(240, drawing.count)
@@ -234,7 +234,7 @@ def test_where_every_checkpoint_is_damaged_it_is_told(run):
 
 def test_a_checkpoint_that_a_live_run_removes_meanwhile_was_read_before(run, monkeypatch):
     """The images are read after the weights, which takes long; until then the run has made newer ones."""
-    from unfog.doctor.run import run_checks as examination
+    from unfog.checks.run import run_checks as examination
 
     images_of = examination._load_run_images
 

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.config import resume_rules
-from unfog.config.presets import preset
-from unfog.config.schema import Config
-from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
-from unfog.diffusion.objective import Objective
-from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
-from unfog.doctor.run.cost_checks import (
+from unfog.checks.run.cost_checks import (
     _round_down,
     _round_up,
     check_data_wait,
@@ -26,7 +19,7 @@ from unfog.doctor.run.cost_checks import (
     check_speed,
     check_unused_images,
 )
-from unfog.doctor.run.loss_checks import (
+from unfog.checks.run.loss_checks import (
     LossImages,
     baseline_losses,
     check_ema,
@@ -35,10 +28,17 @@ from unfog.doctor.run.loss_checks import (
     held_out_history,
     measure_losses,
 )
-from unfog.doctor.run.run_checks import TREND_CHECKS, RecordInput
-from unfog.doctor.run.run_record import FRESH_START_SETTINGS, RunRecord
-from unfog.doctor.run.status_checks import check_state, final_state
-from unfog.doctor.run.trend_checks import check_learning_rate, check_loss, check_stability, loss_trend
+from unfog.checks.run.run_checks import TREND_CHECKS, RecordInput
+from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
+from unfog.checks.run.status_checks import check_state, final_state
+from unfog.checks.run.trend_checks import check_learning_rate, check_loss, check_stability, loss_trend
+from unfog.config import resume_rules
+from unfog.config.presets import preset
+from unfog.config.schema import Config
+from unfog.diffusion.diffusion import Diffusion
+from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal, LogNormal
+from unfog.diffusion.objective import Objective
+from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
 from unfog.models.settings import UNet
 from unfog.training.ema_schedules import FixedEma, PowerEma
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.doctor.run.color_statistics import (
+from unfog.checks.run.color_statistics import (
     check_blank,
     check_saturation,
     check_tint,

@@ -9,6 +9,14 @@ import torch
 
 import unfog.data.augmentation
 from conftest import NETWORK
+from unfog.checks.run.run_checks import usual_learning_rate_of
+from unfog.checks.settings import learning_rate_checks as rate_checks
+from unfog.checks.settings import machine_checks as machine
+from unfog.checks.settings.learning_rate_checks import ema_half_window, ema_share_before
+from unfog.checks.settings.machine_checks import check_precision
+from unfog.checks.settings.noise_checks import check_range, check_timesteps, evenly_spread_pixels
+from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
+from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import Dataset, ImageSet
@@ -20,14 +28,6 @@ from unfog.diffusion.noise import VE, Cosine, Flow, FlowUniform, Linear, LogNorm
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import X0, EdmF, Eps, FlowVelocity, V
 from unfog.diffusion.weighting import Edm, InverseSnr, MinSnr, Snr
-from unfog.doctor.run.run_checks import usual_learning_rate_of
-from unfog.doctor.settings import learning_rate_checks as rate_checks
-from unfog.doctor.settings import machine_checks as machine
-from unfog.doctor.settings.learning_rate_checks import ema_half_window, ema_share_before
-from unfog.doctor.settings.machine_checks import check_precision
-from unfog.doctor.settings.noise_checks import check_range, check_timesteps, evenly_spread_pixels
-from unfog.doctor.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
-from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import Interrupted, RequestError
 from unfog.models.settings import UNet
 from unfog.pipeline.build import build_network, build_state

@@ -5,10 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unfog.config.presets import preset
-from unfog.config.schema import Init
-from unfog.data.settings import Data
-from unfog.doctor.settings.length_checks import (
+from unfog.checks.settings.length_checks import (
     FOUNDING,
     MILESTONES,
     PUBLISHED_RUNS,
@@ -17,6 +14,9 @@ from unfog.doctor.settings.length_checks import (
     milestones,
     training_length_guide,
 )
+from unfog.config.presets import preset
+from unfog.config.schema import Init
+from unfog.data.settings import Data
 
 
 def case(images, pictures=8_000, side=64, batch=64):

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from unfog.cache_folder import cache_folder
+from unfog.checks.run import run_checks as examination
+from unfog.checks.settings.overfit_one_batch import OverfitBatch
 from unfog.commands import find_lr
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
@@ -32,8 +34,6 @@ from unfog.data.sources.folder import FolderSource
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.doctor.run import run_checks as examination
-from unfog.doctor.settings.overfit_one_batch import OverfitBatch
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_held_out_set
 from unfog.pipeline.data_report import contact_sheet, data_json

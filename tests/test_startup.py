@@ -39,7 +39,6 @@ HELP = [
     "unfog.config.paths",
     "unfog.config.values",
     "unfog.custom",
-    "unfog.doctor",
 ]
 HELP += ["unfog.errors", "unfog.locks", "unfog.version"]
 

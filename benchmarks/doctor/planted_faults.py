@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from unfog.checks.images.image_checks import check_images
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
@@ -31,7 +32,6 @@ from unfog.data.sources.builtin_fashion import FashionSource
 from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
-from unfog.doctor.images.image_checks import check_images
 from unfog.reporting.findings import Finding
 
 COUNT = 2000

@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 
 import unfog
+from unfog.checks.run.run_checks import check_run
 from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
-from unfog.doctor.run.run_checks import check_run
 from unfog.errors import RunError
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import Finding, write_findings

@@ -22,8 +22,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-# Loaded before the function of the same name is defined: loading it later would put the package in its place.
-import unfog.doctor as _package  # noqa: F401
 from unfog.config.paths import path_text
 from unfog.errors import RequestError, RunError, UnfogError
 from unfog.version import __version__

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import torch
 
+from unfog.checks.images.image_checks import check_images
+from unfog.checks.run.run_checks import check_run
+from unfog.checks.settings.length_checks import training_length_guide
+from unfog.checks.settings.overfit_one_batch import overfit_one_batch
+from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.paths import check_out
 from unfog.config.requests import DoctorRequest
 from unfog.config.schema import Config
@@ -15,11 +20,6 @@ from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import verify_pack
 from unfog.data.packs.pack_files import MANIFEST
-from unfog.doctor.images.image_checks import check_images
-from unfog.doctor.run.run_checks import check_run
-from unfog.doctor.settings.length_checks import training_length_guide
-from unfog.doctor.settings.overfit_one_batch import overfit_one_batch
-from unfog.doctor.settings.settings_checks import check_settings
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_objective, build_state, without_augmentation
 from unfog.pipeline.data_report import contact_sheet

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from unfog.checks.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
+from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.doctor.run.loss_checks import ROSE, check_overfitting, held_out_history, loss_images
-from unfog.doctor.run.run_record import RunRecord
 from unfog.pipeline.build import without_augmentation
 from unfog.reporting.findings import Finding
 from unfog.reporting.recorder import Recorder

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfog.checks.run.loss_checks import LossImages, measure_losses
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.doctor.run.loss_checks import LossImages, measure_losses
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.pipeline.build import build_held_out_set, build_loss, build_loss_at, build_network

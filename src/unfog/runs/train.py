@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from unfog.checks.images.image_checks import quick_check_images
+from unfog.checks.settings.settings_checks import check_settings
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_step
 from unfog.data.augmentation import Augment
 from unfog.diffusion.weighting import CustomWeighting
-from unfog.doctor.images.image_checks import quick_check_images
-from unfog.doctor.settings.settings_checks import check_settings
 from unfog.evaluation.features import open_features
 from unfog.models.network_settings import CustomNetwork
 from unfog.pipeline.data_report import write_data_report

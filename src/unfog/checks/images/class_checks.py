@@ -6,12 +6,12 @@ from collections import Counter
 
 import numpy as np
 
+from unfog.checks.images.example_images import list_names
+from unfog.checks.images.near_duplicates import Indices
+from unfog.checks.images.pixel_statistics import ImageScan
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.data.sources.labels import SPLITS
-from unfog.doctor.images.example_images import list_names
-from unfog.doctor.images.near_duplicates import Indices
-from unfog.doctor.images.pixel_statistics import ImageScan
 from unfog.reporting.charts import bar_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.checks.images.example_images import format_percent, format_share, images_figure, list_names
+from unfog.checks.images.near_duplicates import BLANK_DEVIATION
+from unfog.checks.images.pixel_statistics import ImageScan
 from unfog.config.schema import Config
 from unfog.diffusion.target import EdmF
 from unfog.diffusion.weighting import Edm
-from unfog.doctor.images.example_images import format_percent, format_share, images_figure, list_names
-from unfog.doctor.images.near_duplicates import BLANK_DEVIATION
-from unfog.doctor.images.pixel_statistics import ImageScan
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unfog.doctor.run.run_record import RunRecord, list_field
+from unfog.checks.run.run_record import RunRecord, list_field
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural

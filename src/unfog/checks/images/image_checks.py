@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from unfog.checks.images import class_checks, decode_checks, exposure_checks, size_checks
+from unfog.checks.images.duplicate_checks import check_duplicates, find_duplicates
+from unfog.checks.images.pixel_statistics import ImageScan, Progress, scan_images
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
-from unfog.doctor.images import class_checks, decode_checks, exposure_checks, size_checks
-from unfog.doctor.images.duplicate_checks import check_duplicates, find_duplicates
-from unfog.doctor.images.pixel_statistics import ImageScan, Progress, scan_images
 from unfog.reporting.findings import Finding
 
 Check = Callable[[ImageScan, Config], Finding | None]

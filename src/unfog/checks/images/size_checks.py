@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.checks.images.example_images import format_percent, format_share, list_names
+from unfog.checks.images.near_duplicates import Indices
+from unfog.checks.images.pixel_statistics import ImageScan, evenly_spread_rows
 from unfog.config.schema import Config
-from unfog.doctor.images.example_images import format_percent, format_share, list_names
-from unfog.doctor.images.near_duplicates import Indices
-from unfog.doctor.images.pixel_statistics import ImageScan, evenly_spread_rows
 from unfog.reporting.charts import histogram
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unfog.doctor.run.run_record import RunRecord
+from unfog.checks.run.run_record import RunRecord
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS

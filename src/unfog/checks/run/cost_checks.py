@@ -7,9 +7,9 @@ import shlex
 
 import numpy as np
 
+from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.settings import Data
-from unfog.doctor.run.run_record import RunRecord
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural

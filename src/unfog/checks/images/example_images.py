@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unfog.doctor.images.near_duplicates import Indices, thumbnails
-from unfog.doctor.images.pixel_statistics import ImageScan
+from unfog.checks.images.near_duplicates import Indices, thumbnails
+from unfog.checks.images.pixel_statistics import ImageScan
 from unfog.reporting.findings import Figure
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.text import sanitize

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from unfog.checks.run import color_statistics as colors
+from unfog.checks.run import cost_checks, status_checks, trend_checks
+from unfog.checks.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
+from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.doctor.run import color_statistics as colors
-from unfog.doctor.run import cost_checks, status_checks, trend_checks
-from unfog.doctor.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
-from unfog.doctor.run.run_record import RunRecord
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import check_memorization_by_pixels

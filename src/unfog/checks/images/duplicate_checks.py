@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.doctor.images.example_images import format_percent, format_share, groups_figure, list_names
-from unfog.doctor.images.near_duplicates import (
+from unfog.checks.images.example_images import format_percent, format_share, groups_figure, list_names
+from unfog.checks.images.near_duplicates import (
     BLANK_DEVIATION,
     Floats,
     Indices,
@@ -19,7 +19,7 @@ from unfog.doctor.images.near_duplicates import (
     connected_groups,
     thumbnails,
 )
-from unfog.doctor.images.pixel_statistics import MOST_NAMES, ImageScan, Progress
+from unfog.checks.images.pixel_statistics import MOST_NAMES, ImageScan, Progress
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfog.checks.run.run_record import RunRecord
 from unfog.data.dataset import ImageSet, evenly_spaced
 from unfog.diffusion.diffusion import Diffusion
-from unfog.doctor.run.run_record import RunRecord
 from unfog.evaluation.held_out import LossAt
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, json_values

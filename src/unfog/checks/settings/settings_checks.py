@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unfog.checks.settings import interval_checks, learning_rate_checks, length_checks, machine_checks, noise_checks
 from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
 from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
-from unfog.doctor.settings import interval_checks, learning_rate_checks, length_checks, machine_checks, noise_checks
 from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.reporting.findings import Finding

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.checks.images.near_duplicates import Floats, Hashes, Indices, luma, perceptual_hash, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import LazyPixels
 from unfog.data.report import SkippedFile
-from unfog.doctor.images.near_duplicates import Floats, Hashes, Indices, luma, perceptual_hash, thumbnails
 
 Progress = Callable[[int, int], None]
 
