@@ -24,7 +24,7 @@ from unfog.data import latents
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.cache import remove_stale_entries
 from unfog.data.dataset import ImageSet
-from unfog.data.latents import EncodeJob, Normalise, latent_image_sets, load_or_encode, statistics
+from unfog.data.latents import EncodeJob, Normalise, load_or_encode, statistics
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
@@ -110,7 +110,7 @@ def test_the_copies_are_the_codes_of_the_image_and_of_its_mirror(codec):
         for copy, expected in enumerate((network.encode(x), network.encode(x.flip(-1)))):
             torch.testing.assert_close(mine[:, copy].float(), expected, rtol=1e-3, atol=1e-4)
     assert not np.allclose(stored.latents[:, 0], stored.latents[:, 1], atol=0.05)
-    made = latent_image_sets(stored, sets, "k")
+    made = stored.image_sets(sets, "k")
     assert [len(part) for part in made] == [10, 3]
     assert np.array_equal(made[1].labels, sets[1].labels)
     assert made[0].fingerprint != made[1].fingerprint

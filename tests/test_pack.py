@@ -26,7 +26,7 @@ from unfog.commands.pack import pack
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
-from unfog.data.packs.pack import Pack, PackSource, verify_pack
+from unfog.data.packs.pack import Pack, PackSource
 from unfog.data.packs.pack_files import seal
 from unfog.data.packs.pack_journal import BusyError, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
@@ -306,7 +306,7 @@ def test_two_do_not_make_the_same_pack(photos: Path, tmp_path: Path) -> None:
             packed(photos, tmp_path / "out")
 
     packed(photos, tmp_path / "out", progress=other)
-    assert verify_pack(tmp_path / "out") == []
+    assert Pack.verify(tmp_path / "out") == []
 
 
 def test_the_command_stops_on_a_signal_and_goes_on(photos: Path, tmp_path: Path) -> None:
@@ -376,19 +376,19 @@ def test_another_share_held_out_is_split_by_name(made: Path, photos: Path) -> No
 
 def test_any_byte_changed_is_found_by_verifying(photos: Path, tmp_path: Path) -> None:
     out = packed(photos, tmp_path / "out")
-    assert verify_pack(out) == []
+    assert Pack.verify(out) == []
     for path in sorted(out.iterdir()):
         before = path.read_bytes()
         place = len(before) * 2 // 3
         path.write_bytes(before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :])
         if path.name == "pack.json":
             with pytest.raises(RequestError, match=r"is a damaged pack \(.*\); pack the originals again"):
-                verify_pack(out)
+                Pack.verify(out)
         else:
-            (trouble,) = verify_pack(out)
+            (trouble,) = Pack.verify(out)
             assert path.name in trouble
         path.write_bytes(before)
-    assert verify_pack(out) == []
+    assert Pack.verify(out) == []
 
 
 def test_a_file_cut_off_or_gone_is_found_on_opening(made: Path, tmp_path: Path) -> None:

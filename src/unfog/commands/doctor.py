@@ -18,7 +18,7 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.packs.pack import verify_pack
+from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import MANIFEST
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_objective, build_state, without_augmentation
@@ -104,7 +104,7 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
 
 def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
     """Verify the checksums of a pack."""
-    troubles = verify_pack(path, progress)
+    troubles = Pack.verify(path, progress)
     if not troubles:
         return Finding("data.pack", "fine", f"the checksums of {path} are right")
     said = f"{path} is damaged: {'; '.join(troubles[:3])}{'; ...' * (len(troubles) > 3)}"

@@ -11,7 +11,7 @@ from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import is_pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files
-from unfog.data.packs.pack_writer import journal_header, write_pack
+from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source, silence_pillow
 from unfog.data.scan import Scan
 from unfog.data.settings import Data
@@ -101,7 +101,7 @@ def _packed_before(out: Path, scan: Scan, key: str) -> int:
     found = Journal.read(out)
     if not found.done:
         return 0
-    differs = found.difference(journal_header(scan, key))
+    differs = found.difference(scan, key)
     if differs:
         raise RequestError(
             f"{printable(str(out))} is an unfinished pack, {found.done:,} images of which are done, and was begun with "

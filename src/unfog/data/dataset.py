@@ -35,7 +35,7 @@ class PixelArray(Protocol):
         """Return a copy of the images at these indices along axis 0."""
 
 
-class ImageBatch(NamedTuple):
+class _ImageBatch(NamedTuple):
     """Images of a set, with their labels and rows."""
 
     pixels: NDArray[np.uint8]
@@ -91,7 +91,7 @@ class ImageSet:
             digest.update(self.labels.tobytes())
         return digest.hexdigest()
 
-    def take(self, rows: NDArray[np.int64]) -> ImageBatch:
+    def take(self, rows: NDArray[np.int64]) -> _ImageBatch:
         """Return the images at these rows [B], each with its own label.
 
         Raises:
@@ -100,7 +100,7 @@ class ImageSet:
         """
         take_with_rows = getattr(self.pixels, "take_with_rows", None)  # of `lazy.LazyPixels`
         pixels, rows = take_with_rows(rows) if take_with_rows else (self.pixels.take(rows, axis=0), rows)
-        return ImageBatch(pixels, self.labels_of(rows), rows)
+        return _ImageBatch(pixels, self.labels_of(rows), rows)
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return the labels at these rows [B], checked; None without classes."""

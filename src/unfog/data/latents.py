@@ -51,6 +51,18 @@ class LatentArrays(NamedTuple):
     rows: NDArray[np.int64]
     """[N], the row of each image in its set."""
 
+    def image_sets(self, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
+        """Return the sets with latents in place of pixels, [N, K, C, H, W], and the labels of the encoded images."""
+        latent_sets, begin = [], 0
+        for images in sets:
+            part = slice(begin, begin + len(images))
+            # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
+            latents, labels = cast(NDArray[np.uint8], self.latents[part]), images.labels_of(self.rows[part])
+            fingerprint = f"latents:{key}:{begin}"
+            latent_sets.append(replace(images, pixels=latents, labels=labels, known_fingerprint=fingerprint))
+            begin += len(images)
+        return latent_sets
+
 
 class EncodeJob(NamedTuple):
     """The images to encode, and how."""
@@ -79,6 +91,15 @@ class EncodeJob(NamedTuple):
                     yield self._encode_copies(pixels), rows
             begin += len(images)
 
+    def encode_all(self, progress: Progress) -> LatentArrays:
+        """Encode all images into memory, without the cache."""
+        latents, rows, done = np.empty(self.full_shape, np.float16), np.empty(self.full_shape[0], np.int64), 0
+        for some, some_rows in self.batches(0):
+            latents[done : done + len(some)], rows[done : done + len(some)] = some, some_rows
+            done += len(some)
+            progress(done, len(rows))
+        return LatentArrays(latents, rows)
+
     def _encode_copies(self, pixels: NDArray[np.uint8]) -> NDArray[np.float16]:
         copies = [pixels, np.ascontiguousarray(pixels[..., ::-1])][: self.copies]
         latents = np.stack([self.encode(copy) for copy in copies], axis=1)
@@ -86,7 +107,7 @@ class EncodeJob(NamedTuple):
             half = latents.astype(np.float16)
         if not np.isfinite(half).all():
             problem = "beyond what float16 holds" if np.isfinite(latents).all() else "not finite"
-            raise RunError(f"the codec makes latents that are {problem}; take another one")
+            raise RunError(f"the autoencoder makes latents that are {problem}; take another one")
         return half
 
     def replacements_hold(self, rows: NDArray[np.int64], progress: Progress) -> bool:
@@ -124,7 +145,7 @@ def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays
         free = free_bytes()
         if free is None or free + disk_usage(partial) < needed:
             if needed <= IN_MEMORY:
-                return encode_into_memory(job, progress)
+                return job.encode_all(progress)
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:
@@ -138,16 +159,6 @@ def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays
                 f"{folder} could not be written ({error.strerror}); make room, and do the same again"
             ) from error
     return entry
-
-
-def encode_into_memory(job: EncodeJob, progress: Progress) -> LatentArrays:
-    """Encode all images without the cache."""
-    latents, rows, done = np.empty(job.full_shape, np.float16), np.empty(job.full_shape[0], np.int64), 0
-    for some, which in job.batches(0):
-        latents[done : done + len(some)], rows[done : done + len(some)] = some, which
-        done += len(some)
-        progress(done, len(rows))
-    return LatentArrays(latents, rows)
 
 
 def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
@@ -215,19 +226,6 @@ def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:
 
 def _write_json(path: Path, facts: object) -> None:
     write_atomic(path, json.dumps(facts).encode())
-
-
-def latent_image_sets(arrays: LatentArrays, sets: Sequence[ImageSet], key: str) -> list[ImageSet]:
-    """Return the sets with latents in place of pixels, float16 [N, K, C, H, W], and the labels of what was encoded."""
-    latent_sets, begin = [], 0
-    for images in sets:
-        part = slice(begin, begin + len(images))
-        # An ImageSet says uint8 of its pixels, but neither it nor the stream looks at them.
-        latents = cast(NDArray[np.uint8], arrays.latents[part])
-        labels = images.labels_of(arrays.rows[part])
-        latent_sets.append(replace(images, pixels=latents, labels=labels, known_fingerprint=f"latents:{key}:{begin}"))
-        begin += len(images)
-    return latent_sets
 
 
 def statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -17,7 +17,6 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
 from unfog.data.lazy import lazy_dataset, remote_shards_of
-from unfog.data.packs.pack import PackSource
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
@@ -51,8 +50,8 @@ def prepare(
         RunError: the disk is full or fails; the images disappeared or changed while they were read.
     """
     parse_colour(settings.background)
-    if isinstance(source, PackSource) and (packed := source.dataset_if_fitting(settings)) is not None:
-        return packed
+    if (decoded := source.decoded_dataset(settings)) is not None:
+        return decoded
     scan, key = scan_source(source, settings)
     with_labels = replace(settings, labels=labels_setting(scan.source, scan.labels))
     unread = known.startswith(UNREAD)
@@ -78,8 +77,7 @@ def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:
     Raises:
         RequestError: a setting does not fit the source.
     """
-    if isinstance(source, PackSource):
-        settings = source.with_pack_defaults(settings)
+    settings = source.fill_settings(settings)
     left_out: list[str] = []
     source = apply_label_table(source, settings.labels, left_out.append)
     classes, labels = read_labels(source, settings.labels)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from unfog.data.decode import parse_colour, read_size
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
-from unfog.data.packs.pack import PackSource
 from unfog.data.report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source, TransientImageError
@@ -143,7 +142,7 @@ def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     n = len(source.names)
     if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
         return np.arange(n), n
-    if isinstance(source, PackSource) and (train := source.train_count(fraction)) is not None:
+    if (train := source.train_count(fraction)) is not None:
         return np.arange(n), train
     if source.held_out is not None:
         held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)

@@ -27,8 +27,6 @@ from unfog.data.latents import (
     FORMAT,
     EncodeJob,
     LatentArrays,
-    encode_into_memory,
-    latent_image_sets,
     load_or_encode,
     statistics,
 )
@@ -236,7 +234,7 @@ def add_latents(
     check_multiple(config.data.size, config.latents.factor)
     sets = [_few_images(part) if few else part for part in (dataset.train, dataset.held_out)]
     key, stored = _encode_or_load(config, sets, stop, few)
-    train, held_out = latent_image_sets(stored, sets, key)
+    train, held_out = stored.image_sets(sets, key)
     if not config.latents.mean:  # a resumed run keeps the statistics that it began with, to the bit
         mean, deviation = statistics(stored.latents[: len(train)])
         config = replace(config, latents=replace(config.latents, mean=mean, deviation=deviation))
@@ -268,7 +266,7 @@ def _encode_or_load(
             progress.total, done = total, images
             progress.update(images)
 
-        stored = encode_into_memory(job, update) if few else load_or_encode(key, job, update)
+        stored = job.encode_all(update) if few else load_or_encode(key, job, update)
     if done and not few:
         say(f"  latents: {done:,} images encoded in {time.perf_counter() - started:.1f} s")
     return key, stored

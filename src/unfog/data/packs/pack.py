@@ -26,7 +26,6 @@ from PIL import Image
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_files import (
     PACK_SETTINGS,
-    check_manifest,
     file_digest,
     is_begun,
     is_pack,
@@ -61,14 +60,13 @@ class Pack:
 
     @classmethod
     def open(cls, path: Path) -> Pack:
-        """Open a pack: read its manifest and check the sizes of its files. `verify_pack` checks their content.
+        """Open a pack: read its manifest and check the sizes of its files. `verify` checks their content.
 
         Raises:
             RequestError: the folder is no pack, or a damaged one.
         """
         try:
             manifest = read_manifest(path)
-            check_manifest(manifest)
             report, images = open_files(path, manifest)
             report.line()  # reads each field of the report, so that a damaged one fails here
         except RequestError:
@@ -97,32 +95,32 @@ class Pack:
         resolved = replace(self.resolve_settings(settings), labels=labels)
         return Dataset.split(self.images, self.train, resolved, report, (train, held_out))
 
+    @classmethod
+    def verify(cls, path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Read all of a pack and compare checksums. Return a line for each damage, [] for none.
 
-def verify_pack(path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
-    """Read all of a pack and compare checksums. Return a line for each damage, [] for none.
+        `progress` is called with (bytes done, bytes in all).
 
-    `progress` is called with (bytes done, bytes in all).
-
-    Raises:
-        RequestError: the folder is no pack, or cannot be opened.
-    """
-    pack, problems, done = Pack.open(path), list[str](), 0
-    try:
-        for name, file in pack.manifest["files"].items():
-            if name != "pixels.u8" and file_digest(path / name) != file["sha256"]:
-                problems.append(f"{name} is not as it was written")
-        per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
-        chunks = json.loads((path / "chunks.json").read_text("utf-8")) if not problems else []
-        with open(path / "pixels.u8", "rb") as file:
-            for end, expected in chunks:
-                if hashlib.sha256(file.read((end - begin) * per_image)).hexdigest() != expected:
-                    problems.append(f"pixels.u8 is damaged at images {begin:,} to {end - 1:,}")
-                done, begin = end * per_image, end
-                if progress:
-                    progress(done, pack.nbytes)
-    except (OSError, ValueError, TypeError) as error:
-        problems.append(f"it cannot be read: {error}")
-    return problems
+        Raises:
+            RequestError: the folder is no pack, or cannot be opened.
+        """
+        pack, problems, done = cls.open(path), list[str](), 0
+        try:
+            for name, file in pack.manifest["files"].items():
+                if name != "pixels.u8" and file_digest(path / name) != file["sha256"]:
+                    problems.append(f"{name} is not as it was written")
+            per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
+            chunks = json.loads((path / "chunks.json").read_text("utf-8")) if not problems else []
+            with open(path / "pixels.u8", "rb") as file:
+                for end, expected in chunks:
+                    if hashlib.sha256(file.read((end - begin) * per_image)).hexdigest() != expected:
+                        problems.append(f"pixels.u8 is damaged at images {begin:,} to {end - 1:,}")
+                    done, begin = end * per_image, end
+                    if progress:
+                        progress(done, pack.nbytes)
+        except (OSError, ValueError, TypeError) as error:
+            problems.append(f"it cannot be read: {error}")
+        return problems
 
 
 class PackSource(Source):
@@ -164,14 +162,8 @@ class PackSource(Source):
         # The manifest's digest covers a checksum of every file.
         return str(self.pack.manifest["digest"]), self.pack.nbytes
 
-    def dataset_if_fitting(self, settings: Data) -> Dataset | None:
-        """Return the pack's images if they are what the settings ask for; None if they must be decoded from again.
-
-        Automatic settings fit, and so does the default `held_out`.
-
-        Raises:
-            RequestError: the settings ask for larger images.
-        """
+    def decoded_dataset(self, settings: Data) -> Dataset | None:
+        # Automatic settings fit, and so does the default `held_out`.
         pack, packed = self.pack, self.pack.settings
         size = packed["size"]
         if settings.size > size:
@@ -201,11 +193,9 @@ class PackSource(Source):
         return held_out in (Data().held_out, self.pack.settings["held_out"])
 
     def train_count(self, held_out: float) -> int | None:
-        """Return the number of training images, which come first; None where another split is asked for."""
         return self.pack.train if self._has_split(held_out) else None
 
-    def with_pack_defaults(self, settings: Data) -> Data:
-        """Return the settings with the pack's own size and labels where they are automatic."""
+    def fill_settings(self, settings: Data) -> Data:
         labels = self.pack.settings["labels"] if settings.labels == "auto" else settings.labels
         return replace(settings, size=settings.size or self.pack.settings["size"], labels=labels)
 

@@ -68,7 +68,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read pack.json and check its digest. Raises RequestError, ValueError and others if it is damaged."""
+    """Read pack.json and check it. Raises RequestError, ValueError and others if it is damaged."""
     file = path / MANIFEST
     if not file.is_file():
         raise RequestError(
@@ -85,10 +85,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     content = {name: value for name, value in manifest.items() if name != "digest"}
     if manifest.get("digest") != _text_digest(json.dumps(content, indent=1, sort_keys=True)):
         raise ValueError(f"{MANIFEST} is not as it was written")
+    _check_manifest(manifest)
     return content | {"digest": manifest["digest"]}
 
 
-def check_manifest(manifest: Mapping[str, Any]) -> None:
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
     """Raise ValueError, or another error, unless the entries have their types and fit together."""
     shape, train, classes = manifest["shape"], manifest["train"], manifest["classes"]
     labelled, fingerprints = manifest["labelled"], manifest["fingerprints"]
@@ -110,7 +111,7 @@ def _check_settings(settings: dict[str, Any], shape: list[int]) -> None:
     if not typed or [settings["channels"], settings["size"], settings["size"]] != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
     if settings["labels"] not in ("folders", "none"):
-        raise ValueError("its labels are not settled")
+        raise ValueError("its labels are not resolved")
 
 
 def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, ImageSet]:
@@ -138,7 +139,7 @@ def open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[DataReport, Ima
     )
     report = DataReport.from_dict({**manifest["ledger"], "treatment": _mapped(path / "treatment.npy", (n,), np.int32)})
     if report.used != n or report.held_out != n - manifest["train"] or sum(report.counts) != n:
-        raise ValueError("its account is not of these images")
+        raise ValueError("its report is not of these images")
     return report, images
 
 

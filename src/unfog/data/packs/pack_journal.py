@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack_files import JOURNAL, MANIFEST, is_begun, is_pack
+from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_begun, is_pack
+from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.text import sanitize
@@ -62,8 +64,24 @@ class Journal:
         """Number of images in pixels.u8."""
         return int(self.lines[-1]["rows"]) if self.lines else 0
 
-    def difference(self, header: dict[str, Any]) -> str:
-        """Name what this journal and a header differ in; "" for nothing."""
+    @staticmethod
+    def header_of(scan: Scan, key: str) -> dict[str, Any]:
+        """Return the header for a source and its settings, all of which an attempt to go on must share."""
+        return {
+            "format": FORMAT,
+            "key": key,
+            "stamp": scan.stamp,
+            "settings": [*(getattr(scan.settings, name) for name in PACK_SETTINGS), key],
+            "pillow": PIL.__version__,
+            "found": len(scan.source.names),
+            "channels": scan.channels,
+            "size": scan.size,
+            "proved": scan.channels_certain,
+        }
+
+    def difference(self, scan: Scan, key: str) -> str:
+        """Name the first difference of this journal from one of a source and its settings; "" for none."""
+        header = self.header_of(scan, key)
         names = {"stamp": "the images", "settings": "the settings", "pillow": "the version of Pillow"}
         return next((name for key, name in names.items() if self.header.get(key) != header[key]), "")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
 from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
@@ -72,30 +71,15 @@ def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progre
         return Pack.open(folder)
 
 
-def journal_header(scan: Scan, key: str) -> dict[str, Any]:
-    """Return the first line of a journal: the source and the settings, all of which an attempt to go on must share."""
-    return {
-        "format": FORMAT,
-        "key": key,
-        "stamp": scan.stamp,
-        "settings": [*(getattr(scan.settings, name) for name in PACK_SETTINGS), key],
-        "pillow": PIL.__version__,
-        "found": len(scan.source.names),
-        "channels": scan.channels,
-        "size": scan.size,
-        "proved": scan.channels_certain,
-    }
-
-
 class _PackWriter:
     """An unfinished pack and all that is known of its images so far."""
 
     def __init__(self, scan: Scan, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-        header, found = journal_header(scan, key), Journal.read(folder)
+        header, found = Journal.header_of(scan, key), Journal.read(folder)
         if found.header and found.header == header | {"channels": 3, "proved": True}:
             scan = scan.as_rgb()  # an earlier attempt met an image in colour
-            header = journal_header(scan, key)
+            header = Journal.header_of(scan, key)
         self.scan = scan
         self.order, self.in_train = split_held_out(scan.source, scan.settings.held_out)
         self.statistics = DecodeStatistics.empty(len(self.order))

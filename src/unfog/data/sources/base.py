@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.dataset import Dataset
 from unfog.data.report import SkippedFile
+from unfog.data.settings import Data
 
 
 class ImageError(Exception):
@@ -229,6 +231,18 @@ class Source(ABC):
     def table(self, name: str) -> LabelTable | None:
         """Return the label table of that file name beside or among the images, None if there is none."""
         return None
+
+    def decoded_dataset(self, settings: Data) -> Dataset | None:
+        """Return the dataset if the source holds decoded images that fit the settings, else None: decode them."""
+        return None
+
+    def train_count(self, held_out: float) -> int | None:
+        """Return the number of training images, if the source has a split of its own for that fraction, else None."""
+        return None
+
+    def fill_settings(self, settings: Data) -> Data:
+        """Return the settings with automatic ones filled in that the source determines."""
+        return settings
 
     def shard_image(self, i: int) -> int:
         """Return the index by which `remote_shards` knows image i; another one where images are left out."""
