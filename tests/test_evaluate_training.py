@@ -29,8 +29,8 @@ from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs import metrics_hook as measuring
-from unfog.runs.metrics_hook import MIN_SAMPLES, TARGET_TIMES, _Costs, _fit_to_budget, metrics_due
+from unfog.runs import evaluation_hook as measuring
+from unfog.runs.evaluation_hook import MIN_SAMPLES, TARGET_TIMES, _Costs, _fit_to_budget, _metrics_due
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -153,7 +153,7 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
     chosen, each = _fit_to_budget(config, images, _Costs(draw, features, 192), allowed, once)
     settled = replace(config, evaluate=chosen)
     evaluations = [s for s in range(1, steps + 1) if s % chosen.every == 0 or s == steps]
-    drawn = [s for s in evaluations if metrics_due(settled, s)]
+    drawn = [s for s in evaluations if _metrics_due(settled, s)]
     assert len(drawn) * each + bool(drawn) * chosen.reference * features <= allowed * (1 + 1e-9)
     assert each == once(chosen.samples, chosen.reference)
     if drawn:

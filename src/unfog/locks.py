@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCK = ".lock"
-"""File in a locked folder. One that a killed process left behind locks nothing."""
+LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
 
 _TRIES = 100
 

@@ -32,7 +32,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Figure, Finding, has_fatal, print_findings, write_findings
 from unfog.reporting.progress import Progress, print_result, say
 from unfog.runs.dry_run import dry_run
-from unfog.runs.metrics_hook import resolve_metrics
+from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.text import sanitize
 
 

@@ -31,18 +31,14 @@ class GenerationSettings:
 
     count: int
     sampler: Sampler
-    labels: tuple[int, ...] = ()
-    """Samples cycle through these; () without classes."""
+    labels: tuple[int, ...] = ()  # samples cycle through these; () without classes
     seed: int = 0
     guidance: float = 1.0
-    batch: int = 64
-    """Samples at once."""
+    batch: int = 64  # samples at once
     interval: tuple[float, float] = (0.0, 1.0)
     """Share of noise, sigma / (alpha + sigma), within which there is guidance."""
-    first: int = 0
-    """Number of the first sample."""
-    precision: SamplingPrecision = "fp32"
-    """Of the network; the sampler itself always computes in fp32."""
+    first: int = 0  # number of the first sample
+    precision: SamplingPrecision = "fp32"  # of the network; the sampler itself always computes in fp32
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance):
@@ -99,12 +95,9 @@ def generate_images(
             indices = range(first, min(first + settings.batch, end))
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
             denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, indices, device, guide))
-            parts = (
-                denoise,
-                config.diffusion.path,
-                config.diffusion.schedule,
-                NoiseSource(settings.seed, indices, shape, device).draw,
-            )
+            # Noise by the number of the sample, so that it depends on neither `count` nor `batch`.
+            noise = NoiseSource(settings.seed, indices, shape, device)
+            parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
             if edit is None or encoded_edit is None:
                 images = decode(sampler(*parts, observe if first == settings.first else None))
             else:

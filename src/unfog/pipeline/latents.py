@@ -41,8 +41,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.checkpoints.snapshot import sync
 
-Decode = Callable[[Tensor], Tensor]
-"""Network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]."""
+Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information

@@ -91,14 +91,14 @@ class RunFolder:
             try:
                 supported = stack.enter_context(lock_of(self.path))
             except BlockingIOError:
-                raise self._taken() from None
+                raise self._in_use_error() from None
             if not supported:  # a network file system without locks: judge by the heartbeat
                 beat = read_heartbeat(self.path)
                 if beat is not None and beat["alive"]:
-                    raise self._taken()
+                    raise self._in_use_error()
             yield
 
-    def _taken(self) -> RequestError:
+    def _in_use_error(self) -> RequestError:
         beat = read_heartbeat(self.path)
         who = f" ({beat['pid']} on {beat['host']}, at step {beat['step']:,})" if beat and beat["alive"] else ""
         return RequestError(f"another process{who} is training in {self.path}; wait for it, or stop it")

@@ -47,8 +47,7 @@ class StopSignals:
     def __init__(self, saves: bool = True, quiet: bool = False) -> None:
         self._quiet = quiet
         self._ending = "ending here and saving" if saves else "ending here"
-        self.received: str | None = None
-        """Source of the request: "SIGTERM", "STOP file", …; None before one."""
+        self.received: str | None = None  # source of the request: "SIGTERM", "STOP file", …; None before one
         self._before: dict[signal.Signals, Any] = {}
         self._alarm = _Alarm(self._ring)
         self._defer_interrupts = _DeferredInterrupts(self._alarm)

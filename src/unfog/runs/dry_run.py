@@ -37,7 +37,7 @@ from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.reporting.settings import Log
 from unfog.runs.context import RunContext
-from unfog.runs.metrics_hook import MIN_SAMPLES, TRIAL_SAMPLES
+from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.replay import differing_tensors, replay_newest
 from unfog.runs.resume import find_resume_point
 from unfog.runs.session import Session
@@ -294,13 +294,12 @@ class _DryRun:
 def _shortened(config: Config, steps: int) -> Config:
     """Return the same run in so many steps, with every hook due in it, and without trackers."""
     training = config.training
+    at_once = training.microbatch or training.batch  # a preview of more would take more memory than training
     return replace(
         config,
         training=replace(training, images=steps * training.batch, steps=0, budget=""),
         log=Log(every=1),
-        preview=replace(
-            config.preview, every=-1, images=min(config.preview.images, training.microbatch or training.batch)
-        ),
+        preview=replace(config.preview, every=-1, images=min(config.preview.images, at_once)),
         evaluate=_shortened_evaluation(config.evaluate, steps),
         checkpoint=replace(config.checkpoint, every=1, milestones=0),
         ema_snapshots=replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 1)),

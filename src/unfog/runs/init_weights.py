@@ -38,16 +38,11 @@ _TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction":
 class _WeightsSource(NamedTuple):
     """Weights of a folder, described before they are read."""
 
-    config: Config
-    """Network, objective, size and channels that they were trained with; the rest is not used."""
-    weights: Path
-    """The file of weights."""
-    what: str
-    """Description for messages."""
-    unet2d: dict[str, Any] | None = None
-    """`UNet2DModel`'s configuration; None for a run."""
-    scheduler: dict[str, Any] | None = None
-    """That of diffusers' scheduler, if there is one."""
+    config: Config  # network, objective, size and channels that they were trained with; the rest is not used
+    weights: Path  # the file of weights
+    what: str  # description for messages
+    unet2d: dict[str, Any] | None = None  # `UNet2DModel`'s configuration; None for a run
+    scheduler: dict[str, Any] | None = None  # that of diffusers' scheduler, if there is one
 
 
 class _InitialWeights(NamedTuple):

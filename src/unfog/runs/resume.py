@@ -22,8 +22,8 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.reporting.progress import say
 from unfog.reporting.records import Events, finite_number, read_metrics
 from unfog.runs.context import RunContext, open_run
+from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import load_initial_weights
-from unfog.runs.metrics_hook import resolve_metrics
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.session import Session
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
@@ -49,7 +49,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     _check_resume_request(stored, config)
     with open_run(folder, config) as run:
         point = find_resume_point(folder, stored)
-        run.heartbeat.step = point.step
+        run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
         dataset, config = load_images(config, run.stop, lost=point.failed_shards)
         config = _disable_impossible_snapshots(config, point)
@@ -79,12 +79,9 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 class _ResumePoint:
     """The state from which a run continues."""
 
-    saved: checkpoint.CheckpointInfo | None
-    """The newest whole checkpoint; None before the first."""
-    broken: list[checkpoint.BrokenCheckpoint]
-    """Newer checkpoints that are damaged, and skipped."""
-    config: Config
-    """The settings that trained the run so far, whatever was written into RUN/config.toml since."""
+    saved: checkpoint.CheckpointInfo | None  # the newest whole checkpoint; None before the first
+    broken: list[checkpoint.BrokenCheckpoint]  # newer checkpoints that are damaged, and skipped
+    config: Config  # the settings that trained the run so far, whatever was written into RUN/config.toml since
 
     @property
     def step(self) -> int:

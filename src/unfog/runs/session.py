@@ -221,7 +221,7 @@ class Session(StoppableHooks):
                 self.recorder.log_image(self.step, self.previews.final_name, image)
             if anomalous := self.state.guard.anomalous:
                 self.recorder.warn(self.step, f"the last {anomalous} step(s) were skipped or lost far more than usual")
-        self.stop.silence()
+        self.stop.silence()  # nothing may interrupt the last save
         if self.needs_final_save(self.state):
             self.save(self.state)
         self.saver.wait(leaving=True)

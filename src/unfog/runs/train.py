@@ -22,8 +22,8 @@ from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
 from unfog.runs.context import device_for, open_run
+from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
-from unfog.runs.metrics_hook import resolve_metrics
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.session import Session
 from unfog.runs.workers import broadcast_config
@@ -41,6 +41,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
     folder = RunFolder(out or next_folder(config.source))
     _check_metric_features(config)
     with open_run(folder, config, new=True) as run:
+        # Latents are normalised as the initial weights expect them, so their statistics come before the images.
         dataset, config = load_images(adopt_latent_statistics(config), run.stop)
         initial = load_initial_weights(config) if config.init.folder else None
         auto = AutoSettings(
@@ -76,10 +77,11 @@ def _create_run(session: Session) -> None:
     config, folder = session.config, run.folder
     room = check_disk_room(folder.checkpoints, session.state, config.checkpoint, session.steps, config.ema_snapshots)
     say(f"  {room}")
+    # config.toml makes the folder a run, which a restart by torchrun must then recognise as its own.
     folder.write_launch_file()
     folder.write_config(config)
     folder.checkpoints.mkdir()
-    broadcast_config(run.world, folder.checkpoints, config)
+    broadcast_config(run.world, folder.checkpoints, config)  # last, as worker ranks look for the folders at once
     run.heartbeat.silent = False
 
 
