@@ -44,3 +44,27 @@ def test_the_code_of_a_page_works(page, tmp_path, monkeypatch):
     finally:
         for module in (name, f"{name}_tests"):
             sys.modules.pop(module, None)
+
+
+def pages():
+    repository = PAGES.parent.parent
+    return [
+        *PAGES.parent.rglob("*.md"),
+        *(repository / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ]
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    found = []
+    for page in pages():
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        links = re.findall(r"\]\(([^)#\s]+)", prose)
+        found += [f"{page.name}: {link}" for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not found, "\n".join(found)
+
+
+def test_how_a_run_works_names_what_exists():
+    source = "\n".join(module.read_text() for module in Path(registry.__file__).parents[2].rglob("*.py"))
+    quoted = re.findall(r"`([A-Za-z_][\w.]*)`", (PAGES.parent / "how-a-run-works.md").read_text())
+    words = {word for text in quoted for word in text.split(".") if "_" in word or re.search(r"[a-z][A-Z]", word)}
+    assert not [word for word in sorted(words) if word not in source]
