@@ -466,12 +466,12 @@ def test_threads_end_with_whoever_forgot_to_close(photos: Path) -> None:
 # Where decoded images live by themselves
 
 
-def chosen(photos: Path, wanted: int = 0, **asked: object) -> Dataset:
-    return prepare(open_source(photos), replace(ASKED, cache="auto", **asked), wanted=wanted)
+def chosen(photos: Path, to_draw: int = 0, **asked: object) -> Dataset:
+    return prepare(open_source(photos), replace(ASKED, cache="auto", **asked), to_draw=to_draw)
 
 
 def test_small_sets_stay_in_memory_without_a_word(photos: Path) -> None:
-    prepared = chosen(photos, wanted=10)
+    prepared = chosen(photos, to_draw=10)
     assert isinstance(prepared.train.pixels, np.ndarray)
     assert prepared.placement == ""
 
@@ -480,12 +480,12 @@ def test_large_sets_are_decoded_once_if_that_pays(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
-    few = chosen(photos, wanted=100)
+    few = chosen(photos, to_draw=100)
     assert isinstance(few.train.pixels, LazyPixels)
     assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.placement
-    many = chosen(photos, wanted=200)
+    many = chosen(photos, to_draw=200)
     assert many.placement.startswith("decoded once, for all runs: 0.0 GB decoded, in ")
-    found = chosen(photos, wanted=1)  # once it is there, it is used
+    found = chosen(photos, to_draw=1)  # once it is there, it is used
     assert (found.placement, found.train.fingerprint) == ("", many.train.fingerprint)
     assert not isinstance(found.train.pixels, LazyPixels)
 
@@ -494,13 +494,13 @@ def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytes
     """Else its fingerprint would be another, and the images held out of very many as well."""
     monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
     source, asked = open_source(photos), replace(ASKED, cache="auto")
-    fly = prepare(source, asked, wanted=100).train.fingerprint
-    assert prepare(source, asked, wanted=5000, known=fly).train.fingerprint == fly
-    disk = prepare(source, asked, wanted=5000).train.fingerprint
-    assert prepare(source, asked, wanted=10, known=disk).train.fingerprint == disk
-    assert prepare(source, asked, wanted=5000, known=fly).train.fingerprint == fly  # though it is in the cache by now
+    fly = prepare(source, asked, to_draw=100).train.fingerprint
+    assert prepare(source, asked, to_draw=5000, known=fly).train.fingerprint == fly
+    disk = prepare(source, asked, to_draw=5000).train.fingerprint
+    assert prepare(source, asked, to_draw=10, known=disk).train.fingerprint == disk
+    assert prepare(source, asked, to_draw=5000, known=fly).train.fingerprint == fly  # though it is in the cache by now
     other = replace(asked, size=4)
-    assert not prepare(source, other, wanted=10, known=disk).train.fingerprint.startswith(lazy.UNREAD)
+    assert not prepare(source, other, to_draw=10, known=disk).train.fingerprint.startswith(lazy.UNREAD)
     for cache, known in (("disk", fly), ("memory", fly), ("none", disk)):
         with pytest.raises(RequestError, match=f"go on with cache = auto.*cache = {cache}"):
             prepare(source, replace(asked, cache=cache), known=known)  # type: ignore[arg-type]
@@ -533,9 +533,9 @@ def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypa
 
     monkeypatch.setattr("unfog.data.prepare.free_bytes", room)
     with pytest.raises(KeyboardInterrupt):
-        prepare(source, asked, stop, wanted=5000)
+        prepare(source, asked, stop, to_draw=5000)
     assert room() < total
-    assert not isinstance(prepare(source, asked, wanted=5000).train.pixels, LazyPixels)
+    assert not isinstance(prepare(source, asked, to_draw=5000).train.pixels, LazyPixels)
 
 
 def test_without_a_cache_to_write_to_small_ones_stay_in_memory(

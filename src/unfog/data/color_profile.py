@@ -30,9 +30,8 @@ def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]
         profile = b""  # treated like any broken profile
     transform = _transform(profile, image.mode)
     if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
-        converted, actions = to_srgb(
-            image.convert("RGB"), profile
-        )  # grey with a colour profile, as some programs write it
+        # Some programs write grey images with a colour profile.
+        converted, actions = to_srgb(image.convert("RGB"), profile)
         return converted.getchannel("G"), actions
     if isinstance(transform, ImageCms.ImageCmsTransform):
         converted = transform.apply(image)
@@ -62,17 +61,10 @@ def _transform(profile: bytes, mode: str) -> _Transform:
     if mode == "CMYK":
         return transform
     # A profile that changes nothing is sRGB under another name.
-    probe = _greys() if mode == "L" else _colours()
+    levels = np.arange(256) if mode == "L" else np.linspace(0, 255, 9)
+    # All greys, or nine levels of each channel in all combinations.
+    grid = levels[None] if mode == "L" else np.stack(np.meshgrid(levels, levels, levels), -1).reshape(9, 81, 3)
+    probe = Image.fromarray(grid.astype(np.uint8))
     before, after = probe.convert(transform.output_mode), transform.apply(probe.convert(mode))
     change = np.asarray(after, np.int16) - np.asarray(before, np.int16)
     return transform if np.abs(change).max() > _TOLERANCE else False
-
-
-def _greys() -> Image.Image:
-    return Image.fromarray(np.arange(256, dtype=np.uint8)[None])
-
-
-def _colours() -> Image.Image:
-    """Return nine levels of each channel in all combinations, as an image."""
-    levels = np.linspace(0, 255, 9).astype(np.uint8)
-    return Image.fromarray(np.stack(np.meshgrid(levels, levels, levels), -1).reshape(9, 81, 3))

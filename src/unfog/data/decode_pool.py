@@ -28,13 +28,11 @@ Progress = Callable[[int, int], None]
 # One record for each image, so small that an unfinished pack keeps them in a file (facts.bin).
 INFO_DTYPE = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
 
-TRIES = 5
+TRIES = 5  # attempts at an image that cannot be read now
+# Seconds before the second attempt. Each later pause is twice as long, and up to half more at random, so that many
+# threads or ranks do not come back at the same moment.
 FIRST_PAUSE = 1.0
-"""Attempts at an image that cannot be read now, and seconds before the second one. Each later pause is twice as long,
-and a random half more, so that many threads or ranks do not come back at the same moment."""
-
-PATIENCE = 60.0
-"""Seconds after which there is no further attempt, as each may take long where nothing answers."""
+PATIENCE = 60.0  # seconds after which there is no further attempt, as each may take long where nothing answers
 
 _REMOTE_THREADS = 16
 _MAX_THREADS = 32
@@ -127,11 +125,7 @@ def decode_all(
     """Decode image order[k] of the source for k from `statistics.done` on, chunk by chunk, in order.
 
     Yields (k behind the chunk, its usable images uint8 [K, channels, size, size]) once `statistics` holds the chunk.
-    The next chunk is being decoded meanwhile. Close the generator to stop the threads.
-
-    Raises:
-        ColourFoundError: see `PixelFormat.only_grey`.
-        RunError: an image cannot be read now, see `decode_with_retries`.
+    Close the generator to stop the threads. Raises ColourFoundError and RunError.
     """
     n, start, step, stopping = len(order), statistics.done, format.chunk_size, threading.Event()
 
@@ -155,6 +149,7 @@ def decode_all(
                     statistics.add(outcome)
                 if progress:
                     progress(statistics.done, n)
+            # The next chunk is decoded while the caller works on this one.
             pending.extend(submit(following) for following in islice(starts, 1))
             used = statistics.used[begin : statistics.done]
             yield statistics.done, out if used.all() else out[used]

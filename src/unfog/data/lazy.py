@@ -23,12 +23,9 @@ from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, Sha
 from unfog.errors import RunError
 from unfog.text import sanitize
 
+# From so many images on, those held out are evenly spaced, as hashing every name would take minutes.
 EVEN_SPLIT_FROM = 200_000
-"""Of more images, those held out are evenly spaced: hashing every name would take minutes."""
-
-_IN_A_ROW = 100
-"""Images in a row that cannot be decoded before the run ends: then the disk or the network has failed."""
-
+_IN_A_ROW = 100  # images in a row that cannot be decoded before the run ends: the disk or the network has failed
 _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the images of failed shards
 _TASK = 8  # images that a thread decodes before it looks for other work
 
@@ -100,11 +97,7 @@ class LazyPixels:
         return self.take_with_rows(rows.ravel())[0].reshape(*rows.shape, *self.shape[1:])
 
     def take_with_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Decode the images at these rows [B]. Return (uint8 [B, C, size, size], the rows that they really are [B]).
-
-        Raises:
-            RunError: see `take`.
-        """
+        """Decode the images at these rows [B]. Return (uint8 [B, C, size, size], the rows of the images used [B])."""
         return self.start_decoding(rows).result()
 
     def start_decoding(self, rows: NDArray[np.int64]) -> PendingDecode:

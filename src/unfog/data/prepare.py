@@ -31,7 +31,7 @@ MEMORY_PIXEL_BYTES = 256 * 2**20
 
 
 def prepare(
-    source: Source, settings: Data, progress: Progress | None = None, wanted: int = 0, known: str = ""
+    source: Source, settings: Data, progress: Progress | None = None, to_draw: int = 0, known: str = ""
 ) -> Dataset:
     """Make a dataset of a source's images: opened from a pack or the cache, decoded now, or decoded while training.
 
@@ -40,9 +40,8 @@ def prepare(
         settings: how to decode them.
         progress: called with (images done, images in all). It starts again should an image in colour turn up late
             among grey ones.
-        wanted: number of images that training will draw; 0 if unknown.
-        known: fingerprint of the training images as a run began with them; "" for a new run. It equals only that of
-            images of its kind: decoded ones, or ones that are decoded while training.
+        to_draw: number of images that training will draw; 0 if unknown.
+        known: fingerprint of the training images that a run began with; "" for a new run.
 
     Raises:
         RequestError: no image can be used; a setting does not fit the source; the cache cannot be written, or is not
@@ -59,7 +58,7 @@ def prepare(
         return replace(entry.dataset(with_labels, source.name), warnings=scan.warnings)
     with silence_pillow():
         scan = scan.resolve()
-        where, why = _placement_on_resume(scan, key, unread) if known else _placement(scan, key, wanted)
+        where, why = _placement_on_resume(scan, key, unread) if known else _placement(scan, key, to_draw)
         if where == "none":
             dataset = lazy_dataset(scan)
             shards = remote_shards_of(dataset.train)
@@ -112,18 +111,18 @@ def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
     """
     if unread and scan.settings.cache == "auto":
         return "none", ""
-    where, why = _placement(scan, key, wanted=0)
+    where, why = _placement(scan, key, to_draw=0)
     if unread == (where == "none"):
         return where, why
     why = why or f"cache = {scan.settings.cache}"
     began = "decodes each image when its turn comes" if unread else "began with all images decoded"
     remedy = "cache = auto" if unread else "cache = auto, and UNFOG_CACHE a folder with room enough"
     raise RequestError(
-        f"the run {began}, and it would not be known whether these are the same; go on with {remedy} ({why})"
+        f"the run {began}, so it cannot be checked that these are the same images; go on with {remedy} ({why})"
     )
 
 
-def _placement(scan: Scan, key: str, wanted: int) -> tuple[str, str]:
+def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
     """Return ("memory", "disk" or "none", a line that says why where it was chosen automatically).
 
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and
@@ -138,15 +137,15 @@ def _placement(scan: Scan, key: str, wanted: int) -> tuple[str, str]:
         return "memory", ""
     each, folder = "images are decoded when their turn comes", cache_folder()
     remedy = "`unfog pack SOURCE OUT` decodes them once, to wherever there is room"
-    if wanted and 2 * wanted < n:
-        why = f"{each}, as this run draws {wanted:,} of {n:,}; --data.cache disk decodes all, for later runs"
+    if to_draw and 2 * to_draw < n:
+        why = f"{each}, as this run draws {to_draw:,} of {n:,}; --data.cache disk decodes all, for later runs"
         return "none", why
     free, gigabytes = free_bytes(), f"{pixel_bytes / 1e9:,.1f} GB decoded"
     if free is None:
         if pixel_bytes < 4 * MEMORY_PIXEL_BYTES:
             return "memory", f"{gigabytes}, in memory, as the cache in {folder} cannot be written"
         return "none", f"{each}, as the cache in {folder} cannot be written; {remedy}"
-    if 2 * pixel_bytes <= free + disk_usage(folder / key):  # an interrupted pack is gone on with
+    if 2 * pixel_bytes <= free + disk_usage(folder / key):  # the bytes of an interrupted pack are reused
         return "disk", f"decoded once, for all runs: {gigabytes}, in {folder}"
     half = f"{gigabytes} are more than half of the {free / 1e9:,.1f} GB free in {folder}"
     return "none", f"{each}: {half}; {remedy}"

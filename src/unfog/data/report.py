@@ -37,7 +37,7 @@ ACTIONS = {
 COMMON_ACTIONS = frozenset(["resized", "upscaled", "cropped"])
 """Those of ACTIONS that nearly every image needs; any other is worth a look."""
 
-_KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, where the two differ
+_KEYS_ON_DISK = {"skipped": "quarantined"}  # a field -> its key in data.json and pack.json, which must stay
 
 
 class SkippedFile(NamedTuple):

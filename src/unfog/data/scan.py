@@ -28,8 +28,8 @@ _HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
 
 MAX_HELD_OUT = 1000
+# Fewer images are all trained on: each is worth more to training than to a loss over a handful.
 MIN_TO_HOLD_OUT = 100
-"""Of fewer images none is held out: each is worth more to training than to a loss over a handful."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class Scan:
         return replace(self, size=size, channels=channels, channels_certain=self.channels_certain or channels == 3)
 
     def as_rgb(self) -> Scan:
-        """Return the scan to go on with after an image in colour has turned up among grey ones."""
+        """Return the scan for RGB, after an image in colour was found among grey ones."""
         return replace(self, channels=3, channels_certain=True)
 
     @property
@@ -231,7 +231,11 @@ class DecodeResult:
             RequestError: none of them can be used.
         """
         used, source = statistics.used, scan.source
-        _refuse_none(source, statistics)
+        if not used.any():
+            counted = ", ".join(f"{n:,} {why}" for why, n in Counter(statistics.reasons.values()).most_common(3))
+            raise RequestError(
+                f"none of the {len(used):,} images in {source.name} can be used: {counted}; replace them"
+            )
         rows, records = order[used], statistics.records[used]
         classes, labels = scan.classes, None if scan.labels is None else scan.labels[rows]
         if labels is not None:  # a class without a usable image is dropped
@@ -272,12 +276,3 @@ def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
         for column, side in enumerate(("shortest", "longest"))
         for name, function in (("min", np.min), ("median", np.median), ("max", np.max))
     }
-
-
-def _refuse_none(source: Source, statistics: DecodeStatistics) -> None:
-    if not statistics.used.any():
-        reasons = Counter(statistics.reasons.values()).most_common(3)
-        counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
-        raise RequestError(
-            f"none of the {len(statistics.used):,} images in {source.name} can be used: {counted}; replace them"
-        )

@@ -50,7 +50,7 @@ class Data:
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
 
     cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")
-    """Where decoded images are kept: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
+    """Place of decoded images: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
 
     cache_limit: str = setting("10gb", affects="nothing", resume="free")
     """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
@@ -59,7 +59,6 @@ class Data:
     """Share of the remote shards read while training that may fail; other images replace theirs. 0 = none."""
 
     def __post_init__(self) -> None:
-        """Raise RequestError for values out of range."""
         if self.labels not in LABELS and not self.labels.lower().endswith(TABLES):
             close = difflib.get_close_matches(self.labels, LABELS, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -20,7 +20,7 @@ _LARGEST_JSON = 2**20
 
 
 class UNetFolder(NamedTuple):
-    """A `UNet2DModel` on disk."""
+    """A `UNet2DModel` on disk, and its scheduler."""
 
     config: dict[str, Any]
     """Its config.json."""

@@ -107,7 +107,7 @@ def check_multiple(size: int, factor: int) -> None:
 
 
 class AutoencoderFolder(NamedTuple):
-    """An autoencoder on disk."""
+    """An autoencoder on disk, of Unfog or diffusers."""
 
     folder: Path
     kind: str

@@ -28,8 +28,7 @@ FORMAT = 1
 
 _LARGEST_MANIFEST = 2**28
 _LONGEST_HEADER = 2**16
-_LARGE_SHARE = 4
-"""A pack larger than 1/4 of the memory is read without read-ahead, which would evict what is needed."""
+_LARGE_SHARE = 4  # a pack above 1/4 of the memory is read without read-ahead, which would evict needed pages
 
 PACK_SETTINGS = ("size", "channels", "background", "labels", "held_out")
 """Settings that the content of a pack depends on; the others act on its images."""
@@ -54,11 +53,9 @@ def is_begun(path: Path) -> bool:
 def seal(manifest: Mapping[str, Any]) -> bytes:
     """Return the content of pack.json: the manifest and its digest."""
     text = json.dumps(manifest, indent=1, sort_keys=True)
-    return json.dumps({**manifest, "digest": _text_digest(text)}, indent=1, sort_keys=True).encode()
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(
+        {**manifest, "digest": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True
+    ).encode()
 
 
 def file_digest(path: Path) -> str:
@@ -83,7 +80,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"format {FORMAT}; pack the originals again"
         )
     content = {name: value for name, value in manifest.items() if name != "digest"}
-    if manifest.get("digest") != _text_digest(json.dumps(content, indent=1, sort_keys=True)):
+    if manifest.get("digest") != _digest(content):
         raise ValueError(f"{MANIFEST} is not as it was written")
     _check_manifest(manifest)
     return content | {"digest": manifest["digest"]}

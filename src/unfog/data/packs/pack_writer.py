@@ -41,14 +41,10 @@ _BLOCK = 1 << 16  # rows of names that are written at once
 
 
 def write_pack(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None = None) -> Pack:
-    """Decode a source into a pack, going on where an earlier attempt was interrupted.
+    """Decode a source into a pack, or finish an interrupted one. Nothing else may be in the folder.
 
-    Args:
-        scan: the source and the format, resolved.
-        folder: where to write; nothing else may be in it.
-        key: identifies source and settings; stored in the pack.
-        remedy: advice for messages where there is no space.
-        progress: called with (images done, images in all).
+    `key` identifies source and settings, and `remedy` is advice for messages about missing space. `progress` is called
+    with (images done, images in all).
 
     Raises:
         RequestError: no image can be used; the folder cannot be written, has no space or holds something else.
@@ -101,7 +97,7 @@ class _PackWriter:
     def _resume(self, lines: list[dict[str, Any]]) -> bool:
         """Go on after these chunks. Return False if the files do not hold what the journal says."""
         channels, statistics = self.scan.channels, self.statistics
-        # Files that were gone may be back; from the first such chunk on, all is decoded again.
+        # Missing files may be back, so everything from the first chunk that missed some is decoded again.
         lines = list(takewhile(lambda line: not {GONE, CHANGED, ARCHIVE_GONE} & set(line["reasons"].values()), lines))
         if not lines or lines[-1]["done"] > len(self.order) or any(len(sums) != channels for sums in lines[-1]["sums"]):
             return False
