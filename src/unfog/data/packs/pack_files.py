@@ -52,10 +52,11 @@ def is_begun(path: Path) -> bool:
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
     """Return the content of pack.json: the manifest and its digest."""
-    text = json.dumps(manifest, indent=1, sort_keys=True)
-    return json.dumps(
-        {**manifest, "digest": hashlib.sha256(text.encode()).hexdigest()}, indent=1, sort_keys=True
-    ).encode()
+    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1, sort_keys=True).encode()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, indent=1, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
