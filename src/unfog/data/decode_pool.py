@@ -149,8 +149,7 @@ def decode_all(
                     statistics.add(outcome)
                 if progress:
                     progress(statistics.done, n)
-            # The next chunk is decoded while the caller works on this one.
-            pending.extend(submit(following) for following in islice(starts, 1))
+            pending.extend(submit(following) for following in islice(starts, 1))  # decoded while the caller goes on
             used = statistics.used[begin : statistics.done]
             yield statistics.done, out if used.all() else out[used]
     finally:

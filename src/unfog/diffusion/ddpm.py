@@ -38,7 +38,7 @@ class _DDPM:
         raise NotImplementedError
 
     def continuous_quantile(self, logsnr: Tensor) -> Tensor:
-        """Inverse of `continuous`."""
+        """Map logsnr to a quantile, the inverse of `continuous`."""
         raise NotImplementedError
 
     def continuous_snr_slope(self, logsnr: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class VE:
     kind: ClassVar[str] = "ve"
 
     def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
-        """Map logsnr to (1, sigma)."""
+        """Map logsnr to (alpha, sigma) = (1, sigma)."""
         return logsnr.new_ones(logsnr.shape), (-logsnr / 2).exp()
 
 
@@ -81,7 +81,7 @@ class _Normal:
         return -2 * (self.mean + self.std * normal)
 
     def quantile(self, logsnr: Tensor) -> Tensor:
-        """Map logsnr to u."""
+        """Map logsnr to u, the inverse of a call."""
         normal = (-logsnr / 2 - self.mean) / self.std
         return ((normal / math.sqrt(2)).erf() + 1) / 2
 
@@ -157,7 +157,7 @@ class FlowUniform:
         return -2 * (u.logit() + math.log(self.shift))
 
     def quantile(self, logsnr: Tensor) -> Tensor:
-        """Map logsnr to u."""
+        """Map logsnr to u, the inverse of a call."""
         return (-logsnr / 2 - math.log(self.shift)).sigmoid()
 
     def snr_slope(self, logsnr: Tensor) -> Tensor:

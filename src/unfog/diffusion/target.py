@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eps:
-    """The noise (DDPM)."""
+    """Predict the noise (DDPM, eq. 14)."""
 
     kind: ClassVar[str] = "eps"
 
@@ -26,7 +26,7 @@ class Eps:
 
 @dataclass(frozen=True)
 class X0:
-    """The clean image."""
+    """Predict the clean image itself."""
 
     kind: ClassVar[str] = "x0"
 

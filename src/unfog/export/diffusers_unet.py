@@ -91,8 +91,7 @@ class Network(NamedTuple):
 def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `UNet2DModel`'s configuration and state dict for `network` on images of `size` pixels.
 
-    Raises:
-        RequestError: the network or a setting has no equivalent.
+    Raises RequestError if the network or a setting has no equivalent.
     """
     settings = network.settings
     if not isinstance(settings, UNet):

@@ -61,7 +61,7 @@ class Journal:
 
     @property
     def rows(self) -> int:
-        """Number of images in pixels.u8."""
+        """Number of usable images, which are in pixels.u8."""
         return int(self.lines[-1]["rows"]) if self.lines else 0
 
     @staticmethod
