@@ -193,16 +193,12 @@ def _positionals(kind: type) -> dict[str, tuple[Any, str]]:
 
 
 def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str, type]) -> ParsedArgs:
-    """Parse the words of a command. Values have the right type; their bounds are checked when the request is made.
+    """Parse the words after a command's name. Bounds of values are checked when the request is made.
 
     Args:
-        words: after the command's name.
         kind: the request dataclass of the command.
         prog: name of the command in messages: "unfog train".
         others: the other commands and their dataclasses, to recognise a flag of theirs.
-
-    Raises:
-        RequestError: one line on what is wrong and what would be right.
     """
     flags, args, positionals = _flags_of(kind), ParsedArgs(), _positionals(kind)
     metavars = [metavar for _, metavar in positionals.values()]
@@ -222,7 +218,9 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
                 both = " or ".join(name for name, other in flags.items() if other.path == flag.path)
                 raise RequestError(f"{spelled} takes no value; write {both}")
             values = [attached] if equals else []
-            args.put(flag, spelled, _take_values(flag, spelled, values, left, flags, len(metavars) - len(free)))
+            values += _take_values(flag, len(values), left, flags, len(metavars) - len(free))
+            _check_count(flag, spelled, values)
+            args.put(flag, spelled, values)
     if len(free) != len(metavars):
         raise RequestError(_wrong_count(free, args, prog, metavars))
     args.positionals = [os.path.expanduser(word) for word in free]
@@ -235,23 +233,27 @@ def _current_flag(spelled: str) -> str:
     return "--" + current_name(spelled.lstrip("-").replace("-", "_")).replace("_", "-")
 
 
-def _take_values(
-    flag: _Flag, spelled: str, values: list[str], left: list[str], flags: Mapping[str, _Flag], keep: int
-) -> list[str]:
-    """Return the words that follow a flag, taken from `left`. A list leaves the last `keep` to SOURCE or RUN."""
+def _take_values(flag: _Flag, had: int, left: list[str], flags: Mapping[str, _Flag], keep: int) -> list[str]:
+    """Take the words of a flag that has `had` of them from `left`. A list leaves the last `keep` to SOURCE or RUN."""
     least, most = flag.counts()
-    while left and (most is None or len(values) < most):
+    values: list[str] = []
+    while left and (most is None or had + len(values) < most):
         # A negative number and a lone dash are values.
         if left[0].startswith("--") or left[0].partition("=")[0] in (*flags, "-h"):
             break
-        if most is None and len(values) >= least and len(left) <= keep:
+        if most is None and had + len(values) >= least and len(left) <= keep:
             break
         values.append(left.pop(0))
+    return values
+
+
+def _check_count(flag: _Flag, spelled: str, values: list[str]) -> None:
+    """Raise RequestError if a flag has too few words."""
+    least, _ = flag.counts()
     if len(values) < least:
         many = f"{least} values, each {describe_type(get_args(flag.annotation)[0])}" if least > 1 else "a value"
         what = "" if least > 1 else f": {flag.expected()}"
         raise RequestError(f"{spelled} needs {many}{what}{f', and got {len(values)}' if values else ''}")
-    return values
 
 
 def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Sequence[str]) -> str:

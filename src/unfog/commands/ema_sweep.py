@@ -121,26 +121,23 @@ CAPTION = (
 def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     """Rebuild EMAs of several widths, measure each, and make the best one the run's own.
 
-    Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` read the former.
-
-    Raises:
-        RequestError: there is no run, no snapshots or no held-out images, or a width cannot be rebuilt.
-        RunError: the run cannot be written to; the table is printed.
-        Interrupted: a stop was requested.
+    Writes ema-sweep.json and ema-sweep.html into the run. `unfog sample` and `unfog.load` read the former. If the run
+    cannot be written to, the table is printed and RunError raised.
     """
     metric = request.metric
     if metric not in USUAL_N:
         raise RequestError(f"metric = {metric!r} is none of {', '.join(USUAL_N)}")
     n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
-    step, features = of_type(int | None, request.checkpoint, "step"), of_type(str, request.features, "features")
+    step = of_type(int | None, request.checkpoint, "step")
+    of_type(str, request.features, "features")
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(request.run)
     config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or USUAL_N[metric]
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
-    asked = _rebuildable_widths(kept, config, widths, step)
-    step = solve_mixture(kept, asked[0], step).step
+    to_measure = _rebuildable_widths(kept, config, widths, step)
+    step = solve_mixture(kept, to_measure[0], step).step
     place = choose_device(request.device)
     folder.check_writable()
     with StopSignals(saves=False) as stop:
@@ -148,17 +145,15 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
         if now.fingerprint != config.fingerprint:
             raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; bring them back")
         network = build_network(config).to(place).eval()
-        n, by, measured = _build_measure(metric, n, features, config, prepared, place)
+        n, by, measured = _build_measure(replace(request, n=n), config, prepared, place)
         rows = []
-        with Progress("lengths", len(asked), delay=0.5) as progress:
-            for done, width in enumerate(asked):
+        with Progress("lengths", len(to_measure), delay=0.5) as progress:
+            for done, width in enumerate(to_measure):
                 stop.leave_if_requested()
                 progress.update(done, f"width {width:g}")
                 mix = load_ema_weights(network, folder, width, step)
-                value, error = measured(network)
-                rows.append(_WidthResult(width, value, error, mix.error))
-    before = getattr(config.ema, "width", 0.0)
-    swept = EmaSweepResult(metric, n, step, by, before, tuple(rows))
+                rows.append(_WidthResult(width, *measured(network), mix.error))
+    swept = EmaSweepResult(metric, n, step, by, getattr(config.ema, "width", 0.0), tuple(rows))
     with folder.saving_results(swept.lines):
         _write_result(swept, folder)
     return swept
@@ -193,20 +188,21 @@ Measure = Callable[[nn.Module], tuple[float, float | None]]
 
 
 def _build_measure(
-    metric: str, n: int, features: str, config: Config, prepared: Dataset, device: torch.device
+    request: EmaSweepRequest, config: Config, prepared: Dataset, device: torch.device
 ) -> tuple[int, str, Measure]:
     """Return the number of images, the name of the features, and the measure, which uses the same noise each time.
 
     Raises:
         RequestError: there are no held-out images, or no such features.
     """
+    metric, n = request.metric, request.n
     if metric == LOSS:
         return _held_out_measure(n, config, prepared, device)
     if n < 10:
         raise RequestError(f"n = {n} samples: {metric} needs at least 10; {USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
-    compare, name = _build_comparison(metric, features, torch.from_numpy(pixels), device)
+    compare, name = _build_comparison(metric, request.features, torch.from_numpy(pixels), device)
     # Classes in proportion to the data, or the metric would compare the proportions.
     drawing = replace(default_generation(config, n, min(n, 64)), labels=proportional_labels(images.labels, n))
 

@@ -84,14 +84,8 @@ CAPTION = (
 def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FindLrResult:
     """Search a learning rate, in about so many seconds after the images are read.
 
-    Args:
-        config: settings of a run; length, previews and evaluation do not matter.
-        out: folder for lr-range.json and lr-range.html, which are overwritten; None writes nothing.
-        seconds: of training; a slow network takes longer, as there is a least number of steps.
-
-    Raises:
-        RequestError: the settings, the source or the folder are not valid.
-        Interrupted: a stop was requested.
+    Overwrites lr-range.json and lr-range.html in the folder `out`, unless it is None. A slow network takes longer than
+    `seconds`, as there is a least number of steps.
     """
     if not (math.isfinite(seconds) and seconds > 0):
         raise RequestError(f"seconds = {seconds} must be above 0; 90 is usual")

@@ -29,17 +29,12 @@ def pack(config: Config, out: Path) -> Path:
     """Pack the images of `config.source` into the folder `out`, and return it.
 
     The same call continues after a signal, a kill or a full disk.
-
-    Raises:
-        RequestError: the settings, the source or `out` are not valid.
-        RunError: the folder cannot be written.
-        Interrupted: a stop was requested.
     """
     usual = Data()
     for name in _TRAINING_ONLY:
         if getattr(config.data, name) != getattr(usual, name):
             raise RequestError(
-                f"data.{name} is of training, and a pack holds the images as they are; give it to unfog train"
+                f"data.{name} acts in training, and a pack stores the images without it; give it to unfog train"
             )
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:

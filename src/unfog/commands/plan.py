@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
-from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network, zero_batch
 from unfog.pipeline.load_data import load_images
@@ -45,6 +45,9 @@ from unfog.training.precision import Precision
 from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
+
+_OF_FINDING = ("code", "severity", "evidence", "remedy")
+_SHOWN = ("batch", "microbatch", "checkpointing", "shard", "precision", "images")
 
 
 @dataclass(frozen=True)
@@ -78,19 +81,13 @@ class Plan:
         pixels, count = self.config.data.size, f"{self.parameters / 1e6:.2f}M parameters"
         title = f"plan: {count}, {self.images:,} images of {pixels}x{pixels}, batches of {training.batch:,}"
         apart = self.processes > 1
+        forward, peak = format_flops(self.work.forward), format_bytes(self.memory.peak)
         several = f"{self.processes:,} processes, {'the network divided' if training.shard else 'each with all'}: "
         rows = [
             ("machine", several * apart + f"{self.machine}, {training.precision}" + ", estimated" * self.estimated),
             *((choice.name, f"{choice.value}: {choice.reason}") for choice in self.choices),
-            (
-                "arithmetic",
-                f"{format_flops(self.work.forward)} an image, {format_flops(self.work.training)} to train on it",
-            ),
-            (
-                "memory",
-                f"{format_bytes(self.memory.peak)} at the most, of {format_bytes(self.available)} available"
-                + " each" * apart,
-            ),
+            ("arithmetic", f"{forward} an image, {format_flops(self.work.training)} to train on it"),
+            ("memory", f"{peak} at the most, of {format_bytes(self.available)} available" + " each" * apart),
             *self._memory_rows(),
             ("time", f"{format_time(self.times['in all'])} in all" + ", but for what they send each other" * apart),
             *self._time_rows(),
@@ -122,40 +119,25 @@ class Plan:
             "images": self.images,
             "parameters": self.parameters,
             "flops": {"forward": self.work.forward, "training": self.work.training},
-            "training": {
-                name: getattr(self.config.training, name)
-                for name in ("batch", "microbatch", "checkpointing", "shard", "precision", "images")
-            },
+            "training": {name: getattr(self.config.training, name) for name in _SHOWN},
             "choices": [{"name": c.name, "value": str(c.value), "reason": c.reason} for c in self.choices],
             "memory": {
                 "available": self.available,
                 "peak": memory.peak,
                 "step": memory.step.total,
                 "parts": dict(memory.step.parts),
-                "drawing": memory.drawing,
-                "measuring": memory.measuring,
-                "snapshot": memory.snapshot,
-                "images": memory.images,
+                **{name: getattr(memory, name) for name in ("drawing", "measuring", "snapshot", "images")},
             },
             "seconds": json_values(self.times),
             "disk": list(self.disk),
-            "findings": [
-                {"code": f.code, "severity": f.severity, "evidence": f.evidence, "remedy": f.remedy, **f.facts}
-                for f in self.findings
-            ],
+            "findings": [{**{name: getattr(f, name) for name in _OF_FINDING}, **f.facts} for f in self.findings],
         }
 
 
 def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     """Predict what training takes. Decodes a few of the images, and trains only a few steps to time them.
 
-    Args:
-        config: the request.
-        device_for: name of an accelerator of `planning.accelerators`; "" is the machine at hand.
-        processes: that torchrun would start, which share each batch.
-
-    Raises:
-        RequestError: the settings, the source or the device are not valid.
+    `device_for` names an accelerator of `planning.accelerators`; "" is the machine at hand.
     """
     check_request(config)
     at_least_one("processes", processes)
@@ -163,18 +145,10 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     with StopSignals(saves=False) as stop:
         dataset, config = load_images(config, stop, few=True)
         machine = _describe_machine(config, target, dataset, processes)
-        auto = AutoSettings(config, _images_to_time(config, target, dataset), machine, stop, processes)
-        auto.check_length()
-        auto.resolve_network()
-        auto.resolve_learning_rate()
-        auto.resolve_weight_decay()
-        unloadable = 0 if target else bytes_to_decode(dataset, config) * processes
-        fatal = _image_memory_findings(unloadable) or _resolve_microbatch(auto)
-        auto.machine = _with_speed(auto, processes, runnable=not fatal)
-        auto.resolve_precision()
-        auto.resolve_memory_format()
-        auto.resolve_length()
-        auto.resolve_intervals()
+        images = dataset.as_network_input.train
+        images = images if target or config.data.cache == "none" else decoded_images(images)
+        auto = AutoSettings(config, images, machine, stop, processes)
+        fatal = _resolve(auto, 0 if target else bytes_to_decode(dataset, config) * processes)
         step, call = _step_and_call_time(auto)
     memory, disk, findings = _predict_memory_and_disk(auto, dataset)
     if not fatal:
@@ -199,6 +173,22 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     )
 
 
+def _resolve(auto: AutoSettings, to_decode: int) -> list[Finding]:
+    """Resolve all settings; return fatal findings of memory, for so many bytes of images to decode too."""
+    auto.check_length()
+    auto.resolve_network()
+    auto.resolve_learning_rate()
+    auto.resolve_weight_decay()
+    fatal = _image_memory_findings(to_decode) or _resolve_microbatch(auto)
+    # From here on steps are timed, which cannot be done with what does not fit.
+    auto.machine = _with_speed(auto, auto.processes, runnable=not fatal)
+    auto.resolve_precision()
+    auto.resolve_memory_format()
+    auto.resolve_length()
+    auto.resolve_intervals()
+    return fatal
+
+
 def _describe_machine(config: Config, target: Device | None, dataset: Dataset, processes: int) -> Machine:
     """Return the machine of the plan, with the memory that one process has on it besides the images."""
     if target is not None:
@@ -208,11 +198,6 @@ def _describe_machine(config: Config, target: Device | None, dataset: Dataset, p
     if device.type == "cpu":  # all processes share its memory, and the run decodes its images before anything else
         available = max(0, available // processes - bytes_to_decode(dataset, config))
     return Machine(device, str(device), available)
-
-
-def _images_to_time(config: Config, target: Device | None, dataset: Dataset) -> ImageSet:
-    images = dataset.as_network_input.train
-    return images if target or config.data.cache == "none" else decoded_images(images)
 
 
 def _with_speed(auto: AutoSettings, processes: int, runnable: bool) -> Machine:
@@ -241,7 +226,7 @@ def _image_memory_findings(images: int) -> list[Finding]:
     """Return a fatal finding if so many bytes of decoded images do not fit host memory."""
     if not images or images < MARGIN * (host := available_memory(torch.device("cpu"))):
         return []
-    evidence = f"the decoded images take {format_bytes(images)} of memory, and there is {format_bytes(host)} available"
+    evidence = f"the decoded images take {format_bytes(images)} of memory, of {format_bytes(host)} available"
     return [Finding("plan.memory", "fatal", evidence, "--data.cache disk", {"needed": images, "available": host})]
 
 

@@ -58,10 +58,6 @@ def tune(request: TuneRequest) -> TuneResult:
     The levels are moved, several and later one at a time, wherever that brings the samples nearer to the result of many
     steps from the same noise: the aim of LD3 (Tong et al. 2025) and GITS (Chen et al. 2024). A search that only
     compares results needs no gradients through the sampler, so it works for every deterministic sampler.
-
-    Raises:
-        RequestError: a setting cannot be used, or the run is being trained.
-        RunError: the run has no whole checkpoint, or cannot be written to; the result is printed.
     """
     steps, pictures, tries, store = request.steps, request.pictures, request.tries, request.store
     for name, value, least in (("steps", steps, 2), ("pictures", pictures, 1), ("tries", tries, 1)):

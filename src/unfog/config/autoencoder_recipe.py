@@ -73,18 +73,7 @@ def autoencoder_recipe() -> Config:
 def add_autoencoder(
     config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float
 ) -> Config:
-    """Return the configuration of a run that trains an autoencoder.
-
-    Args:
-        config: `autoencoder_recipe`, changed.
-        factor: image pixels along the side of one latent.
-        channels: latent channels.
-        width: one of WIDTHS.
-        weights: other fields of `Autoencoder`, such as kl and pyramid.
-
-    Raises:
-        RequestError: there is no such width or factor.
-    """
+    """Return `config`, made from `autoencoder_recipe`, with an autoencoder; `weights` are kl and pyramid."""
     if width not in WIDTHS:
         raise RequestError(f"width = {sanitize(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:

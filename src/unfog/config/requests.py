@@ -25,7 +25,7 @@ _NAME = re.compile(r"[\w.,:/@#+=-]*")
 
 
 @dataclass(frozen=True)
-class TrainingRequest:
+class _TrainingRequest:
     """Images, and the settings to train on them with."""
 
     source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -38,7 +38,7 @@ class TrainingRequest:
 
 
 @dataclass(frozen=True)
-class TrainRequest(TrainingRequest):
+class TrainRequest(_TrainingRequest):
     """Train on SOURCE: a folder of images, or the built-in set `fashion`. Sub-folders become classes.
 
     One hour, with all settings chosen for you: unfog train photos/
@@ -104,7 +104,7 @@ class ResumeRequest:
 
 
 @dataclass(frozen=True)
-class DoctorRequest(TrainingRequest):
+class DoctorRequest(_TrainingRequest):
     """Check SOURCE and settings before training, or check RUN for what went wrong.
 
     Reads every image once, tries every part of a run, and reports each finding with its meaning and a remedy.
@@ -125,7 +125,7 @@ class DoctorRequest(TrainingRequest):
 
 
 @dataclass(frozen=True)
-class PlanRequest(TrainingRequest):
+class PlanRequest(_TrainingRequest):
     """Predict memory, time and disk space of training on SOURCE, on this machine or another.
 
     unfog plan photos/ --size 128 --batch 64 --steps 100000
@@ -146,7 +146,7 @@ class PlanRequest(TrainingRequest):
 
 
 @dataclass(frozen=True)
-class FindLrRequest(TrainingRequest):
+class FindLrRequest(_TrainingRequest):
     """Find a learning rate for SOURCE, network and batch by a short test on a throwaway copy. No run is changed.
 
     unfog find-lr photos/ --size 64
