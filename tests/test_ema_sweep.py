@@ -162,7 +162,7 @@ def test_pictures_that_are_compared_have_classes_as_often_as_the_data(photos, tm
         drawn.append(drawing)
         return draw(network, config, drawing, *others)
 
-    monkeypatch.setattr(ema_sweep, "draw", seen)
+    monkeypatch.setattr(ema_sweep, "generate_images", seen)
     unfog.ema_sweep(run, metric="kid", n=40, widths=[0.1], features="pixels")
     assert drawn[0].labels.count(1) == pytest.approx(4, abs=1)
     assert len(drawn[0].labels) == 40
