@@ -6,8 +6,8 @@ import torch
 
 from unfog.checks.run.color_statistics import (
     check_blank,
+    check_color_cast,
     check_saturation,
-    check_tint,
     color_statistics,
     comparison_figure,
 )
@@ -137,7 +137,7 @@ def solid(count, seed, spread=60, shift=(0, 0, 0)):
 
 
 def tinted(drawn, data, labels=(None, None)):
-    return check_tint(
+    return check_color_cast(
         color_statistics(drawn, labels[0]), color_statistics(data, labels[1]), comparison_figure(drawn, data)
     )
 

@@ -401,7 +401,7 @@ def test_a_loss_that_is_not_finite_is_found(fashion):
 
     found = lesson(fashion, DIFFUSIONS["default"], None, explode, steps=3)
     assert found.severity == "fatal"
-    assert "3 steps were refused" in found.evidence
+    assert "3 steps were skipped" in found.evidence
     assert json.loads(json.dumps(dict(found.facts), allow_nan=False))["loss_to_first"] is None
 
 

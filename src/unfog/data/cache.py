@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from unfog.cache_folder import cache_folder
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import FORMAT, is_begun, is_pack
+from unfog.data.packs.pack_files import FORMAT, is_pack, is_unfinished_pack
 from unfog.data.packs.pack_journal import FILES, BusyError, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan
@@ -152,7 +152,7 @@ def remove_stale_entries(folder: Path) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     if re.fullmatch(r"[0-9a-f]{32}", path.name):
-        known = FILES if is_begun(path) else frozenset[str]()
+        known = FILES if is_unfinished_pack(path) else frozenset[str]()
     else:
         known = _LATENT_FILES if re.fullmatch(r"latents-[0-9a-f]{32}\.partial", path.name) else frozenset[str]()
     files = [file for file in path.iterdir() if file.name != LOCK] if known else []

@@ -71,7 +71,7 @@ class _FeatureSets:
         return count_in_balls(self.real, self.fake, (3, 5))
 
     @cached_property
-    def in_drawn(self) -> dict[int, BallCounts]:
+    def in_generated(self) -> dict[int, BallCounts]:
         """Real images in the balls of generated ones, for k = 3."""
         return count_in_balls(self.fake, self.real, (3,))
 
@@ -197,7 +197,7 @@ def _precision(sets: _FeatureSets) -> _Value:
 
 
 def _recall(sets: _FeatureSets) -> _Value:
-    return _given(proportion(sets.in_drawn[3].by_query > 0), "drawn")
+    return _given(proportion(sets.in_generated[3].by_query > 0), "drawn")
 
 
 def _density(sets: _FeatureSets) -> _Value:

@@ -39,7 +39,6 @@ class UnseenImages:
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """uint8 [M, C, H, W]."""
         return np.ascontiguousarray(self.images.pixels[self.rows])
 
     @property

@@ -276,7 +276,7 @@ class AutoSettings:
 
     @property
     def sharded(self) -> bool:
-        """Whether the network is sharded over the processes (FSDP)."""
+        """True if the network is sharded over the processes (FSDP)."""
         return self.config.training.is_sharded(self.processes)
 
     def _set_training(self, **changes: object) -> None:

@@ -88,7 +88,7 @@ def bytes_to_decode(prepared: Dataset, config: Config) -> int:
 
 
 def is_memory_mapped(prepared: Dataset) -> bool:
-    """Whether the pixels are in a file, whose memory the system can reclaim."""
+    """True if the pixels are in a file, whose memory the system can reclaim."""
     pixels: Any = prepared.train.pixels
     while isinstance(pixels, np.ndarray):
         if isinstance(pixels, np.memmap):

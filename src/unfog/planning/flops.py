@@ -83,8 +83,6 @@ def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> 
 
 
 class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations other than views."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0

@@ -61,7 +61,7 @@ class Ramp:
 
     @property
     def learns(self) -> bool:
-        """Whether the loss fell noticeably at any rate."""
+        """True if the loss fell noticeably at any rate."""
         return self.lowest[1] < (1 - FLAT) * self.start
 
 

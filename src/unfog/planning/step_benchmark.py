@@ -41,7 +41,7 @@ class _StepTimer(TrainingHooks):
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """Whether the time is over after two steps or more, or a stop is requested."""
+        """Return True once the time is over after two steps or more, or a stop is requested."""
         enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
         return enough or self.interrupted()
 

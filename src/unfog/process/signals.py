@@ -187,7 +187,6 @@ class _Alarm:
                 signal.setitimer(signal.ITIMER_REAL, seconds, _ALARM_INTERVAL)
 
     def silence(self) -> None:
-        """Stop ringing."""
         with self._lock:
             if self._taken and self._set_at < math.inf:
                 signal.setitimer(signal.ITIMER_REAL, 0)

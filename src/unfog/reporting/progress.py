@@ -36,7 +36,6 @@ def say(text: str, style: str = "") -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning to stderr."""
     say(f"warning: {text}", style="yellow")
 
 

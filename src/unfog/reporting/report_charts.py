@@ -85,7 +85,7 @@ def _loss(metrics: Sequence[Row]) -> Chart:
     series["held-out"] = finite_column(metrics, "held_out_loss")
     faint = ("loss",) if "smoothed" in series else ()
     caption = "Held-out: the same pictures, noise and noise levels each time."
-    return Chart("Loss", _drawn(series, "step", "loss", faint), caption if len(series["held-out"][0]) else "")
+    return Chart("Loss", _line_chart(series, "step", "loss", faint), caption if len(series["held-out"][0]) else "")
 
 
 def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: str, caption: str) -> Chart:
@@ -95,12 +95,12 @@ def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: 
         latest: list[object] = next((row[name] for row in reversed(metrics) if isinstance(row.get(name), list)), [])
         values = np.array([finite_number(value) for value in latest], np.float64)
         series[label] = ((np.arange(len(values)) + 0.5) / max(1, len(values)), values)
-    return Chart(title, _drawn(series, _LEVELS, y_label), caption)
+    return Chart(title, _line_chart(series, _LEVELS, y_label), caption)
 
 
 def _gradient_norm(metrics: Sequence[Row]) -> Chart:
     series = {"gradient norm": finite_column(metrics, "gradient_norm")}
-    return Chart("Gradient norm", _drawn(series, "step", "norm"), "Before clipping.")
+    return Chart("Gradient norm", _line_chart(series, "step", "norm"), "Before clipping.")
 
 
 def _from_zero(metrics: Sequence[Row], name: str, title: str, y_label: str) -> Chart:
@@ -108,7 +108,7 @@ def _from_zero(metrics: Sequence[Row], name: str, title: str, y_label: str) -> C
     return Chart(title, Markup(svg), "")
 
 
-def _drawn(series: Series, x_label: str, y_label: str, faint: Collection[str] = ()) -> Markup:
+def _line_chart(series: Series, x_label: str, y_label: str, faint: Collection[str] = ()) -> Markup:
     """The chart, logarithmic where the values span most of a decade and more."""
     values = np.concatenate([np.asarray(y, np.float64) for _, y in series.values()])
     values = values[np.isfinite(values)]

@@ -72,7 +72,6 @@ class Session(StoppableHooks):
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.config.training.images // self.config.training.batch
 
     @property

@@ -70,7 +70,6 @@ class LogWindow:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the values of `state_dict`."""
         self.loss.copy_(torch.tensor(saved["loss"]))
         self.count.copy_(torch.tensor(saved["count"]))
         self.skipped, self.overflows = saved["refused"], saved["overflows"]

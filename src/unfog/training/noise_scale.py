@@ -69,7 +69,6 @@ class NoiseScale:
         return {"sums": self.sums.tolist(), "count": self.count}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the values of `state_dict`."""
         self.sums.copy_(torch.tensor(saved["sums"]))
         self.count = saved["count"]
 

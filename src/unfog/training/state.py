@@ -216,7 +216,6 @@ class TrainState:
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
-        """Restore the values of `progress`."""
         self.seen, self.updates, self.microbatch = saved["seen"], saved["updates"], saved["microbatch"]
         self.due, self.best, self.settings_digests = list(saved["due"]), saved["best"], dict(saved["keys"])
         self.lost_shards = dict(saved["lost_shards"])

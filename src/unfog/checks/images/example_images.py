@@ -23,7 +23,6 @@ def list_names(names: Sequence[str], most: int = 3) -> str:
 
 
 def format_share(part: int, whole: int) -> str:
-    """Return "12 of 3,000 (0.4%)"."""
     return f"{part:,} of {whole:,} ({format_percent(part / max(whole, 1))})"
 
 

@@ -77,7 +77,6 @@ class ImageScan:
 
     @property
     def in_train(self) -> NDArray[np.bool_]:
-        """[N], True for training images."""
         return self.rows < len(self.prepared.train)
 
     def name(self, row: int) -> str:

@@ -26,8 +26,6 @@ _ROWS = 12
 
 
 class _Originals(NamedTuple):
-    """Sides of the original images."""
-
     rows: Indices
     sides: NDArray[np.int32]
     """[N, 2], width and height."""

@@ -90,7 +90,7 @@ def _difference(drawn: Floats, drawn_of: ColorStatistics, data: Floats, data_of:
     return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
-def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+def check_color_cast(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.tint: compare brightness, and each channel relative to the mean of all channels.
 
     The relative channel varies far less between images than the channel itself, so few samples show a faint tint.
@@ -122,7 +122,7 @@ def check_tint(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, u
 
 
 def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.contrast: compare the contrast. `unready` as for `check_tint`."""
+    """run.contrast: compare the contrast. `unready` as for `check_color_cast`."""
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
     facts = {"ratio": ratio, "difference": [*gap]}
@@ -134,7 +134,7 @@ def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str =
 
 
 def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.saturated: compare the share of values at 0 and 255. `unready` as for `check_tint`."""
+    """run.saturated: compare the share of values at 0 and 255. `unready` as for `check_color_cast`."""
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     facts = {"drawn": mine, "data": theirs}
     evidence = f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images"
@@ -145,7 +145,7 @@ def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str
 
 
 def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
-    """run.blank_samples: check for blank, noisy or blurred images. `unready` as for `check_tint`."""
+    """run.blank_samples: check for blank, noisy or blurred images. `unready` as for `check_color_cast`."""
     empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
     facts = {"blank": empty, "blank_in_data": usual, "detail": detail}

@@ -81,7 +81,7 @@ TREND_CHECKS: Mapping[str, Callable[[RecordInput], Finding | None]] = {
 # With the newest weights: run.ema_behind and run.overfitting in `_check_losses`, run.memorised in `_check_samples`.
 SAMPLE_CHECKS: Mapping[str, Callable[[SampleInput], Finding]] = {
     "run.blank_samples": lambda x: colors.check_blank(x.generated, x.training, x.figure, x.unready),
-    "run.tint": lambda x: colors.check_tint(x.generated, x.training, x.figure, x.unready),
+    "run.tint": lambda x: colors.check_color_cast(x.generated, x.training, x.figure, x.unready),
     "run.contrast": lambda x: colors.check_contrast(x.generated, x.training, x.unready),
     "run.saturated": lambda x: colors.check_saturation(x.generated, x.training, x.unready),
 }

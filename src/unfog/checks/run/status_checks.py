@@ -106,7 +106,6 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
 
 
 def check_checkpoints(record: RunRecord) -> Finding:
-    """run.checkpoints: intact and broken checkpoints."""
     kept = [f"{one.step:,}" for one in record.saved]
     facts = {"steps": [one.step for one in record.saved], "broken": [one.folder.name for one in record.broken]}
     rows = [("step", "held-out loss", "kept for")]

@@ -148,7 +148,6 @@ def check_optimizer(config: Config) -> Finding:
 
 
 def check_clipping(config: Config) -> Finding:
-    """Check that gradients are clipped."""
     clip = config.training.clip
     if clip == 0:
         said = "the gradient is not clipped, so one bad batch can ruin the weights"

@@ -34,13 +34,13 @@ def check_range(pixels: Tensor, augment: Augment) -> Finding:
     low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
     darkest, brightest = int(pixels.min()), int(pixels.max())
     facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}
-    said = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
+    evidence = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
     # Jitter and the padding of rotated images stay inside the range without reaching its ends.
     wrong_side = (darkest < 100 and low >= 0) or (brightest > 155 and high <= 0)
     if x0.dtype != torch.float32 or not -1.001 <= low <= high <= 1.001 or wrong_side:
         remedy = "the network expects float32 from -1 to 1; this is a bug: please report it"
-        return Finding("settings.range", "fatal", f"{said} ({x0.dtype})", remedy, facts)
-    return Finding("settings.range", "fine", f"{said}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
+        return Finding("settings.range", "fatal", f"{evidence} ({x0.dtype})", remedy, facts)
+    return Finding("settings.range", "fine", f"{evidence}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
 
 
 def check_timesteps(diffusion: Diffusion) -> Finding:
@@ -48,28 +48,32 @@ def check_timesteps(diffusion: Diffusion) -> Finding:
     schedule, count = diffusion.schedule, diffusion.schedule.steps
     if not count or diffusion.conditioning != "timestep":
         u = torch.linspace(1e-3, 1 - 1e-3, 999)
-        told = _told(diffusion, u)
-        facts = {"from": float(told.min()), "to": float(told.max())}
-        rising = bool(torch.isfinite(told).all() and (told.diff() > 0).all())
-        said = f"the network gets noise levels as numbers from {facts['from']:.3g} to {facts['to']:.3g}"
+        values = _conditioning_values(diffusion, u)
+        facts = {"from": float(values.min()), "to": float(values.max())}
+        rising = bool(torch.isfinite(values).all() and (values.diff() > 0).all())
+        evidence = f"the network gets noise levels as numbers from {facts['from']:.3g} to {facts['to']:.3g}"
         if rising or count:
-            return Finding("settings.timesteps", "fine", said, facts=facts)
-        return Finding("settings.timesteps", "fatal", f"{said}, which do not rise with the noise", "report it", facts)
-    told = _told(diffusion, (torch.arange(4 * count) + 0.5) / (4 * count))
-    whole = told.round()
+            return Finding("settings.timesteps", "fine", evidence, facts=facts)
+        return Finding(
+            "settings.timesteps", "fatal", f"{evidence}, which do not rise with the noise", "report it", facts
+        )
+    values = _conditioning_values(diffusion, (torch.arange(4 * count) + 0.5) / (4 * count))
+    whole = values.round()
     met = torch.unique(whole)
     facts = {"steps": count, "met": len(met), "from": int(whole.min()), "to": int(whole.max())}
-    said = f"{len(met):,} of the {count:,} timesteps of the {schedule.kind} schedule are trained, {facts['from']} to "
-    said += f"{facts['to']}"
-    if not torch.allclose(told, whole, rtol=0, atol=0.01):
-        said = f"timesteps of the {schedule.kind} schedule are fractions, off by {(told - whole).abs().max():.2g}"
-        return Finding("settings.timesteps", "fatal", said, f"--schedule {schedule.kind}:steps=1000", facts)
+    evidence = (
+        f"{len(met):,} of the {count:,} timesteps of the {schedule.kind} schedule are trained, {facts['from']} to "
+    )
+    evidence += f"{facts['to']}"
+    if not torch.allclose(values, whole, rtol=0, atol=0.01):
+        evidence = f"timesteps of the {schedule.kind} schedule are fractions, off by {(values - whole).abs().max():.2g}"
+        return Finding("settings.timesteps", "fatal", evidence, f"--schedule {schedule.kind}:steps=1000", facts)
     if torch.equal(met, torch.arange(count, dtype=met.dtype)):
-        return Finding("settings.timesteps", "fine", f"{said}, whole numbers", facts=facts)
-    return Finding("settings.timesteps", "fatal", said, f"--schedule {schedule.kind}:steps=1000", facts)
+        return Finding("settings.timesteps", "fine", f"{evidence}, whole numbers", facts=facts)
+    return Finding("settings.timesteps", "fatal", evidence, f"--schedule {schedule.kind}:steps=1000", facts)
 
 
-def _told(diffusion: Diffusion, u: Tensor) -> Tensor:
+def _conditioning_values(diffusion: Diffusion, u: Tensor) -> Tensor:
     return diffusion.network_input(torch.zeros(len(u), 1, 1, 1), diffusion.schedule(u))[1]
 
 
@@ -84,13 +88,15 @@ def check_terminal_signal(config: Config) -> Finding:
     alpha, sigma = (float(part) for part in diffusion.path(noisiest))
     signal = alpha / (alpha**2 + sigma**2) ** 0.5
     facts = {"logsnr": float(noisiest), "alpha": alpha, "sigma": sigma, "signal": signal}
-    said = f"{100 * signal:.2g}% of the image's amplitude is left at the level where sampling starts from pure noise"
+    evidence = (
+        f"{100 * signal:.2g}% of the image's amplitude is left at the level where sampling starts from pure noise"
+    )
     if signal <= _MOST_SIGNAL:
-        return Finding("settings.terminal_snr", "fine", said, facts=facts)
+        return Finding("settings.terminal_snr", "fine", evidence, facts=facts)
     remedy = "let the schedule end in noise: --schedule cosine, or linear with its own beta_start and beta_end"
     severity: Severity = "fatal" if signal > _HOPELESS_SIGNAL else "warning"
-    said += ", so samples look washed out"
-    return Finding("settings.terminal_snr", severity, said, remedy, facts)
+    evidence += ", so samples look washed out"
+    return Finding("settings.terminal_snr", severity, evidence, remedy, facts)
 
 
 def check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
@@ -104,23 +110,27 @@ def check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
         loudness.append(float(shown.square().mean().sqrt()))
     quietest, loudest = min(loudness), max(loudness)
     facts = {"quietest": quietest, "loudest": loudest, "path": diffusion.path.kind}
-    said = f"the network's input has a root mean square from {quietest:.2g} to {loudest:.2g} over the noise levels"
+    evidence = f"the network's input has a root mean square from {quietest:.2g} to {loudest:.2g} over the noise levels"
     if loudest <= _LOUDEST:
-        return Finding("settings.input_scale", "fine", said, facts=facts)
-    return Finding("settings.input_scale", "warning", f"{said}, which slows training", "--diffusion.scale-input", facts)
+        return Finding("settings.input_scale", "fine", evidence, facts=facts)
+    return Finding(
+        "settings.input_scale", "warning", f"{evidence}, which slows training", "--diffusion.scale-input", facts
+    )
 
 
 def check_sampler(config: Config) -> Finding:
     """Check that the sampler takes enough steps."""
     sampler = config.sampler
-    said = f"samples are generated by {sampler.kind} in {sampler.steps} steps"
+    evidence = f"samples are generated by {sampler.kind} in {sampler.steps} steps"
     facts = {"kind": sampler.kind, "steps": sampler.steps}
     if sampler.kind == "adaptive":
-        said = f"samples are generated by adaptive, with a tolerance of {sampler.tolerance}"
-        return Finding("settings.sampler", "fine", said, facts=facts)
+        evidence = f"samples are generated by adaptive, with a tolerance of {sampler.tolerance}"
+        return Finding("settings.sampler", "fine", evidence, facts=facts)
     if sampler.steps <= _FEW_STEPS and sampler.grid != "tuned":
-        return Finding("settings.sampler", "hint", f"{said}, which leaves samples blurred", "--sampler.steps 20", facts)
+        return Finding(
+            "settings.sampler", "hint", f"{evidence}, which leaves samples blurred", "--sampler.steps 20", facts
+        )
     if sampler.kind == "ddpm" and sampler.steps < _FEW_DDPM_STEPS:
         remedy = "--sampler.kind dpmpp, or --sampler.steps 250"
-        return Finding("settings.sampler", "hint", f"{said}, which leaves noise in samples", remedy, facts)
-    return Finding("settings.sampler", "fine", said, facts=facts)
+        return Finding("settings.sampler", "hint", f"{evidence}, which leaves noise in samples", remedy, facts)
+    return Finding("settings.sampler", "fine", evidence, facts=facts)

@@ -254,7 +254,7 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: Ove
     lr = f"lr {config.optimizer.lr:.2g}"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
     said = f"in {steps} steps of {_IMAGES} images at {lr} the loss {went} what it was at first"
-    exhibits = _exhibits(lesson, drill, state.model)
+    exhibits = _example_figures(lesson, drill, state.model)
 
     def finding(severity: Severity, evidence: str, remedy: str = "") -> Finding:
         return Finding("rehearsal.overfit", severity, evidence, remedy, facts, exhibits)
@@ -278,7 +278,7 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: Ove
     return finding("hint", f"{said} when the time was up: it learns, but has not memorized them yet", remedy)
 
 
-def _exhibits(lesson: OverfitBatch, drill: OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
+def _example_figures(lesson: OverfitBatch, drill: OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = range(1, len(drill.relative) + 1)
     curves = {
         "of the first step": (list(steps), drill.fallen),

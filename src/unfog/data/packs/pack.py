@@ -27,8 +27,8 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_files import (
     PACK_SETTINGS,
     file_digest,
-    is_begun,
     is_pack,
+    is_unfinished_pack,
     open_files,
     read_manifest,
 )
@@ -144,7 +144,7 @@ class PackSource(Source):
         folder = Path(location.resolved)
         if is_pack(folder):
             return location
-        if is_begun(folder):
+        if is_unfinished_pack(folder):
             raise RequestError(
                 f"{sanitize(location.name)} is an unfinished pack; finish it with the same `unfog pack` as before"
             )

@@ -39,7 +39,7 @@ def is_pack(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def is_begun(path: Path) -> bool:
+def is_unfinished_pack(path: Path) -> bool:
     """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
     try:
         with open(path / JOURNAL, "rb") as file:

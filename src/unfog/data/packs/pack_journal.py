@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_begun, is_pack
+from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_unfinished_pack, is_pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
@@ -136,7 +136,7 @@ def _has_foreign_files(folder: Path) -> bool:
     # A pack's own files are overwritten, so without a journal of ours only empty or partial ones pass as its own.
     # Hidden files do no harm: our lock, and what file systems and desktops leave.
     there = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    if is_begun(folder):
+    if is_unfinished_pack(folder):
         return any(path.name not in FILES for path in there)
     own = _CREATED_FIRST | _PARTIAL
     return any(path.name not in own or (path.name in _CREATED_FIRST and path.stat().st_size) for path in there)

@@ -57,8 +57,6 @@ ARCHIVE_GONE = f"in an archive {GONE}"
 
 @dataclass
 class _FolderListing:
-    """The files below a folder."""
-
     names: list[str] = field(default_factory=list)
     """Image files, as paths below the folder with "/" between folders; in no order."""
 

@@ -54,7 +54,6 @@ class Snapshot(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Total bytes of the tensors."""
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
 
