@@ -40,10 +40,8 @@ class _ImageBatch(NamedTuple):
 
     pixels: NDArray[np.uint8]
     """[B, C, H, W]."""
-
     labels: NDArray[np.int64] | None
     """[B]; None without classes."""
-
     rows: NDArray[np.int64]
     """[B], the row of each image in its set: not the requested one where that image could not be decoded."""
 
@@ -54,22 +52,16 @@ class ImageSet:
 
     pixels: PixelArray
     """[N, C, H, W], 0 to 255, sRGB or grey."""
-
     labels: NDArray[np.int64] | None
     """[N], an index into `classes`; None without classes."""
-
     names: Sequence[str]
     """[N], path inside the source."""
-
     classes: tuple[str, ...]
     """Name of each class; () without classes."""
-
     known_fingerprint: str = ""
     """`fingerprint`, where it is known already."""
-
     sides: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """[N, 2], width and height of the upright original; [0, 2] where unknown."""
-
     grey: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """[N], True if all channels of the original are equal; [0] where unknown."""
 
@@ -130,18 +122,14 @@ class Dataset:
 
     settings: Data
     """The settings with size, channels and labels resolved, which a run stores."""
-
     train: ImageSet
     held_out: ImageSet
     """Empty, and so false, when nothing is held out."""
-
     report: DataReport
     placement: str = ""
     """A line on where decoded images are kept and why, where that was chosen automatically."""
-
     warnings: tuple[str, ...] = ()
     """See `Scan.warnings`."""
-
     latents: tuple[ImageSet, ImageSet] | None = None
     """(train, held_out) with latents in place of pixels, for latent diffusion: see `data.latents`."""
 

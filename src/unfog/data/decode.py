@@ -52,14 +52,11 @@ class ImageInfo(NamedTuple):
 
     grey: bool
     """True if all channels are equal, whatever the mode of the file."""
-
     width: int
     """Width of the upright original, in pixels."""
-
     height: int
     mode: str
     """Pillow's mode of the file, such as "RGB"."""
-
     actions: list[str]
     """Keys of `report.ACTIONS`."""
 

@@ -52,7 +52,6 @@ class PixelFormat(NamedTuple):
     channels: int
     background: tuple[int, int, int]
     """Colour behind transparent pixels."""
-
     only_grey: bool = False
     """True to raise ColourFoundError at the first image in colour: that all are grey is a guess so far."""
 
@@ -74,16 +73,12 @@ class DecodeStatistics:
     records: NDArray[np.void]
     """[N] of INFO_DTYPE: is the image used; are its channels equal; its index in `treatments`; width and height of
     the upright original."""
-
     done: int = 0
     """Images that were gone through; `decode_all` goes on behind them."""
-
     reasons: dict[int, str] = field(default_factory=dict)
     """Row -> why the image is skipped."""
-
     treatments: dict[tuple[str, ...], int] = field(default_factory=dict)
     """Each list of actions -> its number, in the order in which they turned up."""
-
     modes: Counter[str] = field(default_factory=Counter)
 
     @classmethod

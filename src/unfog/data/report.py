@@ -55,37 +55,28 @@ class DataReport:
     source: str
     found: int
     """Files taken for images: those used and those skipped."""
-
     used: int
     held_out: int
     """Number of the images used that are held out."""
-
     size: int
     channels: int
     background: str
     class_counts: Mapping[str, int]
     """Images used of each class, in the order of the labels; {} without classes."""
-
     sides: Mapping[str, int] = field(default_factory=dict)
     """Minimum, median and maximum of the "shortest" and "longest" side of the upright originals, in pixels."""
-
     modes: Mapping[str, int] = field(default_factory=dict)
     """Images used of each Pillow mode."""
-
     treatments: tuple[tuple[str, ...], ...] = ()
     """The different lists of ACTIONS that were applied; one may be ()."""
-
     treatment: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """[used], index into `treatments` of each image, training images first. May be mapped from a file; [0] where no
     image was decoded yet."""
-
     skipped: tuple[SkippedFile, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Number of files that are no images, by suffix, or "hidden" or "without suffix"."""
-
     known_counts: tuple[int, ...] = ()
     """`counts`, where it is known already."""
-
     read: bool = True
     """False where images are decoded only while training, so that all are assumed to be usable."""
 
@@ -114,11 +105,7 @@ class DataReport:
         return dict(counts)
 
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
-        """Return the index into `treatments` of these images.
-
-        Raises:
-            RequestError: the mapped file is damaged.
-        """
+        """Return the index into `treatments` of these images. Raises RequestError if the mapped file is damaged."""
         which = self.treatment[index]
         if len(which) and not 0 <= int(which.min()) <= int(which.max()) < len(self.treatments):
             raise RequestError(f"the pack of {self.source} is damaged (treatment.npy); pack it again")

@@ -39,20 +39,16 @@ class Scan:
     source: Source
     settings: Data
     """The settings as given, before anything automatic is resolved."""
-
     classes: tuple[str, ...]
     labels: NDArray[np.int64] | None
     """[N] of the source, an index into `classes`; None without classes."""
-
     stamp: str
     """Digest of the source's state."""
-
     file_bytes: int
     size: int
     channels: int
     channels_certain: bool
     """False where grey is a guess from a sample: a single image in colour then makes all RGB."""
-
     warnings: tuple[str, ...] = ()
     """Lines about files that were left out although they may have been meant to count, such as a table of labels."""
 
@@ -211,16 +207,12 @@ class DecodeResult:
     classes: tuple[str, ...]
     labels: NDArray[np.int64] | None
     """[K] of the images used."""
-
     rows: NDArray[np.int64]
     """[K], index in the source of each image used; the training images first."""
-
     train: int
     """Number of training images."""
-
     records: NDArray[np.void]
     """[K] of INFO_DTYPE."""
-
     report: DataReport
 
     @classmethod

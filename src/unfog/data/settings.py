@@ -24,37 +24,26 @@ class Data:
 
     size: int = setting(0, short="size")
     """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64."""
-
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
-
     background: str = setting("white", affects="objective", resume="force")
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
-
     labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
-
     flip: bool = setting(False, short="flip", resume="free")
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
-
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""
-
     crop: float = setting(0.0, at_least=0, at_most=0.5, usual="0.1", resume="free")
     """Enlarge a random square of at least 1 - crop of the side to the whole; 0.1 is usual. Samples show it."""
-
     augment: float = setting(0.0, short="augment", at_least=0, at_most=1, usual="0.12 to 0.15")
     """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
-
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""
-
     cache: Literal["auto", "memory", "disk", "none"] = setting("auto", affects="nothing", resume="free")
     """Place of decoded images: "disk" = a pack that later runs reuse; "none" = each is decoded when drawn."""
-
     cache_limit: str = setting("10gb", affects="nothing", resume="free")
     """Disk space for what is read of remote shards while training (500mb, 50gb; 0 = none)."""
-
     failed_shards: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="nothing", resume="free")
     """Share of the remote shards read while training that may fail; other images replace theirs. 0 = none."""
 

@@ -29,13 +29,10 @@ class Batch:
 
     first: int
     """Position of the first image, counted from the start of training."""
-
     pixels: Tensor
     """uint8 [B, C, H, W]."""
-
     label: Tensor | None
     """int64 [B], or None without classes."""
-
     index: Tensor
     """int64 [B], the row of each image in its set: not the requested one where that image could not be decoded."""
 

@@ -59,7 +59,6 @@ class Objective:
     """Chance of hiding an image's label, for classifier-free guidance; 0.1 is usual (Ho & Salimans 2022)."""
     interleaved: bool = False
     """Interleave the levels, so that each part of a batch covers all of them, instead of going from clean to noisy."""
-
     levels: Levels | None = field(default=None, compare=False)
     """The measured loss by noise level, which `uncertainty` and `adaptive` use; the trainer updates it if
     `diffusion.follows_losses`."""

@@ -46,16 +46,12 @@ class Pack:
     path: Path
     manifest: Mapping[str, Any]
     """The content of pack.json."""
-
     images: ImageSet
     """All images: first the training images, then those held out."""
-
     train: int
     """Number of training images."""
-
     settings: Mapping[str, Any]
     """The values of PACK_SETTINGS, resolved."""
-
     report: DataReport
 
     @classmethod

@@ -38,7 +38,6 @@ class Journal:
 
     header: dict[str, Any] = field(default_factory=dict)
     """Source and settings of the pack; {} where nothing has begun."""
-
     lines: list[dict[str, Any]] = field(default_factory=list)
     """One for each chunk that is safe on disk."""
 
