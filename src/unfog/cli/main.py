@@ -50,7 +50,8 @@ _MAX_MESSAGE = 1000  # characters
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit."""
     _prepare_streams()
-    if "RANK" in os.environ:  # else torch warns once per process
+    # torch warns once per process, and so once per rank.
+    if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
@@ -89,7 +90,7 @@ def _in_a_line(message: str) -> str:
     """Return a message in one line, with control characters escaped: file names may hold anything."""
     message = message.replace("\n", " ")
     if len(message) > _MAX_MESSAGE:
-        message = f"{message[:_MAX_MESSAGE]} ... (--debug says all)"
+        message = f"{message[:_MAX_MESSAGE]} ... (--debug prints all of it)"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
 
 

@@ -211,6 +211,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             only_free = True
         else:
             spelled, equals, attached = word.partition("=")
+            # --data.held_out counts as --data.held-out, and the old --codec as --autoencoder-folder.
             flag = flags.get(spelled.replace("_", "-")) or flags.get(_current_flag(spelled))
             if flag is None:
                 raise RequestError(_unknown_flag(spelled, flags, prog, others))

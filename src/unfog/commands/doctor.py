@@ -37,20 +37,7 @@ from unfog.text import sanitize
 
 
 def _examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
-    """Check images, settings and machine before a run; print the findings and write a page.
-
-    Args:
-        config: as for training; open settings are resolved in the same way.
-        out: folder for report.html and findings.json; None chooses a new one under `doctor/`.
-        quick: leave out the dry run and the overfit test.
-
-    Returns:
-        Path of the page, and the findings.
-
-    Raises:
-        RequestError: no such source, no usable images, or an unsuitable `out`.
-        Interrupted: a stop was requested.
-    """
+    """Check images, settings and machine before a run; print the findings and write a page."""
     check_request(config)
     page = out or next_folder(config.source, "doctor")
     check_out(page, config.source, "the folder of the findings")
@@ -67,18 +54,7 @@ def _examine_source(config: Config, out: Path | None = None, quick: bool = False
 def _examine_run(
     run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
 ) -> tuple[Path, list[Finding]]:
-    """Check a running, finished or failed run; print the findings and write a page outside the run.
-
-    Args:
-        run: the run.
-        out: as for `examine_source`.
-        quick: generate no samples, which takes longest.
-        device: device for losses and samples.
-
-    Raises:
-        RequestError: not a run, or an unsuitable `out`.
-        Interrupted: a stop was requested.
-    """
+    """Check a running, finished or failed run; print the findings and write a page outside the run."""
     run.check_is_run()
     page = out or next_folder(str(run.path), "doctor")
     check_out(page, what="the folder of the findings")

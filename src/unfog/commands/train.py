@@ -27,6 +27,7 @@ def train(request: TrainRequest) -> tuple[RunFolder, bool]:
         RunError: training could not continue.
     """
     check_new_run(request)
+    # Imported only now, as torch takes seconds.
     from unfog.process.run_folder import find_earlier_attempt
     from unfog.runs.resume import resume
     from unfog.runs.train import train as start

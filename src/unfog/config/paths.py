@@ -11,7 +11,7 @@ from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.locks import LOCK
 
-_LONGEST_NAME = 255  # bytes, on every usual file system
+_LONGEST_NAME = 255  # bytes; the limit of ext4, XFS, APFS and NTFS
 
 
 def path_text(value: object, name: str) -> str:

@@ -54,6 +54,7 @@ def settings_digests(config: Config) -> dict[str, str]:
             for purpose in _DIGESTS[rules.affects or "loss"]:
                 pairs[purpose].append((stored_name(name), value))
     digests = {name: hashlib.sha256(repr(listed).encode()).hexdigest()[:16] for name, listed in pairs.items()}
+    # Samples do not enter the held-out loss, so that a best checkpoint by it outlives another sampler.
     best = config.evaluate.best
     return digests | {"best": best if best == "held_out_loss" else f"{best}:{digests['best']}"}
 
@@ -96,6 +97,7 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
 
     Levels that were tuned for another sampler or number of steps are dropped, unless their grid is given too.
     """
+    # A length replaces the stored one, of whatever kind: --images 5000 on resume ends a run that was begun by --steps.
     config = update(stored.without_length(), table, "").with_length_of(stored)
     given, now = table.get("sampler", {}), config.sampler
     usual = override_sampler(stored.sampler, now.kind, now.steps).grid

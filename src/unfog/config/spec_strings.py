@@ -87,6 +87,7 @@ def format_spec(part: Any) -> str:
     """Return the shortest spec string of a part."""
     if part is None:
         return "auto"
+    # Against the kind's defaults, not those of a named size: `small` and `unet` with the same fields are one part.
     default = type(part)()
     changed = [
         f"{f.name}={_spell_value(getattr(part, f.name))}"
