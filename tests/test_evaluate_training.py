@@ -295,7 +295,7 @@ def test_pictures_are_drawn_in_the_proportions_of_the_classes(tmp_path, monkeypa
         drawn.append(drawing)
         return generate_images(network, config, drawing, *rest, **more)
 
-    monkeypatch.setattr(measuring, "draw", spy)
+    monkeypatch.setattr(measuring, "generate_images", spy)
     labels = (np.arange(200) % 4 == 0).astype(np.int64)
     evaluate = {**METRICS, "samples": 40, "metrics_every": 4}
     unfog.train(images(), labels=labels, out=tmp_path / "run", steps=4, evaluate=evaluate, **SETTINGS)

@@ -55,8 +55,8 @@ class LoadedRun:
         self.weights, self.device = weights, choose_device(device)
         if self.config.trains_autoencoder:
             raise RequestError(
-                f"{self.folder.path} is a codec, which draws nothing by itself; train a network on its latents: unfog "
-                f"train SOURCE --codec {self.folder.path}"
+                f"{self.folder.path} trains an autoencoder, which generates nothing by itself; train a network on its "
+                f"latents: unfog train SOURCE --autoencoder {self.folder.path}"
             )
         step = of_type(int | None, step, "step")
         self.ema = of_type(float | None, ema, "ema")
