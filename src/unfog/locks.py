@@ -17,12 +17,8 @@ _TRIES = 100
 def lock_of(folder: Path) -> Iterator[bool]:
     """Lock a folder for this process; the system releases the lock however the process ends.
 
-    Yields:
-        False where locks are not supported, such as on some network file systems.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-        FileNotFoundError: the folder does not exist.
+    Yields False where locks are not supported, such as on some network file systems. BlockingIOError if another process
+    has locked it.
     """
     # The lock is on a file in it: a lock on a folder of NFS is not seen by other machines.
     if sys.platform == "win32":
@@ -63,7 +59,6 @@ def _locked(path: Path) -> tuple[int | None, bool]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return True if the open file is the one at this path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False

@@ -175,7 +175,6 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Return True if no process of this machine has that id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

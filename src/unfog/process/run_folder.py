@@ -116,10 +116,9 @@ class RunFolder:
                 f"{self.config_file} is damaged: it names no source; put it back from a copy, or write what "
                 "`unfog train` printed into it"
             )
-        if config.uses_latents and (self.path / AUTOENCODER_FOLDER / "config.json").is_file():
-            config = replace(
-                config, autoencoder_folder=str((self.path / AUTOENCODER_FOLDER).absolute())
-            )  # the run may have been moved
+        own = self.path / AUTOENCODER_FOLDER
+        if config.uses_latents and (own / "config.json").is_file():  # the run may have been moved
+            config = replace(config, autoencoder_folder=str(own.absolute()))
         return config
 
     def check_writable(self) -> None:

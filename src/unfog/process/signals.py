@@ -36,12 +36,8 @@ _Handler = Callable[[int, FrameType | None], None]
 class StopSignals:
     """A context in which signals request a stop; calling it returns True once one was requested.
 
-    Signals are handled in the main thread only, as Python delivers them nowhere else. In other threads, `request` and
-    polling still work.
-
-    Args:
-        saves: the message to the user says that the run is saved.
-        quiet: print no message, as rank 0 does.
+    In other threads than the main one, where Python delivers no signals, `request` and polling still work. The message
+    to the user says that the run is saved if it `saves`; a `quiet` rank leaves the message to rank 0.
     """
 
     def __init__(self, saves: bool = True, quiet: bool = False) -> None:
@@ -151,9 +147,8 @@ class StopSignals:
         elif not (_cleaning_up() and time.monotonic() - self._raised < CLEANUP):
             # It goes on ringing: a library may swallow the exception, and Python does in a destructor.
             self._raised = time.monotonic()
-            self._alarm.ring_in(
-                _ALARM_INTERVAL
-            )  # from now, as this one may have waited long for a call into C to return
+            # From now, as this one may have waited long for a call into C to return.
+            self._alarm.ring_in(_ALARM_INTERVAL)
             raise Interrupted(self.received)
 
 
@@ -207,12 +202,12 @@ class _Alarm:
 
 
 class _DeferredInterrupts:
-    """`depth` counts how often it was entered and not left; `rang`: the alarm came meanwhile. Once for every step."""
-
-    __slots__ = ("_alarm", "depth", "rang")
+    __slots__ = ("_alarm", "depth", "rang")  # a cheap class rather than a generator: it is entered at every step
 
     def __init__(self, alarm: _Alarm):
-        self._alarm, self.depth, self.rang = alarm, 0, False
+        self._alarm = alarm
+        self.depth = 0  # times entered and not left
+        self.rang = False  # the alarm came meanwhile
 
     def __enter__(self) -> None:
         self.depth += 1

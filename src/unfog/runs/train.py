@@ -44,13 +44,8 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         # Latents are normalised as the initial weights expect them, so their statistics come before the images.
         dataset, config = load_images(adopt_latent_statistics(config), run.stop)
         initial = load_initial_weights(config) if config.init.folder else None
-        auto = AutoSettings(
-            initial.config if initial else config,
-            dataset.as_network_input.train,
-            run.device,
-            run.stop,
-            run.world.size,
-        )
+        images, settings = dataset.as_network_input.train, initial.config if initial else config
+        auto = AutoSettings(settings, images, run.device, run.stop, run.world.size)
         auto.resolve()
         resolve_metrics(auto, dataset.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
