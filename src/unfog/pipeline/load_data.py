@@ -42,6 +42,14 @@ def _warn_of_no_effect(settings: Data, dataset: Dataset) -> None:
         warn(f"data.background = {settings.background} changes nothing: the pack was made with {made}")
 
 
+def _report_splits(names: Sequence[str]) -> None:
+    """Print that all of the folders called train, test or similar are used, if there are no others."""
+    sampled = range(0, len(names), max(1, len(names) // _NAMES_SAMPLED))
+    tops = {_TOP.split(names[i], 1)[0] for i in sampled}
+    if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
+        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
+
+
 def load_images(
     config: Config, stop: StopSignals, few: bool = False, lost: Mapping[str, str] | None = None
 ) -> tuple[Dataset, Config]:
@@ -80,11 +88,7 @@ def load_images(
     for warning in dataset.warnings:
         warn(warning)
     _warn_of_no_effect(config.data, dataset)
-    names = source.names
-    looked_at = range(0, len(names), max(1, len(names) // _NAMES_SAMPLED))
-    tops = {_TOP.split(names[i], 1)[0] for i in looked_at}
-    if len(tops) > 1 and all(top.lower() in SPLITS for top in tops):
-        say(f"  all of {', '.join(sorted(tops))} is used; to train on one of them, give only that as SOURCE")
+    _report_splits(source.names)
     config = replace(
         config,
         source=source.resolved,  # so that a resume finds it from anywhere

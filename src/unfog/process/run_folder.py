@@ -42,8 +42,7 @@ class RunFolder:
 
     @property
     def averages(self) -> Path:
-        """Folder of EMA snapshots."""
-        return self.path / "averages"
+        return self.path / "averages"  # of EMA snapshots
 
     @property
     def metrics(self) -> Path:

@@ -86,16 +86,9 @@ class Session(StoppableHooks):
         saved: checkpoint.CheckpointInfo | None = None,
         changes: Sequence[str] = (),
     ) -> bool:
-        """Train from a checkpoint, or from the beginning, to the end or until a stop is requested.
+        """Train from the checkpoint `saved`, or from the beginning, until the end of the run (True) or a stop (False).
 
-        Args:
-            choices: settings that were chosen automatically.
-            findings: results of the checks of images and settings; the bad ones become warnings.
-            saved: the checkpoint; None for the beginning.
-            changes: lines about settings that differ from those of the run so far.
-
-        Returns:
-            True at the end of the run.
+        Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
         """
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
