@@ -282,7 +282,7 @@ TABLE = [
     ("train fashion --schedule cosine:steps=10 --sampler.steps 20", "more than the 10 levels of the cosine schedule"),
     ("train fashion --schedule cosine:steps=1000000000", "steps = 1000000000"),
     ("train fashion --schedule cosine:max_beta=1e-300", "steps that add no noise"),
-    ("train fashion --schedule linear:beta_end=0.99", "nothing but noise too early"),
+    ("train fashion --schedule linear:beta_end=0.99", "leave no signal before the end"),
     ("train fashion --schedule linear:beta_start=1e-320", "beta_start"),
     ("train fashion --schedule cosine:offset=1e300", "offset"),
     ("train fashion --diffusion.sigma-data 1e-300", "sigma_data"),

@@ -52,12 +52,16 @@ class _LevelSettings(NetworkSettings):
                 "give one true or false for each level"
             )
         check_bounds(self)
+        self._check_groups()
         attending = self.attending()
         if heads and (wrong := [c for c in attending if c % heads]):
             raise RequestError(
                 f"channels = {wrong[0]} with attention is not a multiple of head_channels = {heads}; "
                 f"try {_common_divisor(attending)}, or 0 for one head"
             )
+
+    def _check_groups(self) -> None:
+        """Raise `RequestError` if the channels do not fit a normalisation; the default has none."""
 
     def check(self, size: int | tuple[int, int]) -> None:
         levels = len(self.channels)
@@ -122,8 +126,7 @@ class UNet(_LevelSettings):
     downsample_padding: Literal[0, 1] = 1
     """1 pads a downsampling convolution on all sides; 0 only right and below, as the original DDPM does."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_groups(self) -> None:
         for channels in self.channels:
             if channels % self.norm_groups:
                 raise RequestError(
