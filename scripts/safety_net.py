@@ -151,7 +151,7 @@ def work_through(version: Version, half_way: Path) -> dict[str, dict[str, str]]:
     version.call("evaluate", work / "run", "-n", 32, "--metrics", "sliced,held_out,kid", "--features", "texture")
     found["evaluation"] = evaluation_of(work / "run")
     shutil.copytree(half_way, work / "half-way")
-    version.call("resume", work / "half-way")
+    version.call("resume", work / "half-way", "--source", version.images)  # they lie elsewhere by now
     found["resumed from the base's checkpoint"] = result_of(work / "half-way")
     return found
 
