@@ -290,7 +290,7 @@ def test_training_brings_images_back_and_goes_on_to_the_bit(photos, tmp_path):
     shutil.rmtree(whole / "codec")  # as where it was killed behind its last checkpoint
     resume(RunFolder(whole))
     assert {path.name: path.read_bytes() for path in (whole / "codec").iterdir()} == before
-    with pytest.raises(RequestError, match="is a codec, which draws nothing"):
+    with pytest.raises(RequestError, match="trains an autoencoder, which generates nothing"):
         unfog.load(whole)
     with pytest.raises(RequestError, match="trains an autoencoder"):
         unfog.doctor(whole)

@@ -15,7 +15,7 @@ from unfog.cli.parse import _flags_of
 from unfog.cli.requests import REQUESTS
 
 ROOT = Path(unfog.__file__).parent
-MODULES = [*(ROOT / "doctor").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
+MODULES = [*(ROOT / "checks").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
 FLAGS = {command: _flags_of(kind) for command, kind in REQUESTS.items()}
 EVERYWHERE = {"--debug", "--help"}
 """Flags of every command."""

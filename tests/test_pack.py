@@ -237,7 +237,7 @@ def test_another_folder_is_left_alone(photos: Path, made: Path, tmp_path: Path) 
     before = contents(made)
     with pytest.raises(RequestError, match=r"is a pack of .* already"):
         pack(config, made)
-    with pytest.raises(RequestError, match=r"data\.flip is of training, and a pack holds the images as they are"):
+    with pytest.raises(RequestError, match=r"data\.flip acts in training, and a pack stores the images without it"):
         pack(replace(config, data=replace(ASKED, flip=True)), tmp_path / "mirrored")
     assert not (tmp_path / "mirrored").exists()
     (tmp_path / "file").write_text("")

@@ -442,7 +442,7 @@ def deadly(function):
             os.kill(os.getpid(), 9)
         return function(*a, **k)
     return call
-s.save_file, s.sync, s.verify, c.sha256 = map(deadly, (s.save_file, s.sync, s.verify, c.sha256))
+s.save_file, s.sync, s.verify_files, c.sha256 = map(deadly, (s.save_file, s.sync, s.verify_files, c.sha256))
 shutil.rmtree = deadly(shutil.rmtree)
 pathlib.Path.rename, pathlib.Path.write_text = deadly(pathlib.Path.rename), deadly(pathlib.Path.write_text)
 from unfog.cli.main import main
@@ -477,7 +477,7 @@ def deadly(function):
         return function(*args)
     return call
 save_file = a.save_file
-a.save_file, a.sync, a.thin = map(deadly, (a.save_file, a.sync, a.thin))
+a.save_file, a.sync, a._remove_surplus = map(deadly, (a.save_file, a.sync, a._remove_surplus))
 from unfog.cli.main import main
 main(sys.argv[2:])
 """
@@ -508,8 +508,8 @@ def test_a_save_that_goes_back_behind_broken_ones_is_not_rotated_away(whole, tmp
 
 def test_two_processes_do_not_share_a_run(tmp_path):
     folder = tmp_path / "run"
-    first = command("train", "fashion", "--out", folder, *changed(steps=100))
-    while steps_logged(folder) < 0 and first.poll() is None:
+    first = command("train", "fashion", "--out", folder, *changed(steps=200))
+    while not (folder / "heartbeat.json").exists() and first.poll() is None:
         time.sleep(0.005)
     assert f"another process ({first.pid} on " in finish(command("resume", folder), status=2)
     finish(first)

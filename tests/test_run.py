@@ -184,7 +184,7 @@ def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
     write_images(tmp_path, pictures, [], None)
     assert len(list(tmp_path.glob("0*.png"))) == MAX_IN_GRID + 1
     assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:MAX_IN_GRID], []))
-    assert "grid.png shows the first 1,000 of 1,001 pictures" in capsys.readouterr().err
+    assert "grid.png shows the first 1,000 of 1,001 samples" in capsys.readouterr().err
 
 
 def test_strip_shows_the_noise_levels_that_it_names():
@@ -250,7 +250,7 @@ def test_a_run_is_never_overwritten(run, tmp_path):
         (["train", "fashion", "--steps", "1", "--precision", "fp32", "--network", "cifar10"], "no multiple of 8"),
         (["train", "fashion", "--steps", "1", "--label-dropout", "2"], "label_dropout = 2.0"),
         (["train", "fashion", "--steps", "1", "--sampler.steps", "2000", "--schedule", "cosine"], "at most 1000"),
-        (["train", "fashion", "--steps", "1", "--lr", "-1"], "lr = -1.0 must be above 0"),
+        (["train", "fashion", "--steps", "1", "--lr", "-1"], "lr = -1.0 must be at least 0"),
         (["sample", "/tmp"], "is not a run"),
         (["resume", "/tmp"], "is not a run"),
         (["train"], "SOURCE"),
