@@ -26,7 +26,7 @@ class Eps:
 
 @dataclass(frozen=True)
 class X0:
-    """Predict the clean image itself."""
+    """Prediction of the clean image itself, x0."""
 
     kind: ClassVar[str] = "x0"
 

@@ -34,7 +34,7 @@ deviation; 0 to 255."""
 
 @dataclass(frozen=True)
 class NetworkInput:
-    """Input that a network expects."""
+    """Input that a feature network expects: size, value range and resize."""
 
     path: str
     size: int = 224

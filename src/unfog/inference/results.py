@@ -40,7 +40,7 @@ class EvaluationSetup(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of a run."""
+    """Metrics of one evaluation of a run, with how its samples were generated."""
 
     step: int
     drawn: Mapping[str, Any]

@@ -22,7 +22,7 @@ LAUNCH = 14e-6
 
 
 class NetworkCost(NamedTuple):
-    """Cost of one image."""
+    """FLOPs and kernel launches that a network takes for one image."""
 
     forward: float
     """FLOPs of a forward pass; a multiplication and an addition count as two."""

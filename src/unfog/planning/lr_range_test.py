@@ -46,7 +46,7 @@ MOST_TRIALS = 6
 
 @dataclass(frozen=True)
 class LrRangeResult:
-    """Result of the test."""
+    """Result of a learning-rate range test: its curves, and the rate that they suggest."""
 
     ramp: Ramp
     trials: tuple[Trial, ...]

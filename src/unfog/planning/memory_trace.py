@@ -27,7 +27,7 @@ ATEN = torch.ops.aten
 
 @dataclass
 class Trace:
-    """Allocations and releases in order."""
+    """Allocations and releases of a computation, in the order in which they happen."""
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each storage, by its number."""

@@ -51,7 +51,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory of a computation."""
+    """Peak memory of a computation in bytes, and the parts that it consists of."""
 
     total: int
     """Bytes."""

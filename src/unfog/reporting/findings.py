@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """Result of one check."""
+    """Result of one check: severity, evidence, remedy, and figures that show it."""
 
     code: str
     """Stable name for scripts and tests, "area.thing": "data.duplicates", "settings.lr"."""

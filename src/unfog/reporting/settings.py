@@ -11,7 +11,7 @@ _SINKS = ("tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class Log:
-    """Logging interval and trackers."""
+    """Settings of logging: its interval, and the trackers that get a copy."""
 
     every: int = 0
     """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""

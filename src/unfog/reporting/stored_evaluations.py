@@ -18,7 +18,7 @@ _MOST = 20  # evaluations shown, the latest
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """Texts of one evaluation."""
+    """One stored evaluation of a run, as texts for the report."""
 
     step: int
     sampling: str

@@ -84,7 +84,7 @@ class RemotePolicy:
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """Options of `Source.load`."""
+    """Options that `Source.load` passes to the source that it opens."""
 
     progress: Callable[[int, int], None] | None = None
     """Called with (megabytes done, megabytes in all) while an index is built. It may raise to stop."""

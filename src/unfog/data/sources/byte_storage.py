@@ -45,7 +45,7 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """Files of this machine."""
+    """Storage that reads files of this machine by position."""
 
     remote = False
 

@@ -1,4 +1,4 @@
-"""A folder of images."""
+"""Image source: a folder of image files, nested as deep as you like."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _REPORT_EVERY = 1000  # members
 
 @dataclass
 class IndexEntry:
-    """The index of one shard."""
+    """Index of one shard: names, byte ranges and labels of its images."""
 
     rows: NDArray[Any]
     """[n] of ROW_DTYPE, in the order of the members; `shard` is 0, `name` is a position in `names`."""

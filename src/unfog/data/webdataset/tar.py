@@ -21,7 +21,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\x
 
 
 class TarMember(NamedTuple):
-    """A file in an archive."""
+    """A file in an archive: its name and its byte range."""
 
     name: bytes
     start: int
