@@ -172,3 +172,16 @@ def test_old_names_of_settings_keep_working():
     assert update(Config(), python, "") == config
     words = ["s", "--codec", "there", "--averages.every", "5", "--data.lost-shards", "0.2"]
     assert update(Config(), parse_args(words, Train, "unfog train", {}).table["settings"], "") == config
+
+
+def test_a_setting_is_given_by_one_of_its_names():
+    for table in (
+        "[averages]\nevery = 100\n[ema_snapshots]\nsecond = 0.2\n",
+        'codec = "a"\nautoencoder_folder = "b"\n',
+    ):
+        with pytest.raises(RequestError, match="given twice, once by its old name"):
+            from_toml(table, Config())
+    with pytest.raises(RequestError, match="given twice"):
+        nest_settings({"codec": "a", "autoencoder_folder": "b"})
+    with pytest.raises(RequestError, match=r"unknown setting data\.x\.flip"):
+        from_toml('[data]\n"x.flip" = true\n', Config())

@@ -220,8 +220,9 @@ def test_what_was_before_a_change_is_no_sign_of_the_settings_now(tmp_path):
     found = trends(record, LR, 0.3, 0.5)
     assert found["run.lr"].severity == found["run.unstable"].severity == "fine"
     assert found["run.unstable"].evidence.startswith("none of 600 steps since settings changed at step 400")
-    other = [{"kind": "changed", "step": 400, "setting": "preview.every: 10 -> 100"}]
-    assert check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
+    for setting in ("preview.every: 10 -> 100", "ema_snapshots.every: 0 -> -1"):
+        other = [{"kind": "changed", "step": 400, "setting": setting}]
+        assert check_stability(replace(record, events=[*backs, *other])).facts["rolled_back"] == 8
 
 
 def test_roll_backs_are_forgotten_where_the_run_forgets_them():

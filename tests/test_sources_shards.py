@@ -329,6 +329,13 @@ def test_very_many_folders_are_read_from_the_names(tmp_path: Path, monkeypatch: 
 # The index
 
 
+def test_a_table_beside_each_shard_does_not_make_them_a_table(sets: Path) -> None:
+    for k in range(3):  # as img2dataset writes them
+        (sets / f"a-{k:03}.parquet").write_bytes(b"PAR1")
+        (sets / f"a-{k:03}_stats.json").write_text("{}")
+    assert len(open_source(sets).names) == 9
+
+
 def test_an_index_is_built_once_and_again_for_what_changed(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone_through: list[str] = []
 

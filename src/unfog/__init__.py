@@ -97,8 +97,12 @@ def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **sett
     return _finished(*start(TrainAutoencoderRequest(place, config, out=_path(out), **options)))
 
 
-train_codec = train_autoencoder
-"""The old name of `train_autoencoder`."""
+def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
+    """Old name of `train_autoencoder`. Its default folder ends in -codec, where scripts look for it."""
+    from unfog.process.run_folder import next_folder
+
+    place = _stored(source, settings)
+    return train_autoencoder(place, out=out or next_folder(f"{place.rstrip('/')}-codec"), **settings)
 
 
 def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:

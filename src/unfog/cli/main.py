@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 from unfog.errors import Interrupted, RequestError, UnfogError
@@ -128,6 +129,10 @@ def _run(words: list[str]) -> int:
             )
         raise RequestError(f"{sanitize(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
     request = read_request(command, rest)
+    if words[0] == "train-codec" and request.out is None:  # scripts look for its result in a folder of that name
+        from unfog.process.run_folder import next_folder
+
+        request = replace(request, out=next_folder(f"{request.source.rstrip('/')}-codec"))
     status: int = import_module(f"unfog.commands.{command.replace('-', '_')}").main(request)
     return status
 

@@ -231,7 +231,9 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
 
 def _current_flag(spelled: str) -> str:
     """Return the present flag for an old one: --codec is --autoencoder-folder."""
-    return "--" + current_name(spelled.lstrip("-").replace("-", "_")).replace("_", "-")
+    if not spelled.startswith("--"):
+        return spelled
+    return "--" + current_name(spelled[2:].replace("-", "_")).replace("_", "-")
 
 
 def _take_values(flag: _Flag, had: int, left: list[str], flags: Mapping[str, _Flag], keep: int) -> list[str]:

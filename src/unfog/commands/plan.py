@@ -142,9 +142,11 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     check_request(config)
     at_least_one("processes", processes)
     target = find_device(device_for) if device_for else None
+    # Before images are read, so that a device that is not there is noticed at once.
+    device = torch.device("cuda") if target else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
         dataset, config = load_images(config, stop, few=True)
-        machine = _describe_machine(config, target, dataset, processes)
+        machine = _describe_machine(config, device, target, dataset, processes)
         images = dataset.as_network_input.train
         images = images if target or config.data.cache == "none" else decoded_images(images)
         auto = AutoSettings(config, images, machine, stop, processes)
@@ -189,11 +191,12 @@ def _resolve(auto: AutoSettings, to_decode: int) -> list[Finding]:
     return fatal
 
 
-def _describe_machine(config: Config, target: Device | None, dataset: Dataset, processes: int) -> Machine:
+def _describe_machine(
+    config: Config, device: torch.device, target: Device | None, dataset: Dataset, processes: int
+) -> Machine:
     """Return the machine of the plan, with the memory that one process has on it besides the images."""
     if target is not None:
-        return Machine(torch.device("cuda"), target.name, target.memory - CUDA_CONTEXT, target)
-    device = choose_device(config.training.device)
+        return Machine(device, target.name, target.memory - CUDA_CONTEXT, target)
     available = available_memory(device)
     if device.type == "cpu":  # all processes share its memory, and the run decodes its images before anything else
         available = max(0, available // processes - bytes_to_decode(dataset, config))

@@ -176,6 +176,8 @@ def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             table[section][field] = value
         else:
             if section in table and not isinstance(value, Mapping):
+                if not isinstance(table[section], Mapping):
+                    raise RequestError(f"{section} is given twice, once as {given}; give one of them")
                 raise RequestError(f"{name} must be a dict where its settings are given by short name too")
             twice = set(table.get(section, {})) & set(value) if isinstance(value, Mapping) else set()
             if twice:

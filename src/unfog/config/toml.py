@@ -90,10 +90,14 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
     """Return `base` with the changes of a nested dict; `where` is the dotted name of `base`."""
     hints = typing.get_type_hints(type(base))
     known = [f.name for f in fields(base)]  # type: ignore[arg-type]
-    changes = {}
+    changes: dict[str, Any] = {}
     for key, value in table.items():
-        name = current_name(f"{where}.{key}" if where else str(key))
-        key = name.rpartition(".")[2] if isinstance(key, str) else key
+        given = f"{where}.{key}" if where else str(key)
+        name = current_name(given)
+        if name != given:
+            key = name.rpartition(".")[2]
+        if key in changes:
+            raise RequestError(f"{name} is given twice, once by its old name; give one of them")
         if key not in known:
             raise RequestError(f"unknown setting {sanitize(name)[1:-1]}{suggest(key, known)}")
         changes[key] = _convert(hints[key], getattr(base, key), value, name)

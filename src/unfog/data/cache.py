@@ -33,7 +33,7 @@ from unfog.locks import LOCK
 
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
-_JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial")]
+_JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix in ("", ".partial", ".new")]
 _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 
 

@@ -79,7 +79,7 @@ def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _Im
 
 def _load_ours(described: AutoencoderFolder) -> AutoencoderModel:
     given = {k: v for k, v in described.config.items() if k not in ("_class_name", "image_channels")}
-    network = AutoencoderModel(update(Autoencoder(), given, "codec"), described.image_channels)
+    network = AutoencoderModel(update(Autoencoder(), given, "autoencoder"), described.image_channels)
     try:
         network.load_state_dict(load_file(described.weights), strict=True)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:

@@ -19,9 +19,9 @@ from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, 
 FRESH_START_SETTINGS = (
     *("optimizer.", "training.clip", "training.precision", "training.seed", "network.dropout", "label_dropout"),
     *("data.flip", "data.jitter", "data.crop", "data.background", "data.held_out", "images"),
-    *("diffusion.weighting", "diffusion.adaptive", "ema"),
+    *("diffusion.weighting", "diffusion.adaptive", "ema:", "ema."),  # not ema_snapshots, which change no step
 )
-"""Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them: see `runs.changes.keys_of`."""
+"""Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`)."""
 _FAR_BELOW = 5.0
 """Times that a rate is below the usual one, from which on another cause is likelier."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import struct
 import time
 import zipfile
@@ -126,8 +127,10 @@ def store_array(array: Any, labels: Any = None) -> Path:
 def _remove_abandoned(folder: Path) -> None:
     """Remove what processes that were killed here over a week ago left half-written."""
     for file in folder.glob(f"array-{'[0-9a-f]' * 32}.*.partial"):
+        if not re.fullmatch(r"array-[0-9a-f]{32}\.[0-9]+\.partial", file.name) or file.is_symlink():
+            continue  # somebody else's
         with suppress(OSError):
-            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+            if file.is_file() and time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
                 file.unlink()
 
 

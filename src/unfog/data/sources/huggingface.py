@@ -82,7 +82,9 @@ class HuggingFaceSource(Source):
     def match(cls, location: SourceLocation) -> SourceLocation | None:
         if location.form == "folder":
             saved = any(os.path.isfile(os.path.join(location.resolved, marker)) for marker in _MARKERS)
-            return location if saved or list_only(location.resolved, ".parquet") else None
+            # Shards come with a table beside each tar file (img2dataset writes them so): those are shards.
+            tables = list_only(location.resolved, ".parquet") and not list_only(location.resolved, ".tar")
+            return location if saved or tables else None
         if location.form == "name":
             return location if location.resolved.startswith("hf:") else None
         return super().match(location)

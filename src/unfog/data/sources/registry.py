@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLocation
+from unfog.data.sources.image_files import os_error_reason
 from unfog.data.sources.location import parse_location, unknown_file
 from unfog.errors import RequestError
 from unfog.text import sanitize
@@ -51,7 +52,10 @@ def locate(text: str) -> tuple[type[Source], SourceLocation]:
     if named:
         return named
     location = parse_location(text, {suffix for source in sources for suffix in source.suffixes})
-    found = _match(sources, location)
+    try:
+        found = _match(sources, location)
+    except OSError as error:
+        raise RequestError(f"{sanitize(text)} is a source {os_error_reason(error)}; check its permissions") from None
     if found is None:
         raise unknown_file(location)
     return found
