@@ -64,8 +64,8 @@ def check_guide(config: Config, other: Config) -> None:
         raise RequestError(f"the guide cannot be asked at the noise levels of this run: {error}") from None
     if _input_scale(config) != _input_scale(other):
         raise RequestError(
-            "the guide does not see what this run sees: pixels, or latents of one autoencoder with one mean, deviation and "
-            "sigma_data; give a checkpoint of this run, or a run on the same images with the same autoencoder"
+            "the guide does not see what this run sees: pixels, or latents of one autoencoder with one mean, deviation "
+            "and sigma_data; give a checkpoint of this run, or a run on the same images with the same autoencoder"
         )
 
 
