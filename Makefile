@@ -14,7 +14,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 demo: $(VENV)/.installed
 	run=$$($(BIN)/unfog train fashion --preset demo) && $(BIN)/unfog sample "$$run" -n 100 --strip
 
-# Style, types, and every test but the sweeps over many like cases; under ten minutes on two cores.
+# Style, types, and every test but the sweeps over many like cases; about twelve minutes on two cores.
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
