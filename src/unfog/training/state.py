@@ -120,8 +120,12 @@ class TrainState:
             name: key in state.json.
             entry: what is stored.
             rolled_back: restore the entry at a roll-back too, rather than at a resume only.
+
+        Raises:
+            ValueError: the name is taken.
         """
-        assert self.progress().get(name) is None
+        if name in self.entries or name in self._own_progress():
+            raise ValueError(f"{name} is a key of state.json already; register the entry under another name")
         self.entries[name] = entry
         if rolled_back:
             self._rolled_back.add(name)
@@ -199,6 +203,13 @@ class TrainState:
     def progress(self) -> dict[str, Any]:
         """Return everything but the tensors, as stored in state.json."""
         return {
+            **self._own_progress(),
+            "levels": None,  # of a loss that does not follow them
+            **{name: entry.state_dict() for name, entry in self.entries.items()},
+        }
+
+    def _own_progress(self) -> dict[str, Any]:
+        return {
             "seen": self.seen,
             "updates": self.updates,
             "microbatch": self.microbatch,
@@ -211,8 +222,6 @@ class TrainState:
             "method": self.method,
             "lost_shards": dict(self.lost_shards),
             "optimizer": optim.optimizer_numbers(self.optimizer, self.model),
-            "levels": None,  # of a loss that does not follow them
-            **{name: entry.state_dict() for name, entry in self.entries.items()},
         }
 
     def load_progress(self, saved: dict[str, Any]) -> None:
