@@ -32,7 +32,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events
 from unfog.reporting.settings import Log
-from unfog.runs.context import RunContext
+from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop
 from unfog.training.settings import Checkpoint, Evaluate, Preview

@@ -25,10 +25,9 @@ from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.rendezvous import init_world
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.hooks import TrainingHooks
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, Optimizer
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 

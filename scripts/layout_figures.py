@@ -34,8 +34,8 @@ LOOP = (
         *("training/together.py", "training/distributed.py", "training/guard.py", "training/precision.py", "rows.py"),
     ),
     (
-        *("training/loop.py", "training/gradient.py", "training/micro_batches.py", "training/hooks.py"),
-        *("training/state.py", "training/stability/out_of_memory.py"),
+        *("training/loop.py", "training/gradient.py", "training/hooks.py", "training/state.py"),
+        "training/stability/out_of_memory.py",
     ),
 )
 LR = 0.00123

@@ -26,12 +26,10 @@ from unfog.training.checkpoints import sharded as joint
 from unfog.training.checkpoints import snapshot
 from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import SINGLE_PROCESS
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, Training
+from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import full_tensor
 from unfog.training.state import TrainState
 

@@ -20,9 +20,8 @@ from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.writer import CheckpointWriter
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, Optimizer
+from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 

@@ -19,7 +19,7 @@ from unfog.diffusion.noise import Cosine, LogNormal
 from unfog.diffusion.weighting import MinSnr
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
-from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.settings import FixedEma, PowerEma
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -13,10 +13,9 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
-from unfog.training.ema_schedules import PowerEma
-from unfog.training.micro_batches import seed_generators, split_range
+from unfog.training.gradient import seed_generators, split_range
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer
+from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.stability.nan_debug import NanReport, find_nan_source
 from unfog.training.state import TrainState
 

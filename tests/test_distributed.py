@@ -31,7 +31,7 @@ from unfog.sharded_rng import rows_of
 from unfog.training.distributed.rendezvous import local_device
 from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
-from unfog.training.micro_batches import seed_generators, split_batch, with_own_seed
+from unfog.training.gradient import seed_generators, split_batch, with_own_seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 

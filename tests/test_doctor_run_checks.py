@@ -40,7 +40,7 @@ from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
 from unfog.models.settings import UNet
-from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.settings import FixedEma, PowerEma
 
 LR = 1e-3
 

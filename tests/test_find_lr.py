@@ -27,9 +27,8 @@ from unfog.planning import lr_range_test as lr_range
 from unfog.planning.lr_range_test import LOWEST, RAMP, LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
 from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, smoothed, suggest
 from unfog.planning.microbatch import MicrobatchChoice
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, Training
+from unfog.training.settings import Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
 
 pytestmark = pytest.mark.slow

@@ -23,9 +23,8 @@ from unfog.models.edm2_unet import (
 )
 from unfog.models.layers import sinusoids, unit_rms
 from unfog.models.settings import MPUNet
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer
+from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 MICRO = MPUNet(channels=(16, 32), attention=(False, True), head_channels=8)

@@ -27,8 +27,8 @@ from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import default_learning_rate
 from unfog.training.settings import Optimizer, Training
 
 CPU = torch.device("cpu")

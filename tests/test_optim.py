@@ -23,10 +23,9 @@ from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _
 from unfog.training import optimizers as optim
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
-from unfog.training.ema_schedules import PowerEma
-from unfog.training.optimizer_settings import AdamW, Custom, Muon, OptimizerKind
+from unfog.training.learning_rate import learning_rate
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, Training, learning_rate
+from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")

@@ -32,10 +32,9 @@ from unfog.training.checkpoints.posthoc_ema import (
     rebuild,
     solve_mixture,
 )
-from unfog.training.ema_schedules import FixedEma, PowerEma
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
-from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, Optimizer
+from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, FixedEma, Optimizer, PowerEma
 from unfog.training.state import TrainState
 
 STEPS, EVERY = 480, 20

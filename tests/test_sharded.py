@@ -34,7 +34,7 @@ from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.fake_process_group import fake_process_group
-from unfog.runs.workers import _check_visible
+from unfog.runs.ranks import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
 from unfog.training.checkpoints import sharded as joint
@@ -43,11 +43,9 @@ from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks, shard_network
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
-from unfog.training.ema_schedules import PowerEma
-from unfog.training.micro_batches import local_micro_batches
-from unfog.training.optimizer_settings import AdamW, Custom, Muon
+from unfog.training.gradient import local_micro_batches
 from unfog.training.precision import Precision
-from unfog.training.settings import Checkpoint, Optimizer, Training
+from unfog.training.settings import AdamW, Checkpoint, Custom, Muon, Optimizer, PowerEma, Training
 from unfog.training.sharded_tensors import all_finite, is_sharded, total_norm
 from unfog.training.state import TrainState
 

@@ -16,13 +16,13 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.training.ema import Ema
-from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.gradient import seed_generators, split_range
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.learning_rate import learning_rate
 from unfog.training.log_window import LogWindow, Stopwatch
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.micro_batches import seed_generators, split_range
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, Training, learning_rate
+from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training
 from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
 

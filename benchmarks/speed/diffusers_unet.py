@@ -45,8 +45,7 @@ from unfog.pipeline.build import build_loss, build_state
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.optimizer_settings import AdamW
-from unfog.training.settings import Optimizer, Training
+from unfog.training.settings import AdamW, Optimizer, Training
 
 SIZE = 32
 Steps = Callable[[int], float]  # number of steps -> seconds a step

@@ -34,12 +34,10 @@ from unfog.models.settings import SIZES, Architecture, DiT
 from unfog.planning.flops import LAUNCH, count_flops
 from unfog.training.distributed.rendezvous import init_world
 from unfog.training.distributed.world import SINGLE_PROCESS, World
-from unfog.training.ema_schedules import PowerEma
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
-from unfog.training.optimizer_settings import Muon
 from unfog.training.precision import Precision
-from unfog.training.settings import Optimizer, Training
+from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
 
 BUCKET = 25 * 2**20  # bytes of gradients that DistributedDataParallel sends at once; the first bucket has a 25th of it

@@ -45,7 +45,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
-from unfog.runs.context import RunContext
+from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision

@@ -140,7 +140,7 @@ def _run(words: list[str]) -> int:
 def _run_worker_rank(words: list[str]) -> int:
     """Run a rank other than 0, which gets its settings from rank 0. Return its exit status."""
     if not {"-h", "--help", "--verify"} & set(words):  # which train nothing
-        from unfog.runs.workers import run_worker
+        from unfog.runs.ranks import run_worker
 
         run_worker()
     return 0

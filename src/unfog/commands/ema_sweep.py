@@ -36,7 +36,7 @@ from unfog.reporting.progress import Progress, print_result, say
 from unfog.reporting.records import write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
-from unfog.training.ema_schedules import PowerEma
+from unfog.training.settings import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"

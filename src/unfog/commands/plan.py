@@ -42,7 +42,6 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
 from unfog.reporting.progress import format_bytes, plural, print_result
 from unfog.training.precision import Precision
-from unfog.training.settings import at_least_one
 from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
@@ -140,7 +139,8 @@ def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
     `device_for` names an accelerator of `planning.accelerators`; "" is the machine at hand.
     """
     check_request(config)
-    at_least_one("processes", processes)
+    if processes < 1:
+        raise RequestError(f"processes = {processes} must be at least 1")
     target = find_device(device_for) if device_for else None
     # Before images are read, so that a device that is not there is noticed at once.
     device = torch.device("cuda") if target else choose_device(config.training.device)

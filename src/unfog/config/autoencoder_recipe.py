@@ -11,8 +11,16 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.reporting.settings import Log
-from unfog.training.ema_schedules import EmaSchedule, PowerEma
-from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
+from unfog.training.settings import (
+    Checkpoint,
+    EmaSchedule,
+    EmaSnapshots,
+    Evaluate,
+    Optimizer,
+    PowerEma,
+    Preview,
+    Training,
+)
 
 
 @dataclass(frozen=True)

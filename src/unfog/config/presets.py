@@ -15,9 +15,7 @@ from unfog.diffusion.target import EdmF, Eps, FlowVelocity
 from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
-from unfog.training.ema_schedules import FixedEma
-from unfog.training.optimizer_settings import Muon
-from unfog.training.settings import Optimizer, Preview, Training
+from unfog.training.settings import FixedEma, Muon, Optimizer, Preview, Training
 
 
 def _default() -> Config:

@@ -20,8 +20,16 @@ from unfog.models.settings import Architecture
 from unfog.reporting.settings import Log
 from unfog.settings import check_bounds, rules_of, setting
 from unfog.text import without_secrets
-from unfog.training.ema_schedules import EmaSchedule, PowerEma
-from unfog.training.settings import Checkpoint, EmaSnapshots, Evaluate, Optimizer, Preview, Training
+from unfog.training.settings import (
+    Checkpoint,
+    EmaSchedule,
+    EmaSnapshots,
+    Evaluate,
+    Optimizer,
+    PowerEma,
+    Preview,
+    Training,
+)
 
 Network = Architecture | None  # None: chosen for the device and the image size
 

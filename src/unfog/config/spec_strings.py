@@ -21,8 +21,7 @@ from unfog.diffusion.weighting import WEIGHTINGS, CustomWeighting
 from unfog.errors import RequestError
 from unfog.models.network_settings import CustomNetwork
 from unfog.models.settings import ARCHITECTURES, SIZES
-from unfog.training.ema_schedules import EMA_SCHEDULES
-from unfog.training.optimizer_settings import OPTIMIZERS
+from unfog.training.settings import EMA_SCHEDULES, OPTIMIZERS
 
 
 def _registry(section: str, classes: tuple[Any, ...], **named: Any) -> tuple[tuple[type, ...], Mapping[str, Any]]:

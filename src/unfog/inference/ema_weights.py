@@ -13,7 +13,7 @@ from unfog.reporting.progress import warn
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, rebuild, solve_mixture
-from unfog.training.ema_schedules import PowerEma
+from unfog.training.settings import PowerEma
 
 SWEEP_FILE = "ema-sweep.json"
 """Result of `unfog ema-sweep`; the width in it is the default of the run from then on."""

@@ -20,7 +20,7 @@ from unfog.planning.intervals import Choice, choose_intervals, with_intervals
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.run_costs import forward_passes
 from unfog.planning.step_benchmark import seconds_per_step
-from unfog.training.optimizer_settings import FINE_TUNING_FACTOR, default_learning_rate
+from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.stability.out_of_memory import microbatch_size

@@ -26,9 +26,8 @@ from unfog.planning.peak_memory import (
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
-from unfog.training.optimizer_settings import AdamW, Custom
 from unfog.training.precision import DTYPES, Precision
-from unfog.training.settings import PrecisionName, Training
+from unfog.training.settings import AdamW, Custom, PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 

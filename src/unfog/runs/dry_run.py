@@ -36,10 +36,9 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.reporting.settings import Log
-from unfog.runs.context import RunContext
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
-from unfog.runs.replay import differing_tensors, replay_newest
-from unfog.runs.resume import find_resume_point
+from unfog.runs.ranks import RunContext
+from unfog.runs.resume import differing_tensors, find_resume_point, replay_newest
 from unfog.runs.session import Session
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.writer import free_bytes

@@ -37,8 +37,8 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration, plural, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
-from unfog.runs.context import RunContext
 from unfog.runs.previews import Previews
+from unfog.runs.ranks import RunContext
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
 TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits

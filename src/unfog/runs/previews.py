@@ -24,7 +24,7 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import say, warn
-from unfog.runs.context import RunContext
+from unfog.runs.ranks import RunContext
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size

@@ -7,30 +7,40 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unfog.config.resume_rules import SAMPLING, check_changes
+import torch
+from torch import Tensor
+
+from unfog.config.resume_rules import SAMPLING, check_changes, settings_digests
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
 from unfog.config.validate import check_request, check_source
 from unfog.data.dataset import Dataset
-from unfog.errors import RequestError, RunError
+from unfog.data.stream import ImageStream
+from unfog.errors import Interrupted, RequestError, RunError
 from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
+from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.data_report import DATA_FILE
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
+from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
-from unfog.reporting.progress import say
+from unfog.process.signals import StopSignals
+from unfog.reporting.progress import Progress, say
 from unfog.reporting.records import Events, finite_number, read_metrics
-from unfog.runs.context import RunContext, open_run
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.previews import export_autoencoder
+from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, open_run
 from unfog.runs.session import Session
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
-from unfog.runs.workers import broadcast_config
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.ema_snapshots import remove_after
+from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.hooks import Task
+from unfog.training.loop import LoopSettings, train
+from unfog.training.state import TrainState
 
 
 def resume(folder: RunFolder, config: Config | None = None, force: bool = False) -> tuple[RunFolder, bool]:
@@ -176,3 +186,89 @@ def _apply_sampling_settings(folder: RunFolder, stored: Config, config: Config, 
     for line in check_changes(changed, config, force=True):
         if not line.startswith(silent):
             say(f"  not applied: {line}, as nothing is left to train")
+
+
+class _ReplayHooks(StoppableHooks):
+    """Hooks that record nothing, roll back where the run did, and end training at a given image."""
+
+    def __init__(self, folder: RunFolder, state: TrainState, until: int, patience: int, stop: StopSignals):
+        super().__init__(stop)
+        self.folder, self.state, self.until, self.patience = folder, state, until, patience
+        self.progress: Progress
+
+    def stop_requested(self) -> bool:
+        return self.stop() or self.state.seen >= self.until
+
+    def roll_back(self, state: TrainState, reason: str) -> str:
+        good = checkpoint.find_rollback_checkpoint(self.folder.checkpoints, state, self.patience)
+        if good is None:
+            raise RequestError(
+                f"the run rolled back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
+            )
+        checkpoint.roll_back(good.folder, state)
+        return str(good.folder)
+
+    def on_step_end(self, step: int) -> None:
+        self.progress.update(step)
+
+
+def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: StopSignals) -> list[str]:
+    """Train once more from the checkpoint before the newest to the newest, without changing the run.
+
+    Returns the names of the tensors that came out differently. RequestError as `find_replayable`, or if the run rolled
+    back to a checkpoint that is gone.
+    """
+    first, last = find_replayable(folder, config)
+    state = build_state(config, choose_device(config.training.device))
+    checkpoint.load(first.folder, state)
+    state.due = []
+    hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
+    with Progress("replaying, step", last.step, start=first.step) as progress:
+        hooks.progress = progress
+        # Without a limit of roll-backs, which would end the replay where a resume reset the count.
+        settings = LoopSettings(replace(config.training, rollbacks=10**9), config.optimizer)
+        stream = ImageStream(dataset.as_network_input.train, config.training.seed)
+        task = Task(stream, build_augmentation(config), build_loss(config, state.levels))
+        train(settings, state, task, hooks)
+    if stop():
+        raise Interrupted
+    if checkpoint.read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
+        hooks.roll_back(state, "")  # the run rolled back after its last step, before it was saved
+    return differing_tensors(state, last)
+
+
+def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:
+    """Return the two newest whole checkpoints, older first. RequestError if the steps between cannot be repeated."""
+    found, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    whole: list[CheckpointInfo] = []
+    for saved in reversed(found):
+        if len(whole) < 2 and checkpoint.find_damage(saved) is None:
+            whole.insert(0, saved)
+    if len(whole) < 2:
+        raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
+    first, last = whole
+    states = [checkpoint.read_state(saved.folder) for saved in whole]
+    between = f"between steps {first.step:,} and {last.step:,}"
+    remedy = "go on training until there are two newer checkpoints"
+    # A smaller micro-batch sums the gradient in another order, and the step of the change is not recorded.
+    if len({state.get("microbatch", 0) for state in states}) > 1:
+        raise RequestError(
+            f"memory ran out {between}, at a step that is not recorded, so these cannot be repeated; {remedy}"
+        )
+    if {state["keys"].get("repeat") for state in states} != {settings_digests(config)["repeat"]}:
+        raise RequestError(f"settings were changed {between}, so these cannot be repeated; {remedy}")
+    return first, last
+
+
+def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
+    """Return the names of the tensors of a state that are not those of a checkpoint, bit for bit."""
+    different = []
+    for file, tensors in state.tensors().items():
+        if not saved.holds(f"{file}.safetensors"):
+            continue
+        mine: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        theirs = checkpoint.read_tensors(saved.folder / f"{file}.safetensors")
+        for name in sorted(mine.keys() | theirs.keys()):
+            if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
+                different.append(f"{file}: {name}")
+    return different

@@ -14,7 +14,7 @@ from unfog.process.heartbeat import folder_identity
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say, warn
 from unfog.reporting.recorder import Recorder
-from unfog.runs.context import RunContext
+from unfog.runs.ranks import RunContext
 from unfog.training.checkpoints import ema_snapshots, snapshot
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.ema_snapshots import EmaSnapshotWriter

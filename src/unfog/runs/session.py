@@ -24,11 +24,10 @@ from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.report import write_report
 from unfog.reporting.trackers import check_installed
-from unfog.runs.context import RunContext, StoppableHooks
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
+from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
-from unfog.runs.workers import run_training_loop
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.log_window import Stopwatch

@@ -21,14 +21,13 @@ from unfog.planning.disk import check_disk_room
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
-from unfog.runs.context import device_for, open_run
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.runs.previews import export_autoencoder
+from unfog.runs.ranks import broadcast_config, device_for, open_run
 from unfog.runs.session import Session
-from unfog.runs.workers import broadcast_config
-from unfog.training.optimizer_settings import Custom
 from unfog.training.optimizers import check_resumable
+from unfog.training.settings import Custom
 
 
 def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from unfog.training.ema_schedules import EmaSchedule, PowerEma
+from unfog.training.settings import EmaSchedule, PowerEma
 from unfog.training.sharded_tensors import to_local
 
 

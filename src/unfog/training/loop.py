@@ -9,11 +9,11 @@ from unfog.errors import Interrupted, RunError
 from unfog.training.checkpoints.ema_snapshots import snapshot_interval
 from unfog.training.distributed.coordination import StepResult, coordinate, reduce_step
 from unfog.training.distributed.world import SINGLE_PROCESS, World
-from unfog.training.gradient import Gradient, GradientComputer
+from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.learning_rate import learning_rate
 from unfog.training.log_window import Stopwatch
-from unfog.training.micro_batches import rng_batch_size, split_batch
-from unfog.training.settings import Optimizer, Training, learning_rate
+from unfog.training.settings import Optimizer, Training
 from unfog.training.stability.nan_debug import NanReport, find_nan_source
 from unfog.training.stability.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.state import TrainState

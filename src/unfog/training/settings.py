@@ -1,15 +1,14 @@
-"""Settings of training, one frozen dataclass for each thing that is configured. Imports nothing heavy."""
+"""Settings of training, optimizers, EMA, previews, evaluation and checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
+from unfog.custom import CustomPart
 from unfog.errors import RequestError
 from unfog.settings import check_bounds, setting
-from unfog.training.ema_schedules import EmaSchedule, PowerEma
-from unfog.training.optimizer_settings import AdamW, OptimizerKind
 
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 SamplingPrecision = Literal["fp32", "bf16"]
@@ -76,6 +75,53 @@ class Training:
 
 
 @dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) for every weight, with the betas, eps and decay of the section."""
+
+    kind: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan et al. 2024) for matrices and convolutions; AdamW for embeddings, norms, biases and both ends.
+
+    The update of a matrix is its orthogonalised momentum times 0.2 sqrt(longer side). That is as long as an update of
+    AdamW (Liu et al. 2025, "Muon is Scalable"), so that one learning rate serves both.
+    """
+
+    kind: ClassVar[str] = "muon"
+    momentum: float = 0.95
+    """Decay of the running mean of the gradient; Nesterov's."""
+    rounds: int = setting(5, at_least=1, at_most=20, usual="5")
+    """Newton-Schulz iterations; each costs time, and 5 bring singular values to about 0.7 to 1.2."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise RequestError(f"momentum = {self.momentum} must be from 0 up to, not including, 1; 0.95 is usual")
+        check_bounds(self)
+
+
+@dataclass(frozen=True)
+class Custom(CustomPart):
+    """Any torch optimiser by its dotted path. Naming one runs its code: it is imported when the run begins.
+
+    It is called with the parameters, `lr`, and the arguments; its moments are saved and restored like AdamW's.
+    """
+
+    noun: ClassVar[str] = "an optimiser"
+
+    @property
+    def identity(self) -> str:
+        """Return the name under which a checkpoint stores the optimiser state; only an equal name can load it."""
+        # The state may depend on any of the arguments.
+        return f"{self.kind}:{self.path}({', '.join(sorted(self.arguments))})"
+
+
+OptimizerKind = AdamW | Muon | Custom
+OPTIMIZERS = (AdamW, Muon, Custom)
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """Optimiser, and its learning rate over the run."""
 
@@ -100,6 +146,64 @@ class Optimizer:
         check_bounds(self)
 
 
+@dataclass(frozen=True)
+class PowerEma:
+    """EMA with a power-function profile: its horizon is a share of the run so far, so a run of any length has one.
+
+    decay = (1 - 1/n)^(gamma + 1) at update n (EDM2, eq. 127 with unit steps). `width` is the profile's standard
+    deviation relative to the run's length; gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) (eq. 126).
+    The first update copies the weights, so the initial random ones never count.
+    """
+
+    kind: ClassVar[str] = "power"
+    width: float = setting(0.1, at_least=0.01, at_most=0.28, usual="0.05 to 0.15")
+    """Standard deviation of the averaging window as a share of the run so far; 0.01 to 0.28."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @cached_property
+    def gamma(self) -> float:
+        """Exponent of the profile, by bisection: the right-hand side falls as gamma grows."""
+        low, high = 0.0, 200.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > self.width**2:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def decay(self, update: int) -> float:
+        """Return the weight of the old average at update 1, 2, 3, …"""
+        return float((1 - 1 / update) ** (self.gamma + 1))
+
+
+@dataclass(frozen=True)
+class FixedEma:
+    """EMA with a fixed decay, and a warm-up so that a short run is not mostly its initial weights.
+
+    At update n the decay is at most (1 + n) / (10 + n). With 0.9999, 1 - 1/e = 63% of the average comes from the last
+    10,000 updates (the last 5,000 make 39%).
+    """
+
+    kind: ClassVar[str] = "fixed"
+    decay_max: float = 0.9999
+    """Decay that the warm-up rises to."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay_max < 1:
+            raise RequestError(f"decay_max = {self.decay_max} must be from 0 up to, not including, 1; 0.9999 is usual")
+
+    def decay(self, update: int) -> float:
+        """Return the weight of the old average at update 1, 2, 3, …"""
+        return min(self.decay_max, (1 + update) / (10 + update))
+
+
+EmaSchedule = PowerEma | FixedEma
+EMA_SCHEDULES = (PowerEma, FixedEma)
+
+
 MAX_EMA_SNAPSHOTS = 48
 """Beyond so many snapshots every other one is removed."""
 
@@ -114,7 +218,7 @@ class EmaSnapshots:
     """Width of the second EMA, which only these snapshots need. 0: half of that of --ema."""
 
     def __post_init__(self) -> None:
-        check_interval("ema_snapshots.every", self.every)
+        _check_interval("ema_snapshots.every", self.every)
         if self.second:
             PowerEma(self.second)
 
@@ -136,7 +240,7 @@ class Preview:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_interval("preview.every", self.every)
+        _check_interval("preview.every", self.every)
 
 
 def split_names(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -177,8 +281,8 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_interval("evaluate.every", self.every)
-        check_interval("evaluate.metrics_every", self.metrics_every)
+        _check_interval("evaluate.every", self.every)
+        _check_interval("evaluate.metrics_every", self.metrics_every)
         object.__setattr__(self, "metrics", split_names(self.metrics))
         for name in self.metrics:
             if name not in self.DRAWN:
@@ -208,32 +312,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_interval("checkpoint.every", self.every)
+        _check_interval("checkpoint.every", self.every)
 
 
-def check_interval(name: str, steps: int) -> None:
-    """Raise RequestError for a negative interval other than -1."""
+def _check_interval(name: str, steps: int) -> None:
     if steps < -1:
         raise RequestError(f"{name} = {steps} must be a number of steps, 0 to choose it, or -1 for never")
-
-
-def at_least_one(name: str, value: int, most: int | None = None) -> None:
-    """Raise RequestError unless `value` is 1 or more, and at most `most`."""
-    if value < 1 or (most is not None and value > most):
-        raise RequestError(f"{name} = {value} must be at least 1" + (f" and at most {most}" if most else ""))
-
-
-def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
-    warmup = max(settings.warmup, 1)
-    if step < warmup:
-        return settings.lr * (step + 1) / warmup
-    if settings.schedule == "cosine":
-        return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
-    if settings.schedule == "inverse-sqrt":
-        return settings.lr * math.sqrt(warmup / (step + 1))
-    if settings.schedule == "cooldown":
-        # 1 - sqrt ends better than a line does, and a fifth of the run as well as a cosine (Haegele et al. 2024).
-        length = max(1, min(round(settings.cooldown * steps), steps - warmup))
-        return settings.lr * (1 - math.sqrt(max(0, step - (steps - length)) / length))
-    return settings.lr

@@ -14,10 +14,9 @@ from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.ema import Ema
-from unfog.training.ema_schedules import EmaSchedule, PowerEma
 from unfog.training.log_window import LogWindow
 from unfog.training.precision import Precision
-from unfog.training.settings import Evaluate, Optimizer
+from unfog.training.settings import Custom, EmaSchedule, Evaluate, Optimizer, PowerEma
 from unfog.training.sharded_tensors import all_finite
 from unfog.training.stability.divergence import DivergenceGuard
 
@@ -75,7 +74,8 @@ class TrainState:
         fast = torch.bfloat16 if precision.name == "bf16" or precision.device.type == "cuda" else torch.float32
         self.build_optimizer = partial(optim.build_optimizer, settings=optimizer, fast=fast)
         self.optimizer = self.build_optimizer(model)
-        self.method = optimizer.method.identity
+        method = optimizer.method
+        self.method = method.identity if isinstance(method, Custom) else method.kind
         self.ema = Ema(model, ema)
         self.second_ema = Ema(model, second) if second else None
         """Its snapshots, together with those of `ema`, rebuild EMAs of any length."""

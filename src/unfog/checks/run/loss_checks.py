@@ -18,7 +18,7 @@ from unfog.reporting.findings import Figure, Finding, Severity, json_values
 from unfog.reporting.progress import plural
 from unfog.reporting.records import finite_number
 from unfog.reporting.report_charts import finite_column
-from unfog.training.ema_schedules import FixedEma, PowerEma
+from unfog.training.settings import FixedEma, PowerEma
 
 _MEASURED = 128
 """Images of each kind whose loss is measured."""

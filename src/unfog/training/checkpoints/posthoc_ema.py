@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from unfog.errors import RequestError, RunError
-from unfog.training.ema_schedules import PowerEma
+from unfog.training.settings import PowerEma
 
 Floats = npt.NDArray[np.float64]
 METADATA_KEY = "averages"

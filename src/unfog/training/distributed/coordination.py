@@ -14,9 +14,8 @@ from torch import Tensor
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
-from unfog.training.gradient import Gradient
+from unfog.training.gradient import Gradient, MicroBatch
 from unfog.training.hooks import TrainingHooks
-from unfog.training.micro_batches import MicroBatch
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
 from unfog.training.stability.nan_debug import NanReport

@@ -1,15 +1,17 @@
-"""Worker ranks: the processes of a run besides rank 0. They train with it; rank 0 records, previews and saves."""
+"""The ranks of a run: rank 0 with folder, signals and heartbeat, and worker ranks, which only train with it."""
 
 from __future__ import annotations
 
 import math
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -18,19 +20,67 @@ from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state
 from unfog.pipeline.load_data import failures_on_this_rank, load_images
+from unfog.process.device import choose_device
+from unfog.process.heartbeat import Heartbeat
+from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
-from unfog.runs.context import StoppableHooks, device_for
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.sharded import ShardStatusStore
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.distributed.coordination import CoordinatedHooks
 from unfog.training.distributed.process_group import is_lost_process
-from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.world import World
+from unfog.training.distributed.rendezvous import init_world, local_device
+from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Everything around the training of a run that is not a setting, an image or a weight."""
+
+    folder: RunFolder
+    device: torch.device
+    stop: StopSignals
+    heartbeat: Heartbeat
+    world: World = SINGLE_PROCESS
+
+
+def device_for(config: Config) -> torch.device:
+    """Return the device on which this rank computes. RequestError if the machine does not have it."""
+    return choose_device(local_device(config.training.device))
+
+
+@contextmanager
+def open_run(folder: RunFolder, config: Config, new: bool = False) -> Iterator[RunContext]:
+    """Join the other ranks, lock the run folder, and turn signals into requests to stop.
+
+    A `new` folder is created; its heartbeat writes nothing until `silent` is cleared, as it is not a run yet.
+    RequestError if there is no such device, or the folder cannot be used.
+    """
+    device = device_for(config)
+    with (
+        init_world(config.training.timeout) as world,
+        StopSignals() as stop,
+        folder.create_locked(config.source) if new else folder.locked(),
+        Heartbeat(folder.path, stop, silent=new) as heartbeat,
+    ):
+        yield RunContext(folder, device, stop, heartbeat, world)
+
+
+class StoppableHooks(TrainingHooks):
+    """Hooks that end training when a signal or a STOP file requests it."""
+
+    def __init__(self, stop: StopSignals):
+        self.stop = stop
+
+    def stop_requested(self) -> bool:
+        return self.stop()
+
+    def defer_interrupts(self) -> AbstractContextManager[None]:
+        return self.stop.defer_interrupts()
 
 
 class _WorkerHooks(StoppableHooks):
