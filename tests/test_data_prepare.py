@@ -16,10 +16,10 @@ from unfog.config.schema import Config
 from unfog.data import cache
 from unfog.data import prepare as preparing
 from unfog.data import scan as survey
+from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
 from unfog.data.prepare import prepare, scan_source
-from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.data.sources.folder import FolderSource
 from unfog.data.sources.registry import open_source

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from test_data_decode import decoded, photograph, saved
-from unfog.data.color_profile import to_srgb
+from unfog.data.decode import to_srgb
 
 BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 D50, D65 = np.array([0.9642, 1, 0.8249]), np.array([0.95046, 1, 1.08906])
@@ -264,7 +264,7 @@ def test_pillow_without_littlecms_still_decodes() -> None:
 import sys
 sys.modules["PIL._imagingcms"] = None
 from PIL import Image
-from unfog.data.color_profile import to_srgb
+from unfog.data.decode import to_srgb
 image = Image.new("RGB", (4, 4), "red")
 converted, actions = to_srgb(image, sys.stdin.buffer.read())
 assert actions == ["profile_ignored"], actions

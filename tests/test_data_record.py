@@ -18,10 +18,10 @@ import unfog
 from conftest import NETWORK
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
+from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import prepare, scan_source
-from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport, SkippedFile
 from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source

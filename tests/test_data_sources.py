@@ -21,7 +21,8 @@ from unfog.data.sources import registry
 from unfog.data.sources.base import ImageError, SourceLocation
 from unfog.data.sources.builtin_fashion import FASHION_CLASSES, FashionSource
 from unfog.data.sources.folder import FolderSource
-from unfog.data.sources.labels import read_labels, strip_shard
+from unfog.data.sources.label_tables import strip_shard
+from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 

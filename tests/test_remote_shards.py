@@ -26,7 +26,7 @@ from unfog.data.latents import EncodeJob, load_or_encode
 from unfog.data.lazy import LazyPixels
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data, bytes_of
-from unfog.data.sources import remote_files as remote
+from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream, _ReadOrder

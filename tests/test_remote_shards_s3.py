@@ -13,7 +13,7 @@ from unfog.data.dataset import ImageSet
 from unfog.data.lazy import remote_shards_of
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import remote_files as remote
+from unfog.data.sources import storage as remote
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.registry import open_source
 from unfog.errors import RunError

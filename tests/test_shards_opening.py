@@ -9,8 +9,8 @@ import pytest
 
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.registry import open_source
+from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 from unfog.data.webdataset.index_files import save_entry

@@ -20,9 +20,8 @@ from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import LabelTable, Source
-from unfog.data.sources.label_rows import read_table
-from unfog.data.sources.label_tables import LabelTableSource, apply_label_table
-from unfog.data.sources.labels import read_labels
+from unfog.data.sources.label_tables import read_table
+from unfog.data.sources.labels import LabelTableSource, apply_label_table, read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
 from unfog.pipeline.load_data import load_images

@@ -23,7 +23,7 @@ from unfog.data import decode_pool as bulk
 from unfog.data.decode import decode
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources import remote_files as remote
+from unfog.data.sources import storage as remote
 from unfog.data.sources.base import TransientImageError
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
@@ -342,6 +342,6 @@ def test_urls_that_nothing_reads() -> None:
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfog.data.sources.location.find_spec", lambda name: None)
+    monkeypatch.setattr("unfog.data.sources.registry.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"s3:// needs s3fs, which is not installed: pip install 'unfog\[s3\]'"):
         check_source("s3://pictures/a.tar")

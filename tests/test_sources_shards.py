@@ -20,12 +20,11 @@ from PIL import Image
 
 from unfog.config.presets import preset
 from unfog.config.validate import check_source
-from unfog.data.sources import byte_storage as storage
+from unfog.data.sources import storage
 from unfog.data.sources.base import ImageError, Source
-from unfog.data.sources.byte_storage import BlockReader, LocalStorage
 from unfog.data.sources.labels import read_labels
-from unfog.data.sources.location import expand_braces
-from unfog.data.sources.registry import open_source
+from unfog.data.sources.registry import expand_braces, open_source
+from unfog.data.sources.storage import BlockReader, LocalStorage
 from unfog.data.webdataset import index_builder as shard_piece
 from unfog.data.webdataset import index_files as shard_files
 from unfog.data.webdataset import shard_index

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.registry import open_source
+from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 from unfog.data.webdataset.index_files import save_entry

@@ -28,8 +28,8 @@ from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
-from unfog.data.sources.byte_storage import LocalStorage
 from unfog.data.sources.registry import open_source
+from unfog.data.sources.storage import LocalStorage
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry

@@ -14,7 +14,8 @@ from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
 from unfog.config.values import sanitize
 from unfog.data.decode import parse_colour
-from unfog.data.sources.label_tables import find_table
+from unfog.data.settings import LABELS
+from unfog.data.sources.labels import find_table
 from unfog.data.sources.registry import PYTHON, locate, open_source
 from unfog.diffusion.noise import Schedule
 from unfog.diffusion.sampler import Sampler
@@ -47,8 +48,8 @@ def check_request(config: Config) -> None:
     if not config.fingerprint and not config.source.startswith(PYTHON):  # which runs code, and is announced first
         check_source(config.source)
         source, _ = locate(config.source)
-        if not source.tables_inside:
-            find_table(config.data.labels, Path(config.source))
+        if config.data.labels not in LABELS and not source.tables_inside:
+            find_table(config.data.labels, config.source)
 
 
 def check_network_size(network: Architecture, side: int, factor: int) -> None:

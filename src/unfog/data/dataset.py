@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import DataReport
+from unfog.data.data_report import DataReport
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 

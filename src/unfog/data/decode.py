@@ -7,20 +7,20 @@ resizing").
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import lru_cache
+from io import BytesIO
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageColor, JpegImagePlugin
+from PIL import Image, ImageCms, ImageColor, JpegImagePlugin
 
-from unfog.data.color_profile import to_srgb
-from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError, TransientImageError
-from unfog.data.sources.image_files import TEXT_TOO_LARGE, os_error_reason
+from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
+from unfog.data.sources.image_files import TEXT_TOO_LARGE, image_error
 from unfog.errors import RequestError
 
 ORIENTATION = 0x0112  # EXIF tag
@@ -37,14 +37,18 @@ _UPRIGHT = {
 # within 0.6 of 255 (RMSE) of Lanczos in floating point on photographs; stopping at twice the size, within 1.5.
 _REDUCING_GAP = 4.0
 
-# Errors of the system that another attempt would meet again.
-_PERMANENT_ERRORS = frozenset(
-    getattr(errno, name)
-    for name in ("ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EINVAL", "EOVERFLOW")
-)
 _LARGE_PIXELS = 24_000_000
 _LARGE_AT_ONCE = 4
 _large_images = threading.BoundedSemaphore(_LARGE_AT_ONCE)
+
+_MAX_PROFILE_BYTES = 4 * 2**20  # printers' profiles, the largest there are, have two or three
+# Of 255. Makers of sRGB profiles round their numbers differently; what is no sRGB is off by ten and more.
+_SRGB_TOLERANCE = 2
+
+# Pillow's transform; False: the numbers are sRGB already; None: the profile does not say what they are.
+_Transform: TypeAlias = "ImageCms.ImageCmsTransform | bool | None"
+
+_building_transform = threading.Lock()
 
 
 class ImageInfo(NamedTuple):
@@ -58,7 +62,7 @@ class ImageInfo(NamedTuple):
     mode: str
     """Pillow's mode of the file, such as "RGB"."""
     actions: list[str]
-    """Keys of `report.ACTIONS`."""
+    """Keys of `data_report.ACTIONS`."""
 
 
 def parse_colour(text: str) -> tuple[int, int, int]:
@@ -75,7 +79,7 @@ def read_size(opener: Callable[[], Image.Image]) -> tuple[int, int]:
         with opener() as image:
             return image.size
     except Exception as error:
-        raise _image_error(error) from error
+        raise image_error(error) from error
 
 
 def decode(
@@ -94,7 +98,7 @@ def decode(
     except (FailedShardError, ShardReadError):
         raise
     except Exception as error:  # decoders raise almost anything on damaged files: OSError, SyntaxError, struct.error
-        raise _image_error(error) from error
+        raise image_error(error) from error
 
 
 def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
@@ -110,7 +114,8 @@ def _decode(
     (width, height), mode = image.size, image.mode
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
-    actions, depth = _format_actions(image), _depth(image)
+    actions = _format_actions(image)
+    depth = 12 if ";12" in str(getattr(image, "tile", "")) else 16  # bits of grey that Pillow reads as 16
     short = min(width, height)
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         image.draft(None, (int(_REDUCING_GAP * size * width / short), int(_REDUCING_GAP * size * height / short)))
@@ -163,11 +168,6 @@ def _format_actions(image: Image.Image) -> list[str]:
     if image.format == "TIFF" and _orientation(image) != 1:  # which Pillow turns while decoding, and forgets
         actions.append("rotated")
     return actions
-
-
-def _depth(image: Image.Image) -> int:
-    """Return the bits of a grey pixel in an image that Pillow reads as 16-bit."""
-    return 12 if ";12" in str(getattr(image, "tile", "")) else 16
 
 
 def _load(image: Image.Image) -> None:
@@ -248,36 +248,51 @@ def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int
     return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
-def _image_error(error: Exception) -> ImageError:
-    """Return the ImageError for an exception that opening or decoding raised."""
-    return TransientImageError(_reason(error)) if _is_transient(error) else ImageError(_reason(error))
+def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
+    """Convert an image of mode "L", "RGB", "RGBA" or "CMYK" to sRGB, "CMYK" to "RGB". Return it and the actions.
+
+    Pixel values stay as they are if the profile is sRGB, and also if it is broken or of another kind of image, or if
+    Pillow has no littleCMS. Safe in threads.
+    """
+    if len(profile) > _MAX_PROFILE_BYTES:
+        profile = b""  # treated like any broken profile
+    transform = _transform(profile, image.mode)
+    if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
+        # Some programs write grey images with a colour profile.
+        converted, actions = to_srgb(image.convert("RGB"), profile)
+        return converted.getchannel("G"), actions
+    if isinstance(transform, ImageCms.ImageCmsTransform):
+        converted = transform.apply(image)
+        return converted.getchannel("G") if image.mode == "L" else converted, ["srgb"]
+    actions = ["profile_ignored"] if transform is None else []
+    return image.convert("RGB") if image.mode == "CMYK" else image, actions
 
 
-def _is_transient(error: BaseException | None) -> bool:
-    """Return True if another attempt may succeed."""
-    while error is not None:
-        # Pillow's errors on damaged files have no errno, except EINVAL of a seek to before the beginning.
-        transient = isinstance(error, MemoryError | TimeoutError | ConnectionError | TransientImageError)
-        if transient or (isinstance(error, OSError) and error.errno and error.errno not in _PERMANENT_ERRORS):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _reason(error: Exception) -> str:
-    """Say in a few words why an image cannot be used."""
-    text = str(error)
-    match error:
-        case ImageError():
-            return text
-        case Image.DecompressionBombError() | Image.DecompressionBombWarning():
-            return f"over {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} megapixels"
-        case OSError() if error.errno:
-            return os_error_reason(error)
-        case EOFError():
-            return "truncated"
-        case MemoryError():
-            return "too large for the memory there is"
-    if "truncated" in text.lower() or "broken" in text:
-        return "truncated"
-    return f"damaged ({type(error).__name__}: {text[:60]})"
+@lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> _Transform:
+    """Return the transform from images of this mode and profile to sRGB. Cached, as a camera has one profile."""
+    # littleCMS would otherwise reduce a transform of greys to a small table, ten levels off in the dark.
+    flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
+    try:
+        with _building_transform:
+            transform = ImageCms.ImageCmsTransform(
+                ImageCms.ImageCmsProfile(BytesIO(profile)),
+                ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")),
+                mode,
+                "RGBA" if mode == "RGBA" else "RGB",
+                # As browsers and photo editors show it: the paper is white, and the blackest ink black.
+                ImageCms.Intent.PERCEPTUAL,
+                flags=flags,
+            )
+    except (OSError, ValueError, ImportError):  # no profile; not one of such an image; no littleCMS
+        return None
+    if mode == "CMYK":
+        return transform
+    # A profile that changes nothing is sRGB under another name.
+    levels = np.arange(256) if mode == "L" else np.linspace(0, 255, 9)
+    # All greys, or nine levels of each channel in all combinations.
+    grid = levels[None] if mode == "L" else np.stack(np.meshgrid(levels, levels, levels), -1).reshape(9, 81, 3)
+    probe = Image.fromarray(grid.astype(np.uint8))
+    before, after = probe.convert(transform.output_mode), transform.apply(probe.convert(mode))
+    change = np.asarray(after, np.int16) - np.asarray(before, np.int16)
+    return transform if np.abs(change).max() > _SRGB_TOLERANCE else False

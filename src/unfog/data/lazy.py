@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.report import SkippedFile
 from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Scan, split_held_out
 from unfog.data.settings import UNREAD
 from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, ShardFailures, Source

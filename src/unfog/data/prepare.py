@@ -20,8 +20,7 @@ from unfog.data.lazy import lazy_dataset, remote_shards_of
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
-from unfog.data.sources.label_tables import apply_label_table, labels_setting
-from unfog.data.sources.labels import read_labels
+from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
 from unfog.errors import RequestError
 
 # cache = auto keeps images in memory up to these sizes, as decoding them takes only seconds.

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.data_report import DataReport, SkippedFile
 from unfog.data.decode import parse_colour, read_size
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
-from unfog.data.report import DataReport, SkippedFile
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
-from unfog.data.sources.label_tables import labels_setting
-from unfog.data.sources.labels import strip_shard
+from unfog.data.sources.label_tables import strip_shard
+from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 

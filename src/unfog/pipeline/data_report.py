@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from unfog.data.augmentation import Augment
+from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.lazy import remote_shards_of
-from unfog.data.report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.stream import ImageStream
 from unfog.pipeline.generate import to_pixels
 from unfog.process.run_folder import RunFolder

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from unfog.config.schema import Config
+from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import remote_shards_of
 from unfog.data.prepare import prepare
-from unfog.data.report import SkippedFile
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
 from unfog.data.sources.base import RemotePolicy

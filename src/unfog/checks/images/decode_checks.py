@@ -10,7 +10,7 @@ import numpy as np
 from unfog.checks.images.example_images import format_share, list_names
 from unfog.checks.images.pixel_statistics import MOST_NAMES, ImageScan, unusable_files
 from unfog.config.schema import Config
-from unfog.data.report import ACTIONS, COMMON_ACTIONS
+from unfog.data.data_report import ACTIONS, COMMON_ACTIONS
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import plural
 from unfog.text import sanitize

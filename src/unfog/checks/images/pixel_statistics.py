@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.checks.images.near_duplicates import Floats, Hashes, Indices, luma, perceptual_hash, thumbnails
+from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import LazyPixels
-from unfog.data.report import SkippedFile
 
 Progress = Callable[[int, int], None]
 

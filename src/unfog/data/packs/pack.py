@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from unfog.data.data_report import DataReport
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.packs.pack_files import (
     PACK_SETTINGS,
@@ -32,7 +33,6 @@ from unfog.data.packs.pack_files import (
     open_files,
     read_manifest,
 )
-from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError

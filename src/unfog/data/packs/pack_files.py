@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unfog.data.data_report import DataReport
 from unfog.data.dataset import ImageSet
-from unfog.data.report import DataReport
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames
 from unfog.errors import RequestError

@@ -22,7 +22,7 @@ from PIL import Image
 
 from unfog.cache_folder import cache_folder
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
-from unfog.data.sources.fingerprint import sample_digest
+from unfog.data.sources.folder import sample_digest
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

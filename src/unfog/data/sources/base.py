@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset
-from unfog.data.report import SkippedFile
 from unfog.data.settings import Data
 
 

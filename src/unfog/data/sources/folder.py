@@ -1,14 +1,27 @@
-"""Image source: a folder of image files, nested as deep as you like."""
+"""A folder of image files: which files count as images, and a digest that shows when one has changed."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from heapq import heappop, heappush
 from pathlib import Path
 
 from PIL import Image
 
+from unfog.data.data_report import SkippedFile
 from unfog.data.sources.base import LabelTable, OpenOptions, Source, SourceLocation
-from unfog.data.sources.fingerprint import files_digest
-from unfog.data.sources.image_files import list_images, no_images_error, open_image
+from unfog.data.sources.image_files import SUFFIXES, open_image, os_error_reason
+from unfog.errors import RequestError
+from unfog.text import sanitize
+
+_SKIPPED_FOLDERS = frozenset(["__MACOSX", "@eaDir", "$RECYCLE.BIN"])
+_SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
+"""Number of files of which `files_digest` reads a sample, and bytes at the beginning, middle and end of each."""
 
 
 class FolderSource(Source):
@@ -21,10 +34,7 @@ class FolderSource(Source):
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.resolved = str(folder.resolve())
-        listing = list_images(folder)
-        self.names = sorted(listing.names)
-        self.ignored = listing.ignored
-        self.unreadable = sorted(listing.unreadable)
+        self.names, self.ignored, self.unreadable = _list_images(folder)
         if not self.names:
             raise no_images_error(name, self.ignored, self.unreadable)
 
@@ -45,3 +55,123 @@ class FolderSource(Source):
     def table(self, name: str) -> LabelTable | None:
         path = self.folder / name
         return LabelTable.from_path(path) if path.is_file() else None
+
+
+def normalize_path(name: str) -> str:
+    """Return a path in an archive without empty and "." parts: "./a//b.png" and "/a/b.png" are "a/b.png"."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def ignored_kind(name: str) -> str | None:
+    """Return the key of `Source.ignored` for a path in an archive, None if it is an image. As in a folder."""
+    *folders, base = name.split("/")
+    if base.startswith(".") or any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in folders):
+        return "hidden"
+    suffix = os.path.splitext(base)[1].lower()
+    return None if suffix in SUFFIXES else suffix or "without suffix"
+
+
+def no_images_error(name: str, ignored: Mapping[str, int], unreadable: Sequence[SkippedFile]) -> RequestError:
+    """Return the error for a source called `name` without images, which names what else it holds."""
+    others = sum(ignored.values())
+    listed = ", ".join(f"{count:,} {sanitize(kind)}" for kind, count in Counter(ignored).most_common(3))
+    closed = "".join(f"; {reason}: {sanitize(below)}" for below, reason in unreadable[:3])
+    return RequestError(
+        f"found 0 images; looked for .png .jpg .jpeg .webp .gif .tif .bmp ... in {sanitize(name)} ({others:,} other "
+        f"file{'s' * (others != 1)}{': ' * (others > 0)}{listed}{closed}); give a folder with images"
+    )
+
+
+def _list_images(folder: Path) -> tuple[list[str], Counter[str], list[SkippedFile]]:
+    """Return (paths of the images below a folder; other files by suffix or "hidden"; folders that cannot be read).
+
+    Links are followed; each folder is listed once, by its own name rather than a link's.
+    """
+    names, ignored, unreadable = list[str](), Counter[str](), list[SkippedFile]()
+    # Heaps, so that of several links to a folder the first by name counts, whatever order the file system lists them
+    # in. Links wait until all folders are done. No recursion, as folders may be thousands deep.
+    pending, links, entered = [""], list[str](), set[tuple[int, int]]()
+    while pending or links:
+        below = heappop(pending or links)
+        try:
+            status = os.stat(folder / below)
+            entries = list(os.scandir(folder / below))
+        except OSError as error:
+            if not below:
+                raise RequestError(f"{folder} cannot be read: {error.strerror}; check its permissions") from error
+            unreadable.append(SkippedFile(below, f"a folder {os_error_reason(error)}"))
+            continue
+        here = (status.st_dev, status.st_ino)
+        if here in entered and status.st_ino:  # 0 on file systems that have no inodes
+            continue
+        entered.add(here)
+        if below and {"config.toml", "checkpoints"} <= {entry.name for entry in entries}:
+            ignored["a run's folder"] += 1  # its previews are no data; a run may lie inside one's images
+            continue
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS:
+                ignored["hidden"] += 1
+            elif _is_folder(entry):
+                heappush(links if entry.is_symlink() else pending, f"{below}{entry.name}/")
+            elif (suffix := os.path.splitext(entry.name)[1].lower()) in SUFFIXES:
+                names.append(below + entry.name)  # also a broken link or a pipe, which opening reports
+            else:
+                ignored[suffix or "without suffix"] += 1
+    return sorted(names), ignored, sorted(unreadable)
+
+
+def list_only(folder: str, suffix: str) -> list[str]:
+    """Return the sorted names of the files of a suffix in a folder without sub-folders and images, else []."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            ending = os.path.splitext(entry.name)[1].lower()
+            if ending in SUFFIXES or entry.is_dir():
+                return []  # at the first one, as an ordinary folder may hold millions
+            if ending == suffix:
+                found.append(entry.name)
+    return sorted(found)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle, or into a folder that may not be entered
+        return False
+
+
+def sample_digest(path: str | os.PathLike[str], blocks: int = 64, block: int = 4096) -> bytes:
+    """Return a digest of a regular file's first and last block and of `blocks` spread evenly between."""
+    # Content is sampled too, as size and time of change may be the same after a change.
+    digest = hashlib.sha256()
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        last = max(0, size - block)
+        for start in sorted({last * i // (blocks + 1) for i in range(blocks + 2)}):
+            digest.update(os.pread(file, block, start))
+    finally:
+        os.close(file)
+    return digest.digest()
+
+
+def files_digest(folder: Path, names: Sequence[str]) -> tuple[str, int]:
+    """Return (a digest of files below a folder, their bytes in all).
+
+    The digest covers the name, size and mtime of each file, zeros for one that cannot be looked at, and a few bytes of
+    at most 512 files, spread evenly, as opening each of a million would take minutes.
+    """
+    digest, total = hashlib.sha256(), 0
+    step = max(1, len(names) // _SAMPLED_FILES)
+    for i, name in enumerate(names):
+        size = changed = 0
+        with suppress(OSError):
+            status = os.stat(folder / name)
+            size, changed = status.st_size, status.st_mtime_ns
+            if i % step == 0 and stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+                digest.update(sample_digest(folder / name, 1, _SAMPLED_BYTES))
+        digest.update(f"{name}\0{size}\0{changed}\0".encode("utf-8", "surrogateescape"))
+        total += size
+    return digest.hexdigest(), total

@@ -15,8 +15,8 @@ from PIL import Image
 
 from unfog.cache_folder import cache_folder
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
-from unfog.data.sources.fingerprint import files_digest, sample_digest
-from unfog.data.sources.image_files import list_only, open_bytes, open_image
+from unfog.data.sources.folder import files_digest, list_only, sample_digest
+from unfog.data.sources.image_files import open_bytes, open_image
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

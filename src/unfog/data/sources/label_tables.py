@@ -1,174 +1,216 @@
-"""Labels from a table: find the table, match its rows to images, and wrap the source."""
+"""Read a label table, a CSV or JSONL file with a column of file names and one of classes, and match it to images."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from unfog.data.report import SkippedFile
-from unfog.data.settings import LABELS, TABLES
-from unfog.data.sources.base import LabelTable, Source
-from unfog.data.sources.label_rows import match_rows, read_table
-from unfog.data.sources.labels import read_labels, sort_labels
+from unfog.data.sources.base import ImageError, LabelTable
+from unfog.data.sources.folder import normalize_path
+from unfog.data.sources.image_files import SUFFIXES, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
-# Tables at the top of a source that labels = auto looks for; metadata.csv is Hugging Face's convention.
-_AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
-_MAX_NAMED = 1000
+_FILE_COLUMNS = (
+    *("file_name", "filename", "file", "filepath", "file_path", "path"),
+    *("image", "image_name", "image_path", "img", "name", "id"),
+)
+_LABEL_COLUMNS = ("label", "class", "category", "cls", "class_name", "label_name", "target", "class_id", "label_id")
+"""Names of the two columns, in lower case; the first one that a table has counts."""
+_SHARD = re.compile(r"\.tar/", re.IGNORECASE)
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
-class LabelTableSource(Source):
-    """A source with the labels of a table. Images without a row, and rows without an image, are in `unreadable`.
-
-    Raises:
-        RequestError: the table cannot be read, has no such columns, contradicts itself, or names fewer than half of
-            the images.
-    """
-
-    def __init__(self, source: Source, table: LabelTable) -> None:
-        self._source = source
-        self.table_path = table.resolved
-        self.name, self.resolved = source.name, source.resolved
-        self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
-        rows, self._digest = read_table(table)
-        row_of, unmatched = match_rows(source.names, rows)
-        _refuse_few_matches(source, table, rows, row_of)
-        values = [rows[row] for row in row_of.values()]
-        self.classes = tuple(sort_labels(set(values) - {""}))
-        number = {name: i for i, name in enumerate(self.classes)}
-        known = [(i, number[value]) for i, value in zip(row_of, values) if value]
-        self._rows = np.array([i for i, _ in known], np.int64)
-        self.labels = np.array([label for _, label in known], np.int64)
-        self.names = [source.names[i] for i in self._rows]
-        self.remote_shards = source.remote_shards
-        labelled = set(self._rows.tolist())
-        self.unlabelled = [name for i, name in enumerate(source.names) if i not in labelled]
-        self.unreadable = [
-            *source.unreadable,
-            *(SkippedFile(name, f"without a label in {table.base_name}") for name in self.unlabelled),
-            *_rows_without_image(unmatched, table.base_name),
-        ]
-        if not self.classes:
-            raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
-
-    def open(self, i: int) -> Image.Image:
-        return self._source.open(int(self._rows[i]))
-
-    def shard_image(self, i: int) -> int:
-        return self._source.shard_image(int(self._rows[i]))
-
-    def stamp(self) -> tuple[str, int]:
-        digest, size = self._source.stamp()
-        return hashlib.sha256(f"{digest} {self._digest}".encode()).hexdigest(), size
+def strip_shard(name: str) -> str:
+    """Return an image's name without the shard it is in: "s-000.tar/cats/1.jpg" -> "cats/1.jpg"."""
+    return _SHARD.split(name, 1)[-1]
 
 
-def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = lambda line: None) -> Source:
-    """Return the source with the labels of a table, or as it is.
+def normalize_label(value: Any) -> str:
+    """Return a label as text, "" for what is no label. Spellings of a whole number agree: 3, "3", 3.0 and "03"."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return ""
+    text = str(value).strip() if isinstance(value, str) or abs(value) < 2**63 else ""
+    return str(int(text)) if _WHOLE_NUMBER.fullmatch(text) else text
 
-    Args:
-        source: the source.
-        mode: the path of a table, which is also looked for at the top of the source. Or "auto": a table at the top is
-            used if the source has no labels of its own, its folders give no classes, every image has a row, and each
-            class has four images on average. Or "folders" or "none": no table is used.
-        warn: called with a line for each table, and each column of labels of the source's own, that is not used.
+
+def sort_labels(labels: set[str]) -> list[str]:
+    """Return labels sorted as numbers if all are whole numbers ("2" before "10"), else as text."""
+    return sorted(labels, key=int if all(map(_WHOLE_NUMBER.fullmatch, labels)) else None)
+
+
+def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
+    """Return (file name -> label, "" where it is empty; a digest of the file).
 
     Raises:
-        RequestError: there is no such table; as LabelTableSource.
+        RequestError: it cannot be read, has no such columns, or contradicts itself.
     """
-    if mode in LABELS:
-        if mode != "none" and source.label_warning:
-            warn(source.label_warning)
-        return _find_labels(source, warn) if mode == "auto" and source.labels is None else source
-    if isinstance(source, LabelTableSource):
-        return source
-    base = os.path.basename(mode)
-    table = None if os.path.isfile(os.path.expanduser(mode)) else source.table(base)
-    if table is None:
-        path = find_table(mode, None)
-        assert path is not None  # it is none of LABELS
-        table = LabelTable.from_path(path)
-    return LabelTableSource(source, table)
-
-
-def find_table(mode: str, top: Path | None) -> Path | None:
-    """Return the path of the table that a setting names, as it is or in the folder `top`; None if it names none.
-
-    Raises:
-        RequestError: it is in neither place.
-    """
-    if mode in LABELS:
-        return None
-    paths = [Path(os.path.expanduser(mode)), *([top / os.path.basename(mode)] if top else [])]
-    table = next((path for path in paths if os.path.isfile(path)), None)
-    if table is None:
-        raise RequestError(f"labels = {sanitize(mode)} is not there; give a .csv or .jsonl file, or auto")
-    return table
-
-
-def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
-    """Return the setting that gives these labels another time: the path of a table, "folders" or "none"."""
-    if labels is None:
-        return "none"
-    return source.table_path if isinstance(source, LabelTableSource) else "folders"
-
-
-def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
-    """Return the source with the labels of the first usable table at its top; see `apply_label_table`."""
-    tables = [table for name in _AUTO_TABLES if (table := source.table(name)) is not None]
-    chosen, used = source, ""
-    if tables and read_labels(source, "auto")[1] is not None:
-        used = "the folders are the classes"
-    for table in tables:
-        insist = f"give --data.labels {sanitize(table.base_name)} to insist"
-        found = f"{used}; {insist}" if used else _try_table(source, table, insist)
-        if isinstance(found, str):
-            warn(f"{sanitize(table.base_name)} is left out: {found}")
-        else:
-            chosen, used = found, f"{table.base_name} has the labels"
-    return chosen
-
-
-def _try_table(source: Source, table: LabelTable, insist: str) -> LabelTableSource | str:
-    """Return the source with the labels of a table, or why it is not used: it may hold captions, say."""
+    said = sanitize(table.name)
     try:
-        found = LabelTableSource(source, table)
-    except RequestError as error:
-        return str(error).replace(sanitize(table.name), "it")
-    classes, without = len(found.classes), len(found.unlabelled)
-    if without:
-        many = f"{without:,} of {len(source.names):,} images"
-        return f"it has no label for {many}, such as {sanitize(found.unlabelled[0])}; {insist}"
-    if classes < 2:
-        return f"it has no class but {sanitize(found.classes[0])}; {insist}"
-    if classes > len(found.names) / 4:
-        return f"it has {classes:,} classes for {len(found.names):,} images, fewer than four for each; {insist}"
+        content = table.read()
+        text = content.decode("utf-8-sig")
+        rows = _json_rows(text) if table.base_name.lower().endswith((".jsonl", ".ndjson")) else _csv_rows(text, table)
+        found = _collect_labels(rows, said)
+    except OSError as error:
+        raise RequestError(f"{said} is a table {os_error_reason(error)}; check it") from None
+    except ImageError as error:
+        raise RequestError(f"{said} cannot be read ({error}); put it beside the archive, or make that anew") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{said} is no text in UTF-8 (byte {error.start:,}); save it as that") from None
+    except (csv.Error, ValueError, RecursionError) as error:
+        raise RequestError(f"{said} is damaged: {str(error)[:100]}; write it anew") from None
+    if not found:
+        raise RequestError(f"{said} has no rows; write a line for each image")
+    return found, hashlib.sha256(content).hexdigest()
+
+
+def _csv_rows(text: str, table: LabelTable) -> Iterator[Mapping[str, Any]]:
+    # Separators inside quotes are text, not separators.
+    head = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    separator = "\t" if table.base_name.lower().endswith(".tsv") else max(",;\t", key=head.count)
+    # StringIO with newline="" rather than splitlines, which also ends lines at U+2028 and others inside a text.
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, skipinitialspace=True)
+    header, said = next((line for line in lines if line), []), sanitize(table.name)
+    if not header:
+        return
+    _find_column(header, _FILE_COLUMNS, "file names", said)  # before dict(zip()) would drop one of two columns
+    _find_column(header, _LABEL_COLUMNS, "labels", said)
+    for values in lines:
+        if any(value.strip() for value in values[len(header) :]):
+            raise RequestError(
+                f"{said} has {len(values)} fields in line {lines.line_num:,} and {len(header)} in its header; put "
+                f"quotes around what has a {separator!r} in it"
+            )
+        if values:
+            yield dict(zip(header, values))
+
+
+def _json_rows(text: str) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number:,} is no object in braces")
+            yield row
+
+
+def _collect_labels(rows: Iterable[Mapping[str, Any]], said: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    columns: tuple[str, str] | None = None
+    for row in rows:
+        if _is_blank(row):
+            continue
+        columns = columns or (
+            _find_column(list(row), _FILE_COLUMNS, "file names", said),
+            _find_column(list(row), _LABEL_COLUMNS, "labels", said),
+        )
+        file, value = (row.get(column) for column in columns)
+        written = unicodedata.normalize("NFC", str(file).strip())  # as `match_rows` compares names
+        name = normalize_path(written.replace("\\", "/")) if isinstance(file, str | int) else ""
+        label = normalize_label(value)
+        if not name or (not label and value not in (None, "")):
+            row_says = f"file {sanitize(str(file)[:60])} and label {sanitize(str(value)[:60])}"
+            raise RequestError(
+                f"{said} has a row of {row_says}; each needs a name and one label, a text or a whole number"
+            )
+        if found.setdefault(name, label) != label:
+            raise RequestError(
+                f"{said} calls {sanitize(name)} both {sanitize(found[name])} and {sanitize(label)}; keep one row"
+            )
     return found
 
 
-def _refuse_few_matches(source: Source, table: LabelTable, rows: Mapping[str, str], row_of: Mapping[int, str]) -> None:
-    # A table that names fewer than half of the images is most likely one of other images.
-    names = source.names
-    if 2 * len(row_of) >= len(names):
-        return
-    matched = set(row_of.values())
-    row = next((sanitize(row) for row in rows if row not in matched), None)
-    image = sanitize(next(name for i, name in enumerate(names) if i not in row_of))
-    few = f"{sanitize(table.name)} names only {len(row_of):,} of the {len(names):,} images of {sanitize(source.name)}"
-    none = f"no row of {sanitize(table.name)} names an image of {sanitize(source.name)}"
-    examples = f"rows are such as {row!r}, images such as {image!r}" if row is not None else f"none is {image!r}"
-    also = ", and a row with an empty label for each image to leave out" if row_of else ""
-    raise RequestError(f"{few if row_of else none}: {examples}; write paths as below the source{also}")
+def _is_blank(row: Mapping[str, Any]) -> bool:
+    # As in the rows that spreadsheets leave at the end.
+    return all(value is None or (isinstance(value, str) and not value.strip()) for value in row.values())
 
 
-def _rows_without_image(rows: set[str], table: str) -> Iterator[SkippedFile]:
-    reason = f"named in {table} and not there"
-    yield from (SkippedFile(name, reason) for name in sorted(rows)[:_MAX_NAMED])
-    if len(rows) > _MAX_NAMED:
-        yield SkippedFile(f"{len(rows) - _MAX_NAMED:,} more", reason)
+def _find_column(header: Sequence[str], known: Sequence[str], of: str, said: str) -> str:
+    there: dict[str, list[str]] = {}
+    for name in header:
+        there.setdefault(name.strip().lower(), []).append(name)
+    columns = next((there[name] for name in known if name in there), [])
+    if not columns:
+        has = ", ".join(sanitize(name[:30]) for name in list(there)[:8])
+        raise RequestError(f"{said} has no column of {of}, but {has}; call one {known[0]} (or {', '.join(known[1:4])})")
+    if len(columns) > 1:
+        raise RequestError(f"{said} has {len(columns)} columns called {sanitize(columns[0].strip())}; keep one")
+    return columns[0]
+
+
+_Spelling = Callable[[str], str]
+
+
+def match_rows(names: Sequence[str], rows: Collection[str]) -> tuple[dict[int, str], set[str]]:
+    """Return (index of an image -> its row; rows without an image). The rows must be in Unicode NFC.
+
+    Whole paths are compared if any is in both; else one spelling of them, the one that matches most rows.
+    """
+    # Only one spelling, as a mix would take the row of an image elsewhere, of the same base name, for one here. For the
+    # same reason a row that names another folder, val/0.png for train/0.png, is not that image's. NFC, as macOS writes
+    # file names in another form than people type.
+    names = [unicodedata.normalize("NFC", name) for name in names]
+    found = _match_by(names, rows, str, str) or _match_by(names, rows, strip_shard, strip_shard)
+    if not found:
+        pairs = [_below_shared(names, rows), (_base, _base), (_stem, _stem)]  # max() takes the first of equals
+        found = max((_match_by(names, rows, *pair) for pair in pairs), key=len)
+    return dict(sorted(found.items())), set(rows) - set(found.values())
+
+
+def _match_by(
+    names: Sequence[str], rows: Collection[str], spell_name: _Spelling, spell_row: _Spelling
+) -> dict[int, str]:
+    """Return image -> row where the spellings of both are equal, and no other image's or row's."""
+    of_images, of_rows = _unique(names, spell_name), _unique(rows, spell_row)
+    return {
+        i: row
+        for key, (i, name) in of_images.items()
+        if (row := of_rows.get(key, (0, ""))[1]) and _same_folder(strip_shard(name), row)
+    }
+
+
+def _below_shared(names: Sequence[str], rows: Collection[str]) -> tuple[_Spelling, _Spelling]:
+    """Return spellings without the leading folders that all rows, or all images, share: as many as match the most."""
+    members = {strip_shard(name) for name in names}
+    fits = [(sum(row[cut:] in members for row in rows), 0, cut) for cut in _shared(rows)]
+    fits += [(sum(name[cut:] in rows for name in members), cut, 0) for cut in _shared(members)]
+    _, of_name, of_row = max(fits, key=lambda fit: fit[0], default=(0, 0, 0))
+    return lambda name: strip_shard(name)[of_name:], lambda row: row[of_row:]
+
+
+def _shared(paths: Collection[str]) -> list[int]:
+    """Return the lengths of the first, the first two, … leading folders that all paths share."""
+    first, last = min(paths), max(paths)
+    return [i for i, character in enumerate(first, 1) if character == "/" and last.startswith(first[:i])]
+
+
+def _unique(names: Iterable[str], spelling: _Spelling) -> dict[str, tuple[int, str]]:
+    """Return spelling -> (index, name) of the names whose spelling no other name has."""
+    keys = list(map(spelling, names))
+    counts = Counter(keys)
+    return {key: (i, name) for i, (key, name) in enumerate(zip(keys, names)) if counts[key] == 1}
+
+
+def _same_folder(name: str, row: str) -> bool:
+    """Return True if two paths may be of one file: the folders of one are the last of the other's."""
+    one, other = sorted((name.split("/")[:-1], row.split("/")[:-1]), key=len)
+    return one == other[len(other) - len(one) :]
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _stem(name: str) -> str:
+    stem, suffix = os.path.splitext(_base(name))
+    return stem if suffix.lower() in SUFFIXES else _base(name)

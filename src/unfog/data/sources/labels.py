@@ -1,42 +1,29 @@
-"""Class labels: those that folders give, and the spelling and order of labels in tables and shards."""
+"""Class labels of a source: those of folders, or of a table beside the images or in them."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from unfog.data.sources.base import Source
+from unfog.data.data_report import SkippedFile
+from unfog.data.settings import LABELS, TABLES
+from unfog.data.sources.base import LabelTable, Source
+from unfog.data.sources.label_tables import match_rows, read_table, sort_labels, strip_shard
 from unfog.errors import RequestError
 from unfog.text import sanitize
 
 SPLITS = frozenset(["train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"])
 """Folder names that are splits of a data set rather than classes."""
 
-_SHARD = re.compile(r"\.tar/", re.IGNORECASE)
-_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
-
-
-def strip_shard(name: str) -> str:
-    """Return an image's name without the shard it is in: "s-000.tar/cats/1.jpg" -> "cats/1.jpg"."""
-    return _SHARD.split(name, 1)[-1]
-
-
-def normalize_label(value: Any) -> str:
-    """Return a label as text, "" for what is no label. Spellings of a whole number agree: 3, "3", 3.0 and "03"."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        return ""
-    text = str(value).strip() if isinstance(value, str) or abs(value) < 2**63 else ""
-    return str(int(text)) if _WHOLE_NUMBER.fullmatch(text) else text
-
-
-def sort_labels(labels: set[str]) -> list[str]:
-    """Return labels sorted as numbers if all are whole numbers ("2" before "10"), else as text."""
-    return sorted(labels, key=int if all(map(_WHOLE_NUMBER.fullmatch, labels)) else None)
+# Tables at the top of a source that labels = auto looks for; metadata.csv is Hugging Face's convention.
+_AUTO_TABLES = tuple(f"{name}{suffix}" for name in ("metadata", "labels") for suffix in TABLES)
+_MAX_NAMED = 1000
 
 
 def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
@@ -85,7 +72,8 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
 
 
 def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
-    """Return (each folder as its parts, [N] index of the folder of each image). Folders are few beside the images."""
+    """Return (each folder as its parts, [N] index of the folder of each image)."""
+    # Labels are made from folders rather than from images, as those are few where there are a million images.
     known = source.folders
     if known is None:
         found = dict[str, int]()
@@ -93,3 +81,139 @@ def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
         codes = np.fromiter((found.setdefault(folder, len(found)) for folder in folders), np.int64, len(source.names))
         known = list(found), codes
     return [tuple(folder.split("/")) if folder else () for folder in known[0]], known[1]
+
+
+class LabelTableSource(Source):
+    """A source with the labels of a table. Images without a row, and rows without an image, are in `unreadable`.
+
+    Raises RequestError if the table cannot be read, contradicts itself, or names fewer than half of the images.
+    """
+
+    def __init__(self, source: Source, table: LabelTable) -> None:
+        self._source = source
+        self.table_path = table.resolved
+        self.name, self.resolved = source.name, source.resolved
+        self.held_out, self.ignored, self.remote = source.held_out, source.ignored, source.remote
+        rows, self._digest = read_table(table)
+        row_of, unmatched = match_rows(source.names, rows)
+        _refuse_few_matches(source, table, rows, row_of)
+        values = [rows[row] for row in row_of.values()]
+        self.classes = tuple(sort_labels(set(values) - {""}))
+        number = {name: i for i, name in enumerate(self.classes)}
+        known = [(i, number[value]) for i, value in zip(row_of, values) if value]
+        self._rows = np.array([i for i, _ in known], np.int64)
+        self.labels = np.array([label for _, label in known], np.int64)
+        self.names = [source.names[i] for i in self._rows]
+        self.remote_shards = source.remote_shards
+        labelled = set(self._rows.tolist())
+        self.unlabelled = [name for i, name in enumerate(source.names) if i not in labelled]
+        self.unreadable = [
+            *source.unreadable,
+            *(SkippedFile(name, f"without a label in {table.base_name}") for name in self.unlabelled),
+            *_rows_without_image(unmatched, table.base_name),
+        ]
+        if not self.classes:
+            raise RequestError(f"{sanitize(table.name)} leaves every label empty; fill its label column")
+
+    def open(self, i: int) -> Image.Image:
+        return self._source.open(int(self._rows[i]))
+
+    def shard_image(self, i: int) -> int:
+        return self._source.shard_image(int(self._rows[i]))
+
+    def stamp(self) -> tuple[str, int]:
+        digest, size = self._source.stamp()
+        return hashlib.sha256(f"{digest} {self._digest}".encode()).hexdigest(), size
+
+
+def apply_label_table(source: Source, mode: str, warn: Callable[[str], None] = lambda line: None) -> Source:
+    """Return the source with the labels of a table, or as it is.
+
+    Args:
+        source: the source.
+        mode: the path of a table, which is also looked for at the top of the source. Or "auto": a table at the top is
+            used if the source has no labels of its own, its folders give no classes, every image has a row, and each
+            class has four images on average. Or "folders" or "none": no table is used.
+        warn: called with a line for each table, and each column of labels of the source's own, that is not used.
+
+    Raises:
+        RequestError: there is no such table; as LabelTableSource.
+    """
+    if mode in LABELS:
+        if mode != "none" and source.label_warning:
+            warn(source.label_warning)
+        return _find_labels(source, warn) if mode == "auto" and source.labels is None else source
+    if isinstance(source, LabelTableSource):
+        return source
+    table = None if os.path.isfile(os.path.expanduser(mode)) else source.table(os.path.basename(mode))
+    return LabelTableSource(source, table or LabelTable.from_path(find_table(mode)))
+
+
+def find_table(path: str, *folders: str) -> Path:
+    """Return the path of a label table, as it is or in one of the folders. Raises RequestError if it is nowhere."""
+    places = [os.path.expanduser(path), *(os.path.join(folder, os.path.basename(path)) for folder in folders)]
+    table = next(filter(os.path.isfile, places), None)
+    if table is None:
+        raise RequestError(f"labels = {sanitize(path)} is not there; give a .csv or .jsonl file, or auto")
+    return Path(table)
+
+
+def labels_setting(source: Source, labels: NDArray[np.int64] | None) -> str:
+    """Return the setting that gives these labels another time: the path of a table, "folders" or "none"."""
+    if labels is None:
+        return "none"
+    return source.table_path if isinstance(source, LabelTableSource) else "folders"
+
+
+def _find_labels(source: Source, warn: Callable[[str], None]) -> Source:
+    tables = [table for name in _AUTO_TABLES if (table := source.table(name)) is not None]
+    chosen, used = source, ""
+    if tables and read_labels(source, "auto")[1] is not None:
+        used = "the folders are the classes"
+    for table in tables:
+        insist = f"give --data.labels {sanitize(table.base_name)} to insist"
+        found = f"{used}; {insist}" if used else _try_table(source, table, insist)
+        if isinstance(found, str):
+            warn(f"{sanitize(table.base_name)} is left out: {found}")
+        else:
+            chosen, used = found, f"{table.base_name} has the labels"
+    return chosen
+
+
+def _try_table(source: Source, table: LabelTable, insist: str) -> LabelTableSource | str:
+    """Return the source with the labels of a table, or the reason to leave it out: it may hold captions, say."""
+    try:
+        found = LabelTableSource(source, table)
+    except RequestError as error:
+        return str(error).replace(sanitize(table.name), "it")
+    classes, without = len(found.classes), len(found.unlabelled)
+    if without:
+        many = f"{without:,} of {len(source.names):,} images"
+        return f"it has no label for {many}, such as {sanitize(found.unlabelled[0])}; {insist}"
+    if classes < 2:
+        return f"it has no class but {sanitize(found.classes[0])}; {insist}"
+    if classes > len(found.names) / 4:
+        return f"it has {classes:,} classes for {len(found.names):,} images, fewer than four for each; {insist}"
+    return found
+
+
+def _refuse_few_matches(source: Source, table: LabelTable, rows: Mapping[str, str], row_of: Mapping[int, str]) -> None:
+    # A table that names fewer than half of the images is most likely one of other images.
+    names = source.names
+    if 2 * len(row_of) >= len(names):
+        return
+    matched = set(row_of.values())
+    row = next((sanitize(row) for row in rows if row not in matched), None)
+    image = sanitize(next(name for i, name in enumerate(names) if i not in row_of))
+    few = f"{sanitize(table.name)} names only {len(row_of):,} of the {len(names):,} images of {sanitize(source.name)}"
+    none = f"no row of {sanitize(table.name)} names an image of {sanitize(source.name)}"
+    examples = f"rows are such as {row!r}, images such as {image!r}" if row is not None else f"none is {image!r}"
+    also = ", and a row with an empty label for each image to leave out" if row_of else ""
+    raise RequestError(f"{few if row_of else none}: {examples}; write paths as below the source{also}")
+
+
+def _rows_without_image(rows: set[str], table: str) -> Iterator[SkippedFile]:
+    reason = f"named in {table} and not there"
+    yield from (SkippedFile(name, reason) for name in sorted(rows)[:_MAX_NAMED])
+    if len(rows) > _MAX_NAMED:
+        yield SkippedFile(f"{len(rows) - _MAX_NAMED:,} more", reason)

@@ -14,20 +14,12 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from unfog.data.report import SkippedFile
+from unfog.data.data_report import SkippedFile
 from unfog.data.settings import TABLES
 from unfog.data.sources.base import ImageError, LabelTable, Source, SourceLocation, TransientImageError
-from unfog.data.sources.byte_storage import BlockReader, FileState
-from unfog.data.sources.fingerprint import sample_digest
-from unfog.data.sources.image_files import (
-    MAX_FILE_BYTES,
-    has_image_signature,
-    ignored_kind,
-    no_images_error,
-    normalize_path,
-    open_bytes,
-)
-from unfog.data.sources.remote_files import open_storage
+from unfog.data.sources.folder import ignored_kind, no_images_error, normalize_path, sample_digest
+from unfog.data.sources.image_files import MAX_FILE_BYTES, has_image_signature, open_bytes
+from unfog.data.sources.storage import BlockReader, FileState, open_storage
 from unfog.errors import RequestError
 from unfog.text import sanitize
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import SkippedFile
-from unfog.data.sources.byte_storage import BlockReader, FileState, Storage
-from unfog.data.sources.image_files import MAX_FILE_BYTES, ignored_kind, normalize_path
-from unfog.data.sources.labels import normalize_label
+from unfog.data.data_report import SkippedFile
+from unfog.data.sources.folder import ignored_kind, normalize_path
+from unfog.data.sources.image_files import MAX_FILE_BYTES
+from unfog.data.sources.label_tables import normalize_label
+from unfog.data.sources.storage import BlockReader, FileState, Storage
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, iter_members, read_member
 from unfog.errors import RequestError
 from unfog.text import sanitize

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.data.report import SkippedFile
+from unfog.data.data_report import SkippedFile
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
 
 _ABANDONED_SECONDS = 24 * 3600

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from unfog.cache_folder import cache_folder
 from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError
-from unfog.data.sources.byte_storage import FileState, Storage
+from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.data.webdataset.shard_index import ShardIndex
 from unfog.data.webdataset.tar import BLOCK, is_header

@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
-from unfog.data.report import SkippedFile
+from unfog.data.data_report import SkippedFile
 from unfog.data.sources.base import ImageError
-from unfog.data.sources.byte_storage import FileState, Storage
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
-from unfog.data.sources.labels import sort_labels
+from unfog.data.sources.label_tables import sort_labels
+from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry, index_shard
 from unfog.data.webdataset.index_files import (
     DAMAGE_ERRORS,

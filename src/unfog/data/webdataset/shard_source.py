@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocation
-from unfog.data.sources.byte_storage import FileState
-from unfog.data.sources.fingerprint import sample_digest
-from unfog.data.sources.image_files import list_only, no_images_error, open_bytes
-from unfog.data.sources.remote_files import open_storage
+from unfog.data.sources.folder import list_only, no_images_error, sample_digest
+from unfog.data.sources.image_files import open_bytes
+from unfog.data.sources.storage import FileState, open_storage
 from unfog.data.webdataset.remote_shards import RemoteShards, ShardSet
 from unfog.data.webdataset.shard_index import ShardIndex, open_shard_index, shard_name
 from unfog.data.webdataset.shard_states import remote_states

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unfog.cache_folder import cache_folder
 from unfog.data.sources.base import RemotePolicy, SourceLocation
-from unfog.data.sources.byte_storage import FileState, Storage
+from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.index_files import write_atomically
 from unfog.data.webdataset.remote_shards import too_many_failed
 from unfog.data.webdataset.shard_index import shard_name

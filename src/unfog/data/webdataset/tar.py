@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from unfog.data.sources.base import ImageError
-from unfog.data.sources.byte_storage import BlockReader
+from unfog.data.sources.storage import BlockReader
 
 BLOCK = 512
 _MAX_NAME_BYTES = 2**20  # longest name, or set of pax attributes, that is read

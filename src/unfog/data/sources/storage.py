@@ -1,4 +1,4 @@
-"""Remote files, read by byte range with fsspec: S3, http and others. An optional extra."""
+"""Byte ranges of large files, on this machine or remote (S3, http and others, by fsspec). Safe to use from threads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import lru_cache
+from io import RawIOBase
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from unfog.data.sources.base import ImageError, TransientImageError
-from unfog.data.sources.byte_storage import FileState, LocalStorage, Storage
+from unfog.data.sources.image_files import CHANGED, os_error_reason
 from unfog.errors import RequestError
 from unfog.text import sanitize, without_secrets
 
+_MAX_OPEN_FILES = 128
 _TRIES = 3
 _FIRST_PAUSE = 0.5  # seconds before the second try; then twice that, and up to half more
 _THREADS = 16
@@ -22,7 +25,121 @@ _MIN_LISTED = 8  # files of one folder, from which on its listing costs less tha
 _SILENCE = 30.0  # seconds without a byte from a web server that count as a failure
 _MIN_RATE = 2**15  # bytes a second; a server that is slower once _SILENCE is over has failed as well
 
+
 _T = TypeVar("_T")
+
+
+class FileState(NamedTuple):
+    """Size and version of a file, which differ once it has changed."""
+
+    size: int
+    version: str
+    """Time of change, or ETag."""
+
+
+class Storage(Protocol):
+    """Files that are read by byte range."""
+
+    remote: bool
+    """True if each read waits for a network, so that many at once are faster."""
+
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
+        """Return the state of each file, sorted by path, with remote patterns expanded.
+
+        Remote files that cannot be looked at go into `absent`, path -> reason, where that is given.
+
+        Raises:
+            RequestError: a file cannot be looked at, or a pattern matches none.
+        """
+
+    def read(self, path: str, start: int, size: int) -> bytes:
+        """Return up to `size` bytes from `start`, fewer where the file ends. Raises ImageError."""
+
+
+class LocalStorage:
+    """Storage of files on this machine."""
+
+    remote = False
+
+    def __init__(self) -> None:
+        # Safe in threads: a file that is forgotten here is closed by the last thread that reads from it.
+        self._open = lru_cache(_MAX_OPEN_FILES)(_Descriptor)
+        self._first_states: dict[str, FileState] = {}  # byte ranges of a file that changed since mean nothing
+
+    def states(self, paths: Iterable[str], absent: dict[str, str] | None = None) -> dict[str, FileState]:
+        found = {path: self._state(path) for path in sorted(paths)}
+        self._first_states = self._first_states or found
+        return found
+
+    def read(self, path: str, start: int, size: int) -> bytes:
+        try:
+            file = self._open(path)
+            stat = os.fstat(file.number)  # at each read, as an open file may be written over in place
+            if self._first_states.get(path, stat) not in (stat, (stat.st_size, str(stat.st_mtime_ns))):
+                raise ImageError(CHANGED)
+            parts: list[bytes] = []
+            while size > 0 and (part := os.pread(file.number, size, start)):  # Linux reads at most 2 GB at once
+                parts.append(part)
+                start, size = start + len(part), size - len(part)
+        except OSError as error:
+            raise ImageError(f"in an archive {os_error_reason(error)}") from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @staticmethod
+    def _state(path: str) -> FileState:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise RequestError(
+                f"{sanitize(path)} is a file {os_error_reason(error)}; bring it, or leave it out"
+            ) from None
+        return FileState(stat.st_size, str(stat.st_mtime_ns))
+
+
+class _Descriptor:
+    """An open file that is closed with its last reference."""
+
+    number = -1  # until it is open, as __del__ also runs after a failure to open
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+class BlockReader(RawIOBase):
+    """A seekable file of `size` bytes in a storage, for zipfile and tar headers. It reads `block` bytes or more."""
+
+    def __init__(self, storage: Storage, path: str, size: int, block: int) -> None:
+        self._storage, self._path, self._size, self._block = storage, path, size, block
+        self._position = self._start = 0
+        self._held = b""
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """Return up to `size` bytes from `start`, fewer where the file ends."""
+        size = max(0, min(size, self._size - start))
+        if not self._start <= start <= start + size <= self._start + len(self._held):
+            want = min(max(size, self._block), self._size - start) if size else 0
+            self._start, self._held = start, self._storage.read(self._path, start, want)
+        return self._held[start - self._start : start - self._start + size]
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence])
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._size - self._position)
+        data = self.read_at(self._position, rest if size is None or size < 0 else min(size, rest))
+        self._position += len(data)
+        return data
 
 
 def open_storage(path: str) -> Storage:
@@ -31,10 +148,7 @@ def open_storage(path: str) -> Storage:
 
 
 class _RemoteStorage:
-    """Files that fsspec reads, with a few retries.
-
-    Endpoint and credentials come from the environment, such as AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID for S3.
-    """
+    """Storage that fsspec reads. Endpoint and credentials come from the environment, such as AWS_ENDPOINT_URL."""
 
     remote = True
 
@@ -43,7 +157,7 @@ class _RemoteStorage:
         self._web = self._protocol.startswith("http")
         self._prefix = "" if self._web else f"{self._protocol}://"
         self._system_of: tuple[int, Any] = (0, None)  # (process, its file system)
-        self._probed = False
+        self._ranges_checked = False
 
     @property
     def _system(self) -> Any:
@@ -77,13 +191,13 @@ class _RemoteStorage:
         with ThreadPoolExecutor(_THREADS) as pool:
             for infos in pool.map(lambda path: listed.get(path) or self._look_up(path, absent), paths):
                 found |= {name: self._state(name, info) for name, info in infos.items()}
-        if self._web and found and not self._probed:
+        if self._web and found and not self._ranges_checked:
             self._check_ranges(min(found))
-            self._probed = True
+            self._ranges_checked = True
         return dict(sorted(found.items()))
 
     def read(self, path: str, start: int, size: int) -> bytes:
-        """See Storage. Raises TransientImageError where a later try may succeed."""
+        """Raises TransientImageError where a later try may succeed."""
         if size <= 0:
             return b""
         try:
@@ -105,7 +219,7 @@ class _RemoteStorage:
         return data
 
     def _look_up(self, path: str, absent: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return URL -> fsspec's information for a URL, or for each file that a pattern matches; see `states`."""
+        """Return URL -> fsspec's information, for a URL or each file that a pattern matches; see `Storage.states`."""
         try:
             if not _is_pattern(path):
                 return {path: _retry(lambda: self._system.info(path))}
@@ -166,20 +280,19 @@ def _is_pattern(url: str) -> bool:
 
 
 def _retry(action: Callable[[], _T]) -> _T:
-    """Return what an action returns, trying again after errors that may pass."""
-    for attempt in range(_TRIES):
+    """Call an action, and again after errors that may pass."""
+    for attempt in range(_TRIES - 1):
         try:
             return action()
         except Exception as error:  # each protocol has errors of its own
-            if attempt == _TRIES - 1 or _is_permanent(error):
+            if _is_permanent(error):
                 raise
             # Random, so that many ranks do not come back at once; the system's generator, as ours are a run's state.
             time.sleep(_FIRST_PAUSE * 2**attempt * random.SystemRandom().uniform(1, 1.5))
-    raise AssertionError
+    return action()
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether a later try would fail in the same way."""
     if status := _http_status(error):
         return 400 <= status < 500 and status not in (408, 429)  # timeout, too many requests
     cause = error.__cause__ or error
@@ -189,14 +302,14 @@ def _is_permanent(error: Exception) -> bool:
 
 
 def _http_status(error: Exception) -> int:
-    """Return the status that a web server answered, 0 if it did not."""
+    """Return the HTTP status in an error, 0 without one."""
     # fsspec raises FileNotFoundError for a broken connection, too; the cause tells.
     status = getattr(error.__cause__ or error, "status", None)
     return status if isinstance(status, int) else 0
 
 
 def _describe(error: Exception) -> str:
-    """Return what went wrong with a remote file, and the remedy."""
+    """Return the problem with a remote file, and the remedy."""
     name, text = type(error).__name__, " ".join(without_secrets(str(error)).split())[:120]
     if _is_permanent(error) and _http_status(error) not in (0, 404, 410):
         return f"is refused (the server answers {_http_status(error)}); check the URL, whose signature may have expired"
