@@ -21,10 +21,9 @@ import torch.distributed as dist
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.sharded import ShardStatusStore
-from unfog.training.checkpoints.writer import CheckpointWriter
+from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
-from unfog.training.distributed.rendezvous import init_world
+from unfog.training.distributed.world import init_world
 from unfog.training.hooks import TrainingHooks
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, PowerEma

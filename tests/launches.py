@@ -12,7 +12,7 @@ import pytest
 import unfog
 from conftest import NETWORK
 from forked import Forked
-from unfog.training.checkpoints.format import read_tensors
+from unfog.training.checkpoints.load import read_tensors
 
 SETTINGS = (
     *("--network", NETWORK.replace("dropout=0.1", "dropout=0"), "--batch", 10, "--precision", "fp32", "--lr", "1e-3"),

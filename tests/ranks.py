@@ -21,11 +21,9 @@ from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import RunError
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
-from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints import sharded as joint
-from unfog.training.checkpoints import snapshot
-from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.world import SINGLE_PROCESS
+from unfog.training.checkpoints import snapshot, writer
+from unfog.training.checkpoints.load import read_tensors, roll_back
+from unfog.training.distributed.world import SINGLE_PROCESS, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.precision import Precision
@@ -84,7 +82,7 @@ class Diary(TrainingHooks):
     def roll_back(self, state, reason):
         self.backs += 1
         if self.saved:
-            checkpoint.roll_back(self.saved, state)
+            roll_back(self.saved, state)
             return str(self.saved)
         with torch.no_grad():
             for p, good in zip(state.model.parameters(), self.good):
@@ -101,7 +99,7 @@ class Diary(TrainingHooks):
         if not (self.saved and self.once):
             taken = snapshot.take_snapshot(state, state.seen)
             self.numbers += [t.numel() for part in taken.tensors.values() for t in part.values()]
-            joint.write_shard(taken, Path(place), post, threading.Event())
+            writer.write_shard(taken, Path(place), post, threading.Event())
             self.saved = Path(place, f"{state.seen:08d}")
 
 
@@ -305,7 +303,7 @@ def goes_back(world):
     train(LoopSettings(settings, OPTIMIZER, every), into, Task(Images(), Augment(), loss), diary, world)
     world.shards = None
     held = {file: {name: full_tensor(t) for name, t in part.items()} for file, part in into.tensors().items()}
-    saved = {file: checkpoint.read_tensors(diary.saved / f"{file}.safetensors") for file in held}
+    saved = {file: read_tensors(diary.saved / f"{file}.safetensors") for file in held}
     same = [
         tensors.keys() == saved[file].keys() and tensors[name].equal(saved[file][name])
         for file, tensors in held.items()
@@ -339,9 +337,7 @@ def by_torch(folder, file):
     with tempfile.TemporaryDirectory() as place:
         for path in folder.glob(f"{file}-*"):
             shutil.copy(path, place)
-        found = {
-            name: torch.empty_like(t) for name, t in checkpoint.read_tensors(folder / f"{file}.safetensors").items()
-        }
+        found = {name: torch.empty_like(t) for name, t in read_tensors(folder / f"{file}.safetensors").items()}
         dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(place))
     return found
 

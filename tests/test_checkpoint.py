@@ -19,6 +19,7 @@ from unfog.errors import RunError
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
+from unfog.training.checkpoints.load import load_checkpoint, read_tensors, roll_back
 from unfog.training.checkpoints.writer import CheckpointWriter
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, PowerEma
@@ -62,7 +63,7 @@ def write(state: TrainState, folder: Path, number: int = 3, **facts) -> Path:
 def test_what_is_read_is_what_was_written_and_goes_on_alike(tmp_path):
     state, other = trained(), fresh()
     folder = write(state, tmp_path)
-    checkpoint.load(folder, other)
+    load_checkpoint(folder, other)
     assert everything(other) == everything(state)
     step(state), step(other)
     assert everything(other) == everything(state)
@@ -75,7 +76,7 @@ def test_the_norm_of_a_refused_step_may_be_nan(tmp_path):
     state, other = trained(), fresh()
     state.last["gradient_norm"] = math.inf
     folder = write(state, tmp_path)
-    checkpoint.load(folder, other)
+    load_checkpoint(folder, other)
     assert math.isnan(other.last["gradient_norm"])
     assert "Infinity" not in (folder / "state.json").read_text()  # which other readers of JSON refuse
 
@@ -88,13 +89,13 @@ def test_a_snapshot_stands_still_while_training_goes_on(tmp_path):
     state.guard.update(0.5)
     snapshot.write_checkpoint(taken, tmp_path)
     other = fresh()
-    checkpoint.load(tmp_path / "00000003", other)
+    load_checkpoint(tmp_path / "00000003", other)
     assert everything(other) == before
 
 
 def test_training_on_does_not_write_into_the_files_that_were_loaded(tmp_path):
     folder, other = write(trained(), tmp_path), fresh()
-    checkpoint.load(folder, other)
+    load_checkpoint(folder, other)
     for _ in range(3):
         step(other)
     saved, _ = checkpoint.newest(tmp_path)
@@ -211,7 +212,7 @@ def test_going_back_takes_the_weights_and_leaves_the_position(tmp_path):
     for _ in range(4):
         step(state)
     found = checkpoint._newest_rollback_checkpoint(tmp_path, state.seen)
-    checkpoint.roll_back(found.folder, state)
+    roll_back(found.folder, state)
     assert everything(state)[0] == good[0]
     assert (state.seen, state.updates) == (56, 3)
     assert (state.guard.roll_backs, state.guard.recent) == (3, [0.25])
@@ -250,10 +251,10 @@ def test_a_roll_back_that_did_not_help_goes_one_further_and_no_more(tmp_path):
 def test_another_network_is_told_apart(tmp_path):
     folder = write(trained(), tmp_path)
     with pytest.raises(RunError, match="do not fit"):
-        checkpoint.load(folder, fresh(width=5))
+        load_checkpoint(folder, fresh(width=5))
     os.replace(folder / "optimizer.safetensors", folder / "model.safetensors")
     with pytest.raises(RunError, match="do not fit"):
-        checkpoint.load(folder, fresh())
+        load_checkpoint(folder, fresh())
 
 
 def test_the_same_step_once_more_never_leaves_none(tmp_path, monkeypatch):
@@ -296,11 +297,11 @@ def test_other_settings_forget_what_was_true_of_the_old_ones(tmp_path):
     folder = write(state, tmp_path, anchor=True)
     state.adopt_settings({"training": "a", "repeat": "b", "measure": "b"})
     assert (state.guard.recent, state.guard.roll_backs, state.best) == ([0.5], 3, None)
-    checkpoint.roll_back(folder, state)
+    roll_back(folder, state)
     assert state.guard.recent == [0.5]
     state.adopt_settings({"training": "b", "repeat": "b", "measure": "b"})
     assert (state.guard.recent, state.guard.roll_backs) == ([], 0)
-    checkpoint.roll_back(folder, state)
+    roll_back(folder, state)
     assert state.guard.recent == [], "what was usual before the change"
 
 
@@ -354,10 +355,10 @@ def test_a_size_that_is_wrong_is_noticed_without_reading(tmp_path, monkeypatch):
 
 def test_moments_of_another_network_are_refused(tmp_path):
     folder = write(trained(), tmp_path)
-    held = checkpoint.read_tensors(folder / "optimizer.safetensors")
+    held = read_tensors(folder / "optimizer.safetensors")
     snapshot.save_file(held | {"exp_avg/nosuch": torch.ones(1)}, folder / "optimizer.safetensors")
     with pytest.raises(RunError, match=r"moments in .* do not fit the network: exp_avg/nosuch is of no parameter"):
-        checkpoint.load(folder, fresh())
+        load_checkpoint(folder, fresh())
 
 
 def test_a_roll_back_comes_back_to_a_regular_step_at_which_all_was_well():
@@ -400,6 +401,6 @@ def test_a_roll_back_is_noted_with_where_it_went(tmp_path):
     state = trained()
     folder = write(state, tmp_path, anchor=True)
     state.seen += 80
-    checkpoint.roll_back(folder, state)
+    roll_back(folder, state)
     assert state.guard.rollback_images == 24
     assert (state.guard.anomalous, state.guard.skipped, state.guard.ordinary) == (0, 0, 0)

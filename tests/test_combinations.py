@@ -25,10 +25,9 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
-from unfog.inference.autoguidance import check_guide
-from unfog.inference.generated import weights_digest
-from unfog.inference.held_out_metrics import LEVELS, bits_per_value
-from unfog.inference.run import Run
+from unfog.inference.compute_metrics import LEVELS, bits_per_value
+from unfog.inference.evaluation_files import weights_digest
+from unfog.inference.run import Run, check_guide
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.registry import build_model

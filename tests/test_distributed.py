@@ -28,7 +28,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, find_earlier_attempt
 from unfog.sharded_rng import rows_of
-from unfog.training.distributed.rendezvous import local_device
+from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
 from unfog.training.gradient import seed_generators, split_batch, with_own_seed

@@ -16,6 +16,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import write_findings
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.load import read_state, read_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +71,11 @@ def examined(run, **more):
 def rewrite_average(run, change):
     """Put other averaged weights into the newest checkpoint, which is whole again afterwards."""
     saved, _ = checkpoint.newest(run / "checkpoints")
-    kinds = {kind: checkpoint.read_tensors(saved.folder / f"{kind}.safetensors") for kind in ("model", "ema")}
-    kinds["optimizer"] = checkpoint.read_tensors(saved.folder / "optimizer.safetensors")
+    kinds = {kind: read_tensors(saved.folder / f"{kind}.safetensors") for kind in ("model", "ema")}
+    kinds["optimizer"] = read_tensors(saved.folder / "optimizer.safetensors")
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in kinds.items()}
     change(tensors["ema"], tensors["model"])
-    state, config = checkpoint.read_state(saved.folder), (saved.folder / checkpoint.CONFIG).read_text()
+    state, config = read_state(saved.folder), (saved.folder / checkpoint.CONFIG).read_text()
     parts = (saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0)
     snapshot.write_checkpoint(snapshot.Snapshot(*parts), run / "checkpoints")
 

@@ -11,7 +11,7 @@ from unfog.checks.run.color_statistics import (
     color_statistics,
     comparison_figure,
 )
-from unfog.inference.nearest_images import COPY, _pixel_features, check_memorization, find_nearest
+from unfog.inference.memorization import COPY, _pixel_features, check_memorization, find_nearest
 
 # Copies.
 
@@ -48,7 +48,7 @@ def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
 def test_the_nearest_are_found_across_chunks(monkeypatch):
     bank, queries = blobs(100, 0), torch.from_numpy(blobs(4, 1))
     whole = find_nearest(queries, bank)
-    monkeypatch.setattr("unfog.inference.nearest_images.CHUNK", 7)
+    monkeypatch.setattr("unfog.inference.memorization.CHUNK", 7)
     parts = find_nearest(queries, bank)
     assert torch.equal(whole.image, parts.image)
     assert torch.allclose(whole.distance, parts.distance)

@@ -14,7 +14,7 @@ from unfog.cli.main import _run as run_command
 from unfog.commands import ema_sweep
 from unfog.commands.ema_sweep import PAGE_FILE, EmaSweepResult, _WidthResult
 from unfog.errors import RequestError, RunError
-from unfog.inference.ema_weights import SWEEP_FILE, swept_width
+from unfog.inference.loaded_run import SWEEP_FILE, swept_width
 from unfog.inference.run import Run
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints.posthoc_ema import list_snapshots

@@ -28,10 +28,14 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.frechet_distance import feature_statistics
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired_difference
 from unfog.evaluation.metrics import compare_features
-from unfog.inference.generated import GeneratedSamples
-from unfog.inference.memorization import UnseenImages, check_memorization_by_features, check_memorization_by_pixels
-from unfog.inference.nearest_images import check_memorization, find_nearest_features
-from unfog.inference.results import Evaluation
+from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
+from unfog.inference.memorization import (
+    UnseenImages,
+    check_memorization,
+    check_memorization_by_features,
+    check_memorization_by_pixels,
+    find_nearest_features,
+)
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images

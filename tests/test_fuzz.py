@@ -35,6 +35,7 @@ from unfog.reporting.records import Metrics, read_events, read_metrics
 from unfog.reporting.report import write_report
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.load import load_weights
 
 pytestmark = pytest.mark.slow
 
@@ -529,9 +530,9 @@ def test_forged_weights_are_refused(tmp_path, content):
         (tmp_path / f"{kind}.safetensors").write_bytes(content)
     state = build_state(TINY, torch.device("cpu"))
     with pytest.raises(RunError):
-        checkpoint.load_weights(tmp_path, "model", state.model)
+        load_weights(tmp_path, "model", state.model)
     with pytest.raises(RunError):
-        checkpoint.load_weights(tmp_path, "ema", state.model)
+        load_weights(tmp_path, "ema", state.model)
 
 
 @fuzz(200)
@@ -545,7 +546,7 @@ def test_damaged_weights_are_read_or_refused(saved, tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(content)
     state = build_state(TINY, torch.device("cpu"))
     with suppress(RunError):
-        checkpoint.load_weights(tmp_path, "model", state.model)
+        load_weights(tmp_path, "model", state.model)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")

@@ -24,8 +24,8 @@ from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import count_flops
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
-from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.loop import LoopSettings, train
@@ -340,7 +340,7 @@ def test_interrupted_is_uninterrupted(settings, changes, tmp_path):
         snapshot.take_snapshot(advance(config, build_state(config, CPU), 3), 3), tmp_path
     )
     again = build_state(config, CPU)
-    checkpoint.load(folder, again)
+    load_checkpoint(folder, again)
     advance(config, again, 6)
     for file, tensors in whole.tensors().items():
         for name, tensor in again.tensors()[file].items():

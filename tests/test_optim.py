@@ -21,8 +21,8 @@ from unfog.models.settings import SIZES
 from unfog.models.unet import UNetModel
 from unfog.planning.memory_estimate import MemoryEstimator, _checkpoint_bytes, _persistent_bytes, with_precision
 from unfog.training import optimizers as optim
-from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.load import load_checkpoint, roll_back
 from unfog.training.learning_rate import learning_rate
 from unfog.training.precision import Precision
 from unfog.training.settings import AdamW, Custom, Muon, Optimizer, OptimizerKind, PowerEma, Training
@@ -190,7 +190,7 @@ def test_saved_and_restored_in_the_middle_is_bit_identical(tmp_path, method, odd
         step(straight)
         step(first)
     folder = snapshot.write_checkpoint(snapshot.take_snapshot(first, 3), tmp_path / "checkpoints")
-    checkpoint.load(folder, second)
+    load_checkpoint(folder, second)
     assert same(everything(second), everything(straight))
     for _ in range(14):  # past the twelve of `Odd`
         step(straight)
@@ -209,7 +209,7 @@ def test_roll_back_returns_the_moments_of_both(tmp_path):
     for _ in range(3):
         step(into)
     assert not same(everything(into), saved)
-    checkpoint.roll_back(folder, into)
+    roll_back(folder, into)
     assert same(everything(into), saved)
     kinds = {name.partition("/")[0] for name in into.tensors()["optimizer"]}
     assert kinds == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
@@ -232,7 +232,7 @@ def test_refused_step_leaves_weights_and_moments_of_both(precision):
 def test_another_optimiser_on_resume_begins_its_own_moments(tmp_path):
     before, after = state(), state(Muon())
     step(before)
-    checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(before, 1), tmp_path / "checkpoints"), after)
+    load_checkpoint(snapshot.write_checkpoint(snapshot.take_snapshot(before, 1), tmp_path / "checkpoints"), after)
     assert after.tensors()["optimizer"] == {}
     assert same(after.tensors()["model"], before.tensors()["model"])
     step(after)

@@ -156,7 +156,7 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.pipeline.build import build_state
 from unfog.training.loop import LoopSettings, train
-from unfog.training.distributed.rendezvous import init_world
+from unfog.training.distributed.world import init_world
 from unfog.training.hooks import Task, TrainingHooks
 
 def status(key):

@@ -12,25 +12,24 @@ from torch import nn
 
 from test_training import CPU, Diary, denoising, run
 from unfog.errors import RequestError, RunError
-from unfog.training.checkpoints import ema_snapshots as averages
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints import posthoc_ema as averages
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.ema_snapshots import (
-    EmaSnapshotWriter,
-    _remove_surplus,
-    remove_after,
-    snapshot_interval,
-    take_snapshot,
-    write_snapshot,
-)
+from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.checkpoints.posthoc_ema import (
     METADATA_KEY,
     EmaSnapshotFile,
+    EmaSnapshotWriter,
     _inner_product,
+    _remove_surplus,
     coefficients,
     list_snapshots,
     rebuild,
+    remove_after,
+    snapshot_interval,
     solve_mixture,
+    take_ema_snapshot,
+    write_snapshot,
 )
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
@@ -88,7 +87,7 @@ class Recorder(Diary):
         self.history.append(torch.cat([p.detach().double().flatten() for p in self.state.model.parameters()]).numpy())
 
     def save_ema_snapshot(self, state):
-        write_snapshot(take_snapshot(state, state.seen // 8), self.folder)
+        write_snapshot(take_ema_snapshot(state, state.seen // 8), self.folder)
 
 
 SECOND = PowerEma(0.05)
@@ -161,7 +160,7 @@ def test_interrupted_keeps_the_same_snapshots(trained, tmp_path):
     assert not list(folder.glob(".*"))
     assert not (folder / "00000260.safetensors").exists()
     second = fresh()
-    checkpoint.load(place, second)
+    load_checkpoint(place, second)
     assert second.ema_history_known
     run(second, denoising, Recorder(second, folder), Intervals(0, 0, 0, 0, EVERY), images=STEPS * 8)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in reference.iterdir()}
@@ -174,13 +173,13 @@ def test_what_began_without_or_with_others_takes_no_snapshots(tmp_path):
     checkpoint.read_manifest(folder)
     for place in (folder, snapshot.write_checkpoint(snapshot.take_snapshot(other, 0), tmp_path / "b")):
         into = fresh()
-        checkpoint.load(place, into)
+        load_checkpoint(place, into)
         assert into.ema_widths == []
         again = fresh()
-        checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(into, 1), tmp_path / "c"), again)
+        load_checkpoint(snapshot.write_checkpoint(snapshot.take_snapshot(into, 1), tmp_path / "c"), again)
         assert again.ema_widths == []  # nor ever after
     back = fresh(None)
-    checkpoint.load(snapshot.write_checkpoint(snapshot.take_snapshot(fresh(), 0), tmp_path / "d"), back)
+    load_checkpoint(snapshot.write_checkpoint(snapshot.take_snapshot(fresh(), 0), tmp_path / "d"), back)
     assert back.second_ema is None
 
 
@@ -192,7 +191,7 @@ def test_refused_steps_count_for_nothing(tmp_path):
             for p in state.model.parameters():
                 p += 0.01 * accepted
         state.advance(8, accepted, [])
-        write_snapshot(take_snapshot(state, place), tmp_path / "averages")
+        write_snapshot(take_ema_snapshot(state, place), tmp_path / "averages")
     kept = list_snapshots(tmp_path / "averages")
     assert [one.updates for one in kept] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.step for one in kept] == [1, 2, 3, 4, 8, 9, 10]
@@ -230,7 +229,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
         next(state.model.parameters())[0] = 1e6
     state.advance(8, True, [])
     path = tmp_path / "averages"
-    write_snapshot(take_snapshot(state, 1), path)
+    write_snapshot(take_ema_snapshot(state, 1), path)
     tensors = load_file(next(path.iterdir()))
     kinds = {name: t.dtype for name, t in tensors.items()}
     assert kinds["0/0.weight"] == torch.float32  # as float16 ends at 65504
@@ -242,15 +241,15 @@ def test_what_cannot_be_written_is_told_and_stops_nothing(tmp_path):
     writer, state = EmaSnapshotWriter(EmaSnapshots(every=1)), fresh()
     state.advance(8, True, [])
     (tmp_path / "averages").write_text("somebody's notes")
-    writer.submit(take_snapshot(state, 1), tmp_path / "averages")
-    writer.submit(take_snapshot(state, 2), tmp_path / "gone/averages")  # a run that was moved is not made anew
+    writer.submit(take_ema_snapshot(state, 1), tmp_path / "averages")
+    writer.submit(take_ema_snapshot(state, 2), tmp_path / "gone/averages")  # a run that was moved is not made anew
     writer.wait()
     assert [step for step, _ in writer.failures()] == [1, 2]
     assert writer.failures() == []
     assert not (tmp_path / "gone").exists()
     with torch.no_grad():
         state.ema.parameters[0][0] = math.nan
-    writer.submit(take_snapshot(state, 3), tmp_path / "real")
+    writer.submit(take_ema_snapshot(state, 3), tmp_path / "real")
     writer.wait()
     assert writer.failures() == [(3, "it is not finite")]
 
@@ -263,7 +262,7 @@ def test_full_disk_is_not_waited_for(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # no file may grow beyond: EFBIG
     try:
         (tmp_path / "averages").mkdir()
-        writer.submit(take_snapshot(state, 1), tmp_path / "averages")
+        writer.submit(take_ema_snapshot(state, 1), tmp_path / "averages")
         writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -22,6 +22,7 @@ from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
+from unfog.training.checkpoints.load import read_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -215,7 +216,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     # Weights that are not what training makes of the ones before, but all checksums right.
     newest = folder / "checkpoints/00000036"
-    tensors = checkpoint.read_tensors(newest / "model.safetensors")
+    tensors = read_tensors(newest / "model.safetensors")
     tensors["patch_in.weight"][0, 0] += 1e-6
     save_file(tensors, newest / "model.safetensors")
     manifest = json.loads((newest / "manifest.json").read_text())
@@ -350,7 +351,7 @@ def test_compiled_and_eager_weights_load_into_each_other(tmp_path):
     finish(command("train", "fashion", "--out", tmp_path / "eager", *flags))
     finish(command("train", "fashion", "--out", tmp_path / "compiled", *flags, "--compile"))
     mine, theirs = (checkpoint.find_checkpoint(tmp_path / name / "checkpoints", None) for name in ("compiled", "eager"))
-    tensors = [checkpoint.read_tensors(saved.folder / "model.safetensors") for saved in (mine, theirs)]
+    tensors = [read_tensors(saved.folder / "model.safetensors") for saved in (mine, theirs)]
     assert tensors[0].keys() == tensors[1].keys()
     first = [read_metrics(tmp_path / name / "metrics.jsonl")[1] for name in ("compiled", "eager")]
     assert first[0]["step"] == first[1]["step"] == 1
@@ -464,7 +465,7 @@ def test_killed_inside_a_save_or_a_rotation(whole, tmp_path, call):
 
 CRASH_IN_AVERAGES = """
 import os, sys
-import unfog.training.checkpoints.ema_snapshots as a
+import unfog.training.checkpoints.posthoc_ema as a
 calls, limit = 0, int(sys.argv[1])
 def deadly(function):
     def call(*args):

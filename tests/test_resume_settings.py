@@ -24,7 +24,8 @@ from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.ema_snapshots import _to_float16
+from unfog.training.checkpoints.load import read_state
+from unfog.training.checkpoints.posthoc_ema import _to_float16
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import EmaSnapshots, Evaluate
@@ -307,12 +308,12 @@ def test_what_follows_the_loss_by_level_starts_with_none_of_it_where_a_resume_tu
     sealed(older / "checkpoints/00000004")
     for run in (plain, older):
         unfog.resume(run, steps=8, force=True, weighting="uncertainty")
-        assert checkpoint.read_state(run / "checkpoints/00000008")["levels"]["seen"] == 32  # four steps of eight
+        assert read_state(run / "checkpoints/00000008")["levels"]["seen"] == 32  # four steps of eight
     for name in checkpoint.FILES:
         mine, theirs = (run / "checkpoints/00000008" / name for run in (plain, older))
         assert mine.read_bytes() == theirs.read_bytes(), name
     unfog.resume(plain, steps=12, force=True, weighting="plain")
-    assert checkpoint.read_state(plain / "checkpoints/00000012")["levels"] is None
+    assert read_state(plain / "checkpoints/00000012")["levels"] is None
 
 
 def test_the_loss_by_level_outlives_what_it_does_not_depend_on_and_no_more():

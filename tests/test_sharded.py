@@ -37,9 +37,8 @@ from unfog.planning.fake_process_group import fake_process_group
 from unfog.runs.ranks import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer
-from unfog.training.checkpoints import sharded as joint
-from unfog.training.checkpoints.shard_files import write_merged
-from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.load import load_weights, read_tensors, write_merged
+from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import _blocks, build_mesh, compile_blocks, shard_network
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.distributed.world import World
@@ -103,9 +102,9 @@ def check_damage(checkpoints):
     plain, network = checkpoints.parent / "plain.safetensors", build_model(DIT, 1, 3, 9, None)
     for file in ("model", "optimizer"):  # whose step counts have no dimensions
         write_merged(newest / f"{file}.safetensors", plain)
-        assert same_tensors(load_file(plain), checkpoint.read_tensors(newest / f"{file}.safetensors"))
-    checkpoint.load_weights(newest, "ema", network)
-    assert same_tensors(network.state_dict(), checkpoint.read_tensors(newest / "ema.safetensors"))
+        assert same_tensors(load_file(plain), read_tensors(newest / f"{file}.safetensors"))
+    load_weights(newest, "ema", network)
+    assert same_tensors(network.state_dict(), read_tensors(newest / "ema.safetensors"))
     part = newest / "ema-00002-of-00002.safetensors"
     content = part.read_bytes()
 
@@ -120,7 +119,7 @@ def check_damage(checkpoints):
     part.unlink()
     refused("ema-00002-of-00002.safetensors: No such file")
     with pytest.raises(RunError, match="do not fit the network"):  # the last rows
-        checkpoint.load_weights(newest, "ema", network)
+        load_weights(newest, "ema", network)
     part.write_bytes(content)
     stray = newest / "ema.safetensors"
     stray.write_bytes(content)
@@ -253,19 +252,19 @@ def wait_for_events(folder, kind, process):
 
 
 def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(joint, "_VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "_VISIBLE_SECONDS", 0.1)
     (tmp_path / "here").write_text("four")
     post, on, off = ShardStatusStore(HashStore(), "parts/1"), threading.Event(), threading.Event()
     on.set()
-    assert joint._wait_for_shard(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
+    assert writer._wait_for_shard(1, tmp_path, post, on) is None  # nothing was said, and it is not waited for
     post.set(1, {"files": {"here": {"bytes": 4}}})
-    assert joint._wait_for_shard(1, tmp_path, post, off) == {"here": {"bytes": 4}}
+    assert writer._wait_for_shard(1, tmp_path, post, off) == {"here": {"bytes": 4}}
     post.set(2, {"files": {"elsewhere": {"bytes": 4}}})
     with pytest.raises(RunError, match=r"rank 2 .* has written .*elsewhere, which is not to be seen .* share"):
-        joint._wait_for_shard(2, tmp_path, post, off)
+        writer._wait_for_shard(2, tmp_path, post, off)
     post.set(3, {"failed": "Permission denied"})
     with pytest.raises(RunError, match=r"rank 3 .*Permission denied"):
-        joint._wait_for_shard(3, tmp_path, post, off)
+        writer._wait_for_shard(3, tmp_path, post, off)
     _check_visible(tmp_path, "the checkpoints", World(3, 4))
     with pytest.raises(RunError, match=r"rank 3 .* does not see .*elsewhere.* share"):
         _check_visible(tmp_path / "elsewhere", "the checkpoints", World(3, 4))
@@ -297,7 +296,7 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     full.clear()
     assert all(one.wait(20) for one in writers)
     assert [news.kind for news in writers[0].events()] == ["disk_has_room", "checkpoint"]
-    assert checkpoint.read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
+    assert read_tensors(tmp_path / "00000001/model.safetensors")["w"].tolist() == [1, 1, 1, 1]
 
 
 class Seen:

@@ -35,6 +35,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.findings import Finding, write_findings
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
+from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.ema import Ema
 
 STEPS = 600  # half a minute on one core
@@ -127,10 +128,10 @@ def with_average(run: Path, change: Callable[[dict[str, torch.Tensor]], object])
     saved, _ = checkpoint.newest(run / "checkpoints")
     assert saved is not None
     kinds = ("model", "ema", "optimizer")
-    tensors = {kind: checkpoint.read_tensors(saved.folder / f"{kind}.safetensors") for kind in kinds}
+    tensors = {kind: read_tensors(saved.folder / f"{kind}.safetensors") for kind in kinds}
     tensors = {kind: {name: t.clone() for name, t in named.items()} for kind, named in tensors.items()}
     change(tensors["ema"])
-    config, state = (saved.folder / checkpoint.CONFIG).read_text(), checkpoint.read_state(saved.folder)
+    config, state = (saved.folder / checkpoint.CONFIG).read_text(), read_state(saved.folder)
     snapshot.write_checkpoint(
         snapshot.Snapshot(saved.step, tensors, state, saved.anchor, False, config, saved.made_on, 0.0),
         run / "checkpoints",

@@ -121,7 +121,7 @@ def measure(case: Case) -> int:
     from unfog.diffusion.objective import Objective
     from unfog.models.settings import UNet
     from unfog.pipeline.build import build_state
-    from unfog.training.distributed.rendezvous import init_world
+    from unfog.training.distributed.world import init_world
     from unfog.training.hooks import Task, TrainingHooks
     from unfog.training.loop import Intervals, LoopSettings, train
 

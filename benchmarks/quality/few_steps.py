@@ -35,8 +35,7 @@ from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import RANDOM, Sampler
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.inference.autoguidance import open_guide
-from unfog.inference.run import Run
+from unfog.inference.run import Run, open_guide
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels, sample_grid
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say

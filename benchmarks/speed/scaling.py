@@ -32,8 +32,7 @@ from unfog.diffusion.objective import Objective
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
 from unfog.planning.flops import LAUNCH, count_flops
-from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.world import SINGLE_PROCESS, World
+from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.precision import Precision

@@ -22,8 +22,8 @@ from unfog.evaluation.features import open_features
 from unfog.evaluation.held_out import mean_over_images
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
-from unfog.inference.ema_weights import SWEEP_FILE, load_ema_weights
-from unfog.inference.held_out_metrics import held_out_losses
+from unfog.inference.compute_metrics import held_out_losses
+from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights
 from unfog.pipeline.build import build_held_out_set, build_network
 from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images

@@ -18,7 +18,7 @@ def main(request: EvaluateRequest) -> int:
     from unfog.inference.run import Run
     from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
-    from unfog.training.distributed.rendezvous import is_main_process, local_device
+    from unfog.training.distributed.process_group import is_main_process, local_device
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
     found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unfog.config.paths import check_out
 from unfog.config.run_requests import SampleRequest
-from unfog.config.validate import check_sampler, override_sampler
+from unfog.config.validate import check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
 
 
@@ -15,7 +15,6 @@ def main(request: SampleRequest) -> int:
     check_sampler(sampler, stored.diffusion.schedule)
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
     from unfog.inference.run import Run
-    from unfog.inference.tuned_sampler import report_dropped_levels
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit, write_images
     from unfog.reporting.progress import Progress, print_result, say

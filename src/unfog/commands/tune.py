@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
 import torch
 from torch import Tensor
 
+from unfog.config.resume_rules import TUNED_EVENT
 from unfog.config.run_requests import TuneRequest
 from unfog.config.toml import of_type, update
 from unfog.config.validate import check_sampler
@@ -17,10 +19,10 @@ from unfog.diffusion.noise import EDM_LIMITS
 from unfog.diffusion.sampler import RANDOM, TWO_CALLS, Denoise, Grid, NoiseSource, Sampler, noise_levels
 from unfog.errors import RequestError
 from unfog.inference.run import Run
-from unfog.inference.tuned_sampler import record_tuned_sampler
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.generate import conditional_denoiser, default_generation, without_pixel_clipping
 from unfog.reporting.progress import Progress, plural, print_result, say
+from unfog.reporting.records import Events
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
 MANY_STEPS = 128
@@ -83,7 +85,8 @@ def tune(request: TuneRequest) -> TuneResult:
     if store:
         with run.folder.locked(), run.folder.saving_results(lambda: [str(tuned.sampler), *tuned.table().splitlines()]):
             config = run.folder.read_config()
-            record_tuned_sampler(run.folder, run.checkpoint.step, tuned.sampler)
+            with closing(Events(run.folder.events)) as events:
+                events.write(TUNED_EVENT, run.checkpoint.step, {"sampler": asdict(tuned.sampler)})
             run.folder.write_config(replace(config, sampler=tuned.sampler))
         say(f"  {run.path} is now sampled by {kind} in {plural(steps, 'step')}, grid {tuned.sampler.grid}")
     return tuned

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from unfog.config.aliases import stored_name
@@ -12,7 +14,9 @@ from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
+from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
+from unfog.reporting.records import read_events
 from unfog.settings import Affects, Rules, rules_of
 
 _DIGESTS: dict[Affects, tuple[str, ...]] = {
@@ -25,6 +29,9 @@ _DIGESTS: dict[Affects, tuple[str, ...]] = {
 }
 """The digests that a setting enters, by what it affects."""
 _PURPOSES = ("training", "repeat", "measure", "objective", "best")
+
+TUNED_EVENT = "tuned"
+"""Event in which `unfog tune` records the sampler that it stored in the run."""
 
 SAMPLING = tuple(f.name for f in fields(Config) if rules_of(f).affects == "samples")
 """The settings of samples and previews."""
@@ -133,3 +140,12 @@ def check_changes(old: Config, new: Config, force: bool = False) -> list[str]:
         else:
             lines.append(f"{name}: {before!r} -> {now!r} (forced)")
     return lines
+
+
+def omit_tuned_settings(lines: list[str], events: Path, sampler: Sampler) -> list[str]:
+    """Return the lines of `check_changes`, without those on sampler settings that `unfog tune` set last."""
+    rows = [row for row in read_events(events) if row.get("kind") == TUNED_EVENT]
+    found: object = rows[-1].get("sampler") if rows else None
+    now: dict[str, Any] = json.loads(json.dumps(asdict(sampler)))  # turns tuples into lists, as in the event
+    theirs = [name for name, value in now.items() if isinstance(found, Mapping) and found.get(name) == value]
+    return [line for line in lines if not line.startswith(tuple(f"sampler.{name}: " for name in theirs))]

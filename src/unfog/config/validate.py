@@ -22,6 +22,7 @@ from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import AutoencoderFolder, check_multiple
 from unfog.models.settings import Architecture
+from unfog.reporting.progress import plural, say
 from unfog.reporting.trackers import check_installed
 
 _TEN_YEARS = 10 * 365 * 86400
@@ -114,6 +115,12 @@ def override_sampler(sampler: Sampler, kind: str | None, steps: int | None) -> S
     if sampler.grid == "tuned" and (other.kind, other.steps) != (sampler.kind, sampler.steps):
         return replace(other, grid="schedule")
     return other
+
+
+def report_dropped_levels(before: Sampler, now: Sampler) -> None:
+    """Say so if `override_sampler` has dropped tuned noise levels."""
+    if (before.grid, now.grid) == ("tuned", "schedule"):
+        say(f"  the levels were tuned for {plural(before.steps, 'step')} of {before.kind}; taking the schedule's")
 
 
 def check_source(source: str) -> None:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.config.run_requests import LOSSES
+from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.likelihood import bits_per_dim
+from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
 from unfog.evaluation.features import Features
-from unfog.evaluation.held_out import HeldOut
+from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult, compare_features
+from unfog.evaluation.precision_recall import Z
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
-from unfog.inference import held_out_metrics, memorization
-from unfog.inference.generated import GeneratedSamples
+from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
-from unfog.inference.results import Evaluation, EvaluationSetup
-from unfog.pipeline.build import build_held_out_set
+from unfog.inference.memorization import (
+    DRAWN,
+    UnseenImages,
+    check_memorization_by_features,
+    check_memorization_by_pixels,
+    enough_images,
+)
+from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
@@ -33,6 +45,10 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
+_MOST_HELD_OUT = 1000  # held-out images of the loss
+_MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
+LEVELS = 64
+"""Network calls per image for the bits; with 64 the bound is within a percent."""
 
 
 class ImageRows:
@@ -162,19 +178,17 @@ def _search_copies(
     out: Path,
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
-    some = samples[0 : memorization.DRAWN].transpose(0, 2, 3, 1)
+    some = samples[0:DRAWN].transpose(0, 2, 3, 1)
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
-    if not memorization.enough_images(dataset):
+    if not enough_images(dataset):
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
-        found = {"pixels": memorization.check_memorization_by_pixels(some, dataset, progress.update)}
+        found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
     features = setup.features
     if features is not None and real is not None and fake is not None and setup.reference is dataset.train:
-        unseen = compute_features(memorization.UnseenImages(dataset).pixels, features)
+        unseen = compute_features(UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
-        found[name] = memorization.check_memorization_by_features(
-            some, fake[: len(some)], real, setup.rows, unseen, dataset
-        )
+        found[name] = check_memorization_by_features(some, fake[: len(some)], real, setup.rows, unseen, dataset)
     return [_save_search(by, finding, out) for by, finding in found.items()]
 
 
@@ -197,23 +211,23 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
 def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) -> list[MetricResult]:
     found, config, batch = list[MetricResult](), run.config, setup.generation.batch
     if "held_out" in setup.metrics:
-        held_out = _held_out_set(dataset, run, held_out_metrics.MOST)
+        held_out = _held_out_set(dataset, run, _MOST_HELD_OUT)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             advance = _adder(progress)
-            losses = held_out_metrics.held_out_losses(run.network, config, held_out, batch, advance)
-            found.append(held_out_metrics.held_out_loss(losses))
+            losses = held_out_losses(run.network, config, held_out, batch, advance)
+            found.append(held_out_loss(losses))
             if setup.against is not None:
                 other = run.load_network(
                     checkpoint.find_checkpoint(run.folder.checkpoints, setup.against), setup.against
                 )
-                others = held_out_metrics.held_out_losses(other, config, held_out, batch, advance)
-                found.append(held_out_metrics.held_out_difference(losses, others, setup.against))
+                others = held_out_losses(other, config, held_out, batch, advance)
+                found.append(held_out_difference(losses, others, setup.against))
     if "bits" in setup.metrics:
-        held_out = _held_out_set(dataset, run, held_out_metrics.LIKELY)
+        held_out = _held_out_set(dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed, advance = setup.generation.seed, _adder(progress)
-            found.append(held_out_metrics.bits_per_value(run.network, config, held_out, batch, seed, advance))
+            found.append(bits_per_value(run.network, config, held_out, batch, seed, advance))
     return found
 
 
@@ -233,3 +247,48 @@ def _adder(progress: Progress) -> Callable[[int], None]:
         progress.update(done)
 
     return add
+
+
+def held_out_losses(
+    network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
+) -> Tensor:
+    """Return the loss [L, N] of each image at each noise level; `progress` gets the images of every forward pass."""
+    return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]
+
+
+def held_out_loss(losses: Tensor) -> MetricResult:
+    """Return the mean loss, with the confidence interval for the choice of images."""
+    note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
+    return _as_metric("held_out", mean_over_images(losses), note)
+
+
+def held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
+    """Return how much higher the loss is than that of another checkpoint, paired by image."""
+    difference = paired_difference(losses, others)
+    sure = abs(difference.value) > Z * difference.error
+    which = "lower" if difference.value < 0 else "higher"
+    note = f"{which} than at step {step:,}" if sure else f"not significantly different from step {step:,}"
+    return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
+
+
+def bits_per_value(
+    network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
+) -> MetricResult:
+    """Return the variational bound on the bits per dimension (VDM, Kingma et al. 2021)."""
+    denoiser, found = Denoiser(network, config.diffusion, config.diffusion.learned_variance), []
+    for first in range(0, len(held_out.x0), batch):
+        x0 = held_out.x0[first : first + batch]
+        label = None if held_out.label is None else held_out.label[first : first + batch]
+        source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
+        guess = partial(denoiser, label=label)
+        found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
+        progress(len(x0))
+    note = f"upper bound on bits per dimension, from at most {LEVELS} noise levels"
+    return _as_metric("bits", mean_over_images(torch.cat(found)[None]), note)
+
+
+def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
+    if math.isnan(mean.error):
+        return MetricResult(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
+    low, high = mean.value - Z * mean.error, mean.value + Z * mean.error
+    return MetricResult(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)

@@ -18,9 +18,16 @@ from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
 from unfog.inference.compute_metrics import compute_metrics, forget_sample_features
-from unfog.inference.generated import GeneratedSamples, weights_digest
+from unfog.inference.evaluation_files import (
+    ARITHMETIC,
+    FORMAT,
+    HELD_OUT,
+    Evaluation,
+    EvaluationSetup,
+    GeneratedSamples,
+    weights_digest,
+)
 from unfog.inference.loaded_run import LoadedRun
-from unfog.inference.results import ARITHMETIC, FORMAT, HELD_OUT, Evaluation, EvaluationSetup
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
@@ -29,8 +36,7 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.distributed.rendezvous import init_world
-from unfog.training.distributed.world import World
+from unfog.training.distributed.world import World, init_world
 
 _MOST_REFERENCE = 10_000  # real images, or as many as samples, if those are more
 

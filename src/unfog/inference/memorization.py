@@ -1,31 +1,228 @@
-"""Memorization checks: generated images that copy training images, by pixels and by metric features."""
+"""Memorization checks: the nearest training images of generated images, compared with those of unseen real images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
-from unfog.inference.nearest_images import (
-    FEWEST,
-    NearestImages,
-    check_memorization,
-    find_nearest,
-    find_nearest_features,
-)
-from unfog.reporting.findings import Finding
-from unfog.reporting.image_grids import Pixels
+from unfog.reporting.charts import Floats, line_chart
+from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.image_grids import Pixels, labelled_strip
 
+_SIDE = 16
+"""Images are compared as averages at this side, so that a shift by a pixel hardly counts."""
+_NEIGHBOURS = 50
+"""The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
+of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
+COPY = 0.5
+"""A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
+_RELATED, _LOWEST, _NEARER = 0.1, 0.05, 0.4
+"""Where more than the first share of unseen images have such a near relative, that tells nothing; a copy is then what
+comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
+have come 0.7 times as near."""
+_SAME = 0.5
+"""Levels of 255 below which two images count as the same."""
+FEWEST = 4
+"""Fewest training images for a comparison: among fewer, all are near."""
+_MOST = 100_000
+"""Most training images that are searched; of more, as many evenly spread."""
+_SHOWN = 8
+CHUNK = 2048
 _REAL = 256
 """Number of real images that show how near unseen images usually are."""
 DRAWN = 500
 """Generated images that are checked, at most."""
 _ENOUGH = 20
 """Fewest held-out images for a comparison."""
+
+
+class Images(Protocol):
+    """uint8 [N, C, H, W], in memory or read on the way."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+class NearestImages(NamedTuple):
+    """The training images near to each of N pictures."""
+
+    distance: Tensor
+    """float32 [N, K], ascending: root mean square difference in levels of 0 to 255."""
+    image: Tensor
+    """int64 [N, K]: which training images."""
+
+    @property
+    def ratio(self) -> Floats:
+        """[N] in [0, 1]: distance of the nearest over the mean of the next ones. About 1 where there is nothing
+        particular about the nearest one, and near 0 for a copy of it."""
+        rest = self.distance[:, 1:].double().mean(1)
+        return (self.distance[:, 0].double() / rest.clamp_min(1e-9)).clamp(0, 1).numpy()
+
+
+def _pixel_features(pixels: Tensor) -> Tensor:
+    """Average uint8 [N, C, H, W] down to float32 [N, D]."""
+    side = (min(_SIDE, pixels.shape[2]), min(_SIDE, pixels.shape[3]))
+    small: Tensor = adaptive_avg_pool2d(pixels.float(), side)
+    return small.flatten(1)
+
+
+def find_nearest(
+    queries: Tensor,
+    images: Images,
+    rows: Sequence[int] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> NearestImages:
+    """Find the images nearest to each query, mirrored or not, reading them chunk by chunk.
+
+    Args:
+        queries: uint8 [Q, C, H, W].
+        images: those to search, of the same shape.
+        rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
+        progress: told how many images are searched.
+    """
+    looked_at = evenly_spaced(len(images), _MOST)
+    kept = 1 + min(_NEIGHBOURS, max(2, len(looked_at) // 6))
+    wanted = _pixel_features(queries)
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    best = torch.full((len(queries), 0), 0.0)
+    index = torch.zeros(len(queries), 0, dtype=torch.int64)
+    for first in range(0, len(looked_at), CHUNK):
+        chosen = looked_at[first : first + CHUNK]
+        chunk = torch.from_numpy(np.ascontiguousarray(images[chosen]))
+        distance = torch.minimum(
+            _distances(wanted, _pixel_features(chunk)), _distances(wanted, _pixel_features(chunk.flip(3)))
+        )
+        here = torch.from_numpy(chosen).expand(len(queries), -1)
+        if own is not None:
+            distance = distance.masked_fill(here == own, torch.inf)
+        best, index = torch.cat([best, distance], 1), torch.cat([index, here], 1)
+        best, order = best.topk(min(kept, best.shape[1]), largest=False)
+        index = index.gather(1, order)
+        progress(first + len(chosen))
+    return NearestImages(best, index)
+
+
+def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> NearestImages:
+    """Find the nearest images by features [Q, D] of the queries and [N, D] of the images.
+
+    Distances have the scale of the extractor; mirrored copies are found only by an extractor that ignores mirroring.
+    """
+    kept = 1 + min(_NEIGHBOURS, max(2, len(reference) // 6))
+    own = None if rows is None else torch.tensor(rows)[:, None]
+    found = []
+    for first in range(0, len(queries), CHUNK // 8):
+        part = slice(first, first + CHUNK // 8)
+        distance = _distances(queries[part], reference)
+        if own is not None:
+            distance = distance.masked_fill(torch.arange(len(reference))[None] == own[part], torch.inf)
+        found.append(distance.topk(min(kept, len(reference) - (own is not None)), largest=False))
+    return NearestImages(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """Root mean square differences [A, B] of features [A, D] and [B, D]."""
+    a, b = a.double(), b.double()  # in float32, rounding would give an exact copy a distance
+    squared = a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T
+    return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
+
+
+def check_memorization(
+    drawn: Pixels,
+    found: NearestImages,
+    unseen: NearestImages,
+    matches: Pixels,
+    what: str,
+    searched: int,
+    same: float = _SAME,
+) -> Finding:
+    """run.memorised.
+
+    Args:
+        drawn: pictures, uint8 [N, H, W, C].
+        found: the training images nearest to them.
+        unseen: the same of real images that are not among those searched, or with themselves left out.
+        matches: the training image nearest to each drawn picture, [N, H, W, C].
+        what: what `unseen` are, for people: "held-out images".
+        searched: how many training images were searched.
+        same: distance below which two are the same picture.
+    """
+    ratio, usual = found.ratio, unseen.ratio
+    limit, (share, expected, certain) = COPY, copy_shares(found, unseen, COPY, same)
+    related = expected
+    if not certain and related > _RELATED:
+        limit = min(COPY, _NEARER * float(np.quantile(usual, _LOWEST)))
+        share, expected, certain = copy_shares(found, unseen, limit, same)
+    copies = round(share * len(ratio))
+    facts = {
+        "copies": copies,
+        "drawn": len(ratio),
+        "share": share,
+        "share_of_unseen": expected,
+        "unseen_with_relatives": related,
+        "limit": limit,
+        "median_ratio": float(np.median(ratio)),
+        "median_ratio_of_unseen": float(np.median(usual)),
+        "training_images": searched,
+    }
+    exhibits = (_pairs_figure(drawn, matches, ratio), _ratio_figure(ratio, usual, what, limit))
+    evidence = (
+        f"{copies} of {len(ratio)} generated images copy a training image (nearest at less than {limit:.2g} of the "
+        f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
+    )
+    remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
+    if certain and share - expected >= 0.1:
+        return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
+    if certain and copies > 1:
+        return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
+    evidence = (
+        f"generated images are about as near to training images as {what}: the nearest is at "
+        f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
+        f"for {len(usual)} {what}, of {searched:,} searched"
+    )
+    return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
+
+
+def copy_shares(
+    found: NearestImages, unseen: NearestImages, limit: float, same: float = _SAME
+) -> tuple[float, float, bool]:
+    """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
+
+    A copy has a ratio below `limit`, or is the same image.
+    """
+    copied, usual = (
+        (of.ratio < limit) | ((of.distance[:, 0] < same).numpy() & (of.ratio < COPY)) for of in (found, unseen)
+    )
+    share, expected = float(copied.mean()), float(usual.mean())
+    # Standard error of the difference of two shares, with one more copy in each, so that 0 copies are not certain.
+    spread = max(expected, 1 / (len(usual) + 2))
+    error = float(np.sqrt(spread * (1 - min(spread, 0.99)) * (1 / len(copied) + 1 / len(usual))))
+    return share, expected, share - expected > 3 * error
+
+
+def _pairs_figure(drawn: Pixels, matches: Pixels, ratio: Floats) -> Figure:
+    """Show the generated images with the lowest ratios over their nearest training images."""
+    order = np.argsort(ratio)[:_SHOWN]
+    captions = [f"{ratio[i]:.2f}" for i in order]
+    picture = labelled_strip(
+        {"generated": drawn[order], "training": matches[order]}, captions, scale=max(1, 64 // drawn.shape[1])
+    )
+    caption = "Over each pair: its distance over that of the generated image to the next training images."
+    return Figure("Generated images and their nearest training images", picture, caption=caption)
+
+
+def _ratio_figure(ratio: Floats, usual: Floats, what: str, limit: float) -> Figure:
+    curves = {name: (np.sort(r), (np.arange(len(r)) + 1) / len(r)) for name, r in (("generated", ratio), (what, usual))}
+    chart = line_chart(curves, "distance of the nearest over that of the next ones", "share below it", zero_y=True)
+    caption = f"Copies lie left of {limit:.2g}. A curve left of that of the {what} means memorization."
+    return Figure("How near to the training images", svg=chart, caption=caption)
 
 
 class UnseenImages:

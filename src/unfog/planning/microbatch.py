@@ -15,7 +15,7 @@ from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.peak_memory import CUDNN_WORKSPACE, ONEDNN_HALF, available_memory
 from unfog.reporting.progress import format_bytes
-from unfog.training.distributed.rendezvous import processes_per_device
+from unfog.training.distributed.process_group import processes_per_device
 
 MARGIN = 0.85
 """Share of the available memory that a prediction may take; predictions are within 15% of the measured peak."""

@@ -28,7 +28,7 @@ from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder, printable
 from unfog.reporting.progress import warn
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.shard_files import sha256_of
+from unfog.training.checkpoints.load import read_tensors, sha256_of
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
@@ -164,7 +164,7 @@ def load_initial_weights(config: Config) -> _InitialWeights:
     choices = [Choice("init", config.init.folder, source.what), _objective_choice(source, config)]
     if input_shape(source.config)[1] not in (0, input_shape(config)[1]):
         choices.append(Choice("size", config.data.size, f"the weights were trained at {source.config.data.size}"))
-    state, classes = _fit_to_run(source, checkpoint.read_tensors(source.weights), config)
+    state, classes = _fit_to_run(source, read_tensors(source.weights), config)
     folder = printable(str(Path(config.init.folder).expanduser().resolve()))
     config = replace(config, init=replace(config.init, folder=folder, sha256=sha256))
     return _InitialWeights(state, config, choices + classes)

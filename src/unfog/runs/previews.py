@@ -27,6 +27,7 @@ from unfog.reporting.progress import say, warn
 from unfog.runs.ranks import RunContext
 from unfog.training.autoencoder_loss import AutoencoderLoss, psnr
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.load import load_weights
 from unfog.training.stability.out_of_memory import is_out_of_memory, microbatch_size
 from unfog.training.state import TrainState
 
@@ -169,7 +170,7 @@ def export_autoencoder(folder: RunFolder, config: Config) -> None:
     network = build_network(config)
     assert isinstance(network, AutoencoderModel)
     saved = checkpoint.find_checkpoint(folder.checkpoints, None)
-    checkpoint.load_weights(saved.folder, "ema", network)
+    load_weights(saved.folder, "ema", network)
     described = save_autoencoder(folder.path / AUTOENCODER_FOLDER, network)
     measured = "" if saved.held_out_loss is None else f", held-out error {saved.held_out_loss:.4g}"
     say(

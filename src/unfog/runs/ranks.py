@@ -26,12 +26,10 @@ from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
-from unfog.training.checkpoints.sharded import ShardStatusStore
-from unfog.training.checkpoints.writer import CheckpointWriter
+from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
-from unfog.training.distributed.process_group import is_lost_process
-from unfog.training.distributed.rendezvous import init_world, local_device
-from unfog.training.distributed.world import SINGLE_PROCESS, World
+from unfog.training.distributed.process_group import is_lost_process, local_device
+from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unfog.config.resume_rules import SAMPLING, check_changes, settings_digests
+from unfog.config.resume_rules import SAMPLING, check_changes, omit_tuned_settings, settings_digests
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import read_toml
-from unfog.config.validate import check_request, check_source
+from unfog.config.validate import check_request, check_source, report_dropped_levels
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.inference.tuned_sampler import omit_tuned_settings, report_dropped_levels
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.pipeline.data_report import DATA_FILE
 from unfog.pipeline.latents import copy_autoencoder_into_run
@@ -36,8 +35,9 @@ from unfog.runs.session import Session
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.ema_snapshots import remove_after
 from unfog.training.checkpoints.format import CheckpointInfo
+from unfog.training.checkpoints.load import load_checkpoint, read_state, read_tensors, roll_back
+from unfog.training.checkpoints.posthoc_ema import remove_after
 from unfog.training.hooks import Task
 from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
@@ -72,7 +72,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         resumed = copy_autoencoder_into_run(folder, auto.config)
         restart = bool(config.init.folder) and point.saved is None
         session = Session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
-        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder, resumed.sampler)
+        changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
         folder.write_config(resumed)
@@ -100,13 +100,13 @@ class _ResumePoint:
     @property
     def failed_shards(self) -> Mapping[str, str] | None:
         """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
-        return None if self.saved is None else checkpoint.read_state(self.saved.folder).get("lost_shards", {})
+        return None if self.saved is None else read_state(self.saved.folder).get("lost_shards", {})
 
     def is_end_of(self, config: Config) -> bool:
         """Return True if nothing is left to train, evaluate or save."""
         if self.saved is None or self.saved.images < config.training.images:
             return False
-        return not checkpoint.read_state(self.saved.folder)["due"]
+        return not read_state(self.saved.folder)["due"]
 
     def discard_later_files(self, folder: RunFolder) -> None:
         """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""
@@ -205,7 +205,7 @@ class _ReplayHooks(StoppableHooks):
             raise RequestError(
                 f"the run rolled back at image {state.seen:,} to a checkpoint that is gone, so it cannot be repeated"
             )
-        checkpoint.roll_back(good.folder, state)
+        roll_back(good.folder, state)
         return str(good.folder)
 
     def on_step_end(self, step: int) -> None:
@@ -220,7 +220,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     """
     first, last = find_replayable(folder, config)
     state = build_state(config, choose_device(config.training.device))
-    checkpoint.load(first.folder, state)
+    load_checkpoint(first.folder, state)
     state.due = []
     hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:
@@ -232,7 +232,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
         train(settings, state, task, hooks)
     if stop():
         raise Interrupted
-    if checkpoint.read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
+    if read_state(last.folder)["guard"]["roll_backs"] > state.guard.roll_backs:
         hooks.roll_back(state, "")  # the run rolled back after its last step, before it was saved
     return differing_tensors(state, last)
 
@@ -247,7 +247,7 @@ def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, 
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
     first, last = whole
-    states = [checkpoint.read_state(saved.folder) for saved in whole]
+    states = [read_state(saved.folder) for saved in whole]
     between = f"between steps {first.step:,} and {last.step:,}"
     remedy = "go on training until there are two newer checkpoints"
     # A smaller micro-batch sums the gradient in another order, and the step of the change is not recorded.
@@ -267,7 +267,7 @@ def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
         if not saved.holds(f"{file}.safetensors"):
             continue
         mine: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in tensors.items()}
-        theirs = checkpoint.read_tensors(saved.folder / f"{file}.safetensors")
+        theirs = read_tensors(saved.folder / f"{file}.safetensors")
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
                 different.append(f"{file}: {name}")

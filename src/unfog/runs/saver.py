@@ -15,11 +15,11 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import say, warn
 from unfog.reporting.recorder import Recorder
 from unfog.runs.ranks import RunContext
-from unfog.training.checkpoints import ema_snapshots, snapshot
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.ema_snapshots import EmaSnapshotWriter
-from unfog.training.checkpoints.sharded import ShardStatusStore
-from unfog.training.checkpoints.writer import CheckpointWriter
+from unfog.training.checkpoints import posthoc_ema, snapshot
+from unfog.training.checkpoints.load import roll_back
+from unfog.training.checkpoints.posthoc_ema import EmaSnapshotWriter
+from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.state import TrainState
 
 _BRIEF_WAIT = 3.0  # seconds
@@ -87,7 +87,7 @@ class Saver:
     def save_ema_snapshot(self, state: TrainState) -> None:
         """Copy both EMAs to host memory, and have them written."""
         started = time.perf_counter()
-        self._snapshots.submit(ema_snapshots.take_snapshot(state, self._step(state)), self.folder.averages)
+        self._snapshots.submit(posthoc_ema.take_ema_snapshot(state, self._step(state)), self.folder.averages)
         self.stall_seconds += time.perf_counter() - started
 
     def _step(self, state: TrainState) -> int:
@@ -137,9 +137,9 @@ class Saver:
                 f"{reason} at step {step:,}, and there is no checkpoint to go back to; train anew with a lower --lr"
             )
         with self._stop.defer_interrupts():
-            checkpoint.roll_back(good.folder, state)
+            roll_back(good.folder, state)
             self._snapshots.wait()
-            ema_snapshots.remove_after(self.folder.averages, good.step)
+            posthoc_ema.remove_after(self.folder.averages, good.step)
             lr = self.config.optimizer.lr * state.guard.lr_scale
             skipped = [good.images, state.seen]
             self.recorder.event("rolled_back", step, reason=reason, to=good.step, lr=lr, images_skipped=skipped)

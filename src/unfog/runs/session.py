@@ -29,7 +29,8 @@ from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import format as checkpoint
-from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.load import load_checkpoint, read_state
+from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.log_window import Stopwatch
 from unfog.training.loop import run_due_hooks
 from unfog.training.stability.nan_debug import NanReport
@@ -149,10 +150,10 @@ class Session(StoppableHooks):
     def _load(self, saved: checkpoint.CheckpointInfo) -> None:
         """Restore a checkpoint; of a sharded state only the progress, as each rank reads its own rows later."""
         if self.sharded:
-            self.state.load_progress(checkpoint.read_state(saved.folder))
+            self.state.load_progress(read_state(saved.folder))
             self.sharded_from = saved.folder
         else:
-            checkpoint.load(saved.folder, self.state)
+            load_checkpoint(saved.folder, self.state)
         if saved.made_on != (machine := self.state.precision.describe_machine()):
             say(f"  computed by {machine} from here on, before by {saved.made_on}: the last bits may differ")
 

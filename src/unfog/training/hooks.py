@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
-from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 

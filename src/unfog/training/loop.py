@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from unfog.errors import Interrupted, RunError
-from unfog.training.checkpoints.ema_snapshots import snapshot_interval
+from unfog.training.checkpoints.posthoc_ema import snapshot_interval
 from unfog.training.distributed.coordination import StepResult, coordinate, reduce_step
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch

@@ -24,8 +24,7 @@ from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
-from unfog.inference.memorization import check_memorization_by_pixels
-from unfog.inference.nearest_images import FEWEST
+from unfog.inference.memorization import FEWEST, check_memorization_by_pixels
 from unfog.pipeline.build import build_loss_at, build_network, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
@@ -39,6 +38,7 @@ from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress
 from unfog.text import sanitize
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.load import load_weights, read_state
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Custom
 
@@ -160,7 +160,7 @@ def _newest_weights(
     try:
         saved, found = checkpoint.newest_intact(folder.checkpoints)
         broken = [one for one in found if one.folder.exists()]  # a running process may have deleted others
-        updates = 0 if saved is None else int(checkpoint.read_state(saved.folder)["updates"])
+        updates = 0 if saved is None else int(read_state(saved.folder)["updates"])
         if saved is None or not updates:
             none = "no checkpoint is intact" if broken and saved is None else "nothing trained is saved yet"
             skipped.append(f"checks of the weights, as {none}")
@@ -168,7 +168,7 @@ def _newest_weights(
         config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=autoencoder)
         networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
-            checkpoint.load_weights(saved.folder, kind, network)
+            load_weights(saved.folder, kind, network)
         return _Weights(saved.step, config, updates, networks), broken
     except (RunError, RequestError, KeyError, TypeError, ValueError, OSError) as error:
         # The checkpoint may be deleted at this moment; the record can be checked all the same.

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: format, snapshot, background writer, rotation, sharded files, and EMA snapshots."""
+"""Checkpoints on disk: format, snapshots, background writer, loading, rotation, and post-hoc EMA."""

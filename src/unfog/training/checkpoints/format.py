@@ -10,10 +10,10 @@
 
 Of a sharded network every rank saves its rows: instead of model.safetensors there are
 model-00001-of-00004.safetensors and so on, and likewise for the other tensor files. Readers need not know: see
-`shard_files`.
+`load.TensorFile`.
 
 Names that begin with a dot are work in progress, or broken and set aside; they are never read. Nothing is a pickle, so
-nothing in a checkpoint can run code. `snapshot` and `sharded` write checkpoints, `rotation` removes them.
+nothing in a checkpoint can run code. `snapshot` and `writer` write checkpoints, `rotation` removes them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
-
 from unfog.errors import RequestError, RunError
-from unfog.training.checkpoints.shard_files import TensorFile, merge_shard_names, sha256, shard_paths
 from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
 
 FORMAT, FORMAT_SHARDED = 2, 3
@@ -36,6 +34,8 @@ MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
 EMA2 = "ema2.safetensors"
 LARGEST_JSON = 2**20  # bytes; ours have a few thousand
+SHARDING = "DCP_SHARDING_INFO"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
 
 class CheckpointFile(NamedTuple):
@@ -262,64 +262,31 @@ def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int
     return _newest_rollback_checkpoint(checkpoints, state.seen)
 
 
-def load(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a checkpoint, on any device. Raises RunError if it is of another network."""
-    load_tensors(folder, state)
-    state.load_progress(read_state(folder))
+def shard_name(file: str, rank: int, size: int) -> str:
+    """Return the name of a rank's shard of `file`.safetensors; that itself if there is one rank."""
+    return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
 
 
-def roll_back(folder: Path, state: TrainState) -> None:
-    """Return to the weights of a checkpoint, while the position stays where it is."""
-    load_tensors(folder, state)
-    state.roll_back_to(read_state(folder))
+def merge_shard_names(names: Iterable[str]) -> set[str]:
+    """Replace the names of a file's shards by the file's name, if none is missing."""
+    found, parts = set[str](), dict[tuple[str, str], set[int]]()
+    for name in names:
+        if match := _PART.fullmatch(name):
+            stem, rank, size, ending = match.groups()
+            parts.setdefault((stem + ending, size), set()).add(int(rank))
+        else:
+            found.add(name)
+    for (name, size), ranks in parts.items():
+        complete = ranks == set(range(1, int(size) + 1)) and name not in found
+        found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
+    return found
 
 
-def load_tensors(folder: Path, state: TrainState) -> None:
-    """Load weights, EMAs and optimiser state into `state`; of a sharded state, only this rank's rows are read.
-
-    Raises:
-        RunError: they do not fit.
-    """
-    _load_into(folder, "model", state.model.state_dict())
-    _load_into(folder, "ema", state.ema.state_dict(state.model))
-    if state.second_ema is not None:
-        # A run without a second EMA has nothing nearer than its first.
-        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
-        _load_into(folder, kind, state.second_ema.state_dict(state.model))
-    stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
-    moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
-    try:
-        state.load_optimizer(moments, read_state(folder))
-    except ValueError as error:
-        raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
+def shard_paths(path: Path) -> list[Path]:
+    """Return the file, or its shards in order."""
+    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read state.json. Raises RunError if it cannot be read."""
-    try:
-        return read_json(folder / STATE)
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{folder / STATE} cannot be read: {error}") from None
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, or of its shards. Raises RunError if it is damaged."""
-    stored = TensorFile(path)
-    return {name: stored.tensor(name) for name in stored.shapes}
-
-
-def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
-    """Load the weights "model", "ema" or "ema2" into a network. Raises RunError if they do not fit."""
-    _load_into(folder, kind, network.state_dict())
-
-
-def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-    """Load the weights of a checkpoint into tensors. Raises RunError if they are of another network."""
-    stored = TensorFile(folder / f"{kind}.safetensors")
-    try:
-        stored.load_into(tensors)
-    except ValueError as error:
-        raise RunError(
-            f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
-            f"that they were trained with are in {folder / CONFIG} ({error})"
-        ) from None
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.shard_files import sha256, shard_metadata, shard_name
+from unfog.training.checkpoints.format import SHARDING, sha256, shard_name
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
@@ -200,3 +200,10 @@ def sync(path: Path) -> None:
         with suppress(OSError):  # some network file systems refuse
             os.fsync(descriptor)
         os.close(descriptor)
+
+
+def shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
+    """Return a shard's metadata in torch's format: where the rows of each tensor begin in the full tensor."""
+    starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
+    told = {name: {"saved_offsets": start} for name, start in starts.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unfog.diffusion.objective import Loss
-from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient, MicroBatch
 from unfog.training.hooks import TrainingHooks
@@ -160,7 +160,7 @@ class CoordinatedHooks(TrainingHooks):
         """Roll back rank 0. The others get its state, or their rows of a sharded one from the same checkpoint."""
         place = self._on_main("roll-back", lambda: self.hooks.roll_back(state, reason))
         if self.world.shards is not None and not self.world.is_main:
-            checkpoint.roll_back(Path(place), state)
+            roll_back(Path(place), state)
         self.world.broadcast_state(state)
         return place
 

@@ -2,7 +2,7 @@
 
 Each rank holds some rows of every weight, gradient, EMA and optimiser moment. The weights of a block are gathered for
 its forward and its backward pass and freed after each. Every rank writes and reads its rows of a checkpoint (see
-`checkpoints.sharded`). For samples and evaluation rank 0 gathers the full EMA in host memory, one tensor at a time, so
+`checkpoints.writer`). For samples and evaluation rank 0 gathers the full EMA in host memory, one tensor at a time, so
 that no device ever holds more than one full tensor for it.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.load import load_tensors
 from unfog.training.distributed.process_group import ProcessGroup
 from unfog.training.ema import Ema
 from unfog.training.sharded_tensors import full_tensor, is_sharded, to_local
@@ -64,7 +64,7 @@ class ShardedState:
         if sent["saved"] is None:
             state.load_full(self._scatter_tensors(state, tensors, sent["shapes"]), sent["progress"])
         else:
-            checkpoint.load_tensors(Path(sent["saved"]), state)
+            load_tensors(Path(sent["saved"]), state)
             state.load_progress(sent["progress"])
 
     def reduce_unsharded_gradients(self, model: nn.Module) -> None:

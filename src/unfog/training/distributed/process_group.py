@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,9 +23,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
 from unfog.training.distributed.watchdog import Watchdog
+from unfog.training.settings import Training
 
 POLL_SECONDS = 0.05
-
 T = TypeVar("T")
 
 
@@ -186,3 +187,65 @@ def is_lost_process(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or "gloo" in message or "nccl" in message
     )
+
+
+def local_world_size() -> int:
+    """Return the number of processes that torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def world_size() -> int:
+    """Return the number of processes that torchrun has started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Return whether this is rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def local_device(name: str) -> str:
+    """Return this process's device: processes on one machine take its GPUs in turn."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or world_size() == 1 or name.partition(":")[0] not in ("auto", "cuda"):
+        return name
+    if not torch.cuda.is_available():
+        return name
+    return f"cuda:{int(local) % torch.cuda.device_count()}"
+
+
+def processes_per_device(device: torch.device) -> int:
+    """Return how many of torchrun's processes on this machine share this device at most."""
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return -(-local_world_size() // devices)
+
+
+def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
+    """Agree on a prefix for keys in the store that no earlier attempt has used: torchrun keeps its store at a restart.
+
+    Rank 0 publishes a name. The other ranks answer under it with a token of their own, until they find that token in
+    rank 0's list. So entries of an earlier attempt mislead nobody.
+
+    Raises:
+        RunError: some are not there in time.
+    """
+    token, until, known = uuid.uuid4().hex, time.monotonic() + timeout, ""
+    if rank == 0:
+        store.set("now", token)
+        hello = [f"{token}/{other}" for other in range(1, size)]
+        while not all(store.check([key]) for key in hello):
+            if time.monotonic() > until:
+                missing = [str(i + 1) for i, key in enumerate(hello) if not store.check([key])]
+                raise RunError(f"rank {', '.join(missing)} did not come within {timeout:.0f} s; is its machine there?")
+            time.sleep(POLL_SECONDS)
+        store.set(f"{token}/all", json.dumps([store.get(key).decode() for key in hello]))
+        return token
+    while time.monotonic() < until:
+        name = store.get("now").decode()
+        if name != known:
+            store.set(f"{name}/{rank}", token)
+            known = name
+        if store.check([f"{name}/all"]) and token in json.loads(store.get(f"{name}/all")):
+            return name
+        time.sleep(POLL_SECONDS)
+    raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; are their machines there?")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from unfog.errors import RequestError, RunError
-from unfog.training.checkpoints.sharded import ShardStatusStore
+from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import ShardedState
-from unfog.training.distributed.process_group import ProcessGroup
+from unfog.training.distributed.process_group import ProcessGroup, agree_on_name, local_world_size, world_size
 from unfog.training.distributed.watchdog import Watchdog
+from unfog.training.settings import Training
 from unfog.training.stability.out_of_memory import is_out_of_memory
 from unfog.training.state import TrainState
 
@@ -147,3 +152,33 @@ class World(ProcessGroup):
 
 
 SINGLE_PROCESS = World()
+
+
+@contextlib.contextmanager
+def init_world(timeout: float = Training.timeout) -> Iterator[World]:
+    """Return a context with the ranks that torchrun has started, or a single process. Only rank 0 writes to stderr.
+
+    Args:
+        timeout: seconds after which a rank that hangs ends the others.
+    """
+    if world_size() == 1:
+        yield SINGLE_PROCESS
+        return
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
+    shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=Training.timeout)))
+    store = PrefixStore(f"unfog/{agree_on_name(shared, rank, size)}", shared)
+    with contextlib.ExitStack() as stack:
+        if rank > 0:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        # A connection of its own, because a wait of the main thread holds the one that it uses.
+        watchdog = stack.enter_context(Watchdog(rank, size, store.clone(), timeout))  # type: ignore[attr-defined]
+        world = World(rank, size, store, watchdog)
+        try:
+            yield world
+        except BaseException as error:
+            world.announce_failure(error)
+            raise
+        world.barrier()  # the store may live in the first process
+        world.destroy_process_group()

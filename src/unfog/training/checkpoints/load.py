@@ -1,8 +1,8 @@
-"""Tensor files in one piece, or as one shard per rank with the rows that it held.
+"""Load checkpoints: tensor files in one piece or in shards, copied into a training state or a network.
 
-`model.safetensors` stands for itself or, if it does not exist, for its shards model-00001-of-00004.safetensors and so
-on. A shard stores where the rows of each tensor begin, as torch's `HuggingFaceStorageWriter(save_distributed=True)`
-does, so `torch.distributed.checkpoint` reads the same files.
+model.safetensors stands for itself or, if it does not exist, for its shards model-00001-of-00004.safetensors and so on.
+A shard stores where the rows of each tensor begin, as torch's `HuggingFaceStorageWriter(save_distributed=True)` does,
+so `torch.distributed.checkpoint` reads the same files.
 """
 
 from __future__ import annotations
@@ -11,64 +11,25 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfog.errors import RunError
+from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_json, sha256, shard_paths
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
-
-SHARDING = "DCP_SHARDING_INFO"
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
-
-
-def shard_name(file: str, rank: int, size: int) -> str:
-    """Return the name of a rank's shard of `file`.safetensors; that itself if there is one rank."""
-    return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
-
-
-def shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
-    """Return a shard's metadata in torch's format: where the rows of each tensor begin in the full tensor."""
-    starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
-    told = {name: {"saved_offsets": start} for name, start in starts.items()}
-    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}
-
-
-def merge_shard_names(names: Iterable[str]) -> set[str]:
-    """Replace the names of a file's shards by the file's name, if none is missing."""
-    found, parts = set[str](), dict[tuple[str, str], set[int]]()
-    for name in names:
-        if match := _PART.fullmatch(name):
-            stem, rank, size, ending = match.groups()
-            parts.setdefault((stem + ending, size), set()).add(int(rank))
-        else:
-            found.add(name)
-    for (name, size), ranks in parts.items():
-        complete = ranks == set(range(1, int(size) + 1)) and name not in found
-        found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
-    return found
-
-
-def shard_paths(path: Path) -> list[Path]:
-    """Return the file, or its shards in order."""
-    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
+from unfog.training.state import TrainState
 
 
 def sha256_of(path: Path) -> str:
     """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
     digests = [sha256(file) for file in shard_paths(path)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Rows(NamedTuple):
@@ -197,3 +158,66 @@ def write_merged(path: Path, out: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(out)
+
+
+def load_checkpoint(folder: Path, state: TrainState) -> None:
+    """Restore `state` from a checkpoint, on any device. Raises RunError if it is of another network."""
+    load_tensors(folder, state)
+    state.load_progress(read_state(folder))
+
+
+def roll_back(folder: Path, state: TrainState) -> None:
+    """Return to the weights of a checkpoint, while the position stays where it is."""
+    load_tensors(folder, state)
+    state.roll_back_to(read_state(folder))
+
+
+def load_tensors(folder: Path, state: TrainState) -> None:
+    """Load weights, EMAs and optimiser state into `state`; of a sharded state, only this rank's rows are read.
+
+    Raises:
+        RunError: they do not fit.
+    """
+    _load_into(folder, "model", state.model.state_dict())
+    _load_into(folder, "ema", state.ema.state_dict(state.model))
+    if state.second_ema is not None:
+        # A run without a second EMA has nothing nearer than its first.
+        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
+        _load_into(folder, kind, state.second_ema.state_dict(state.model))
+    stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
+    moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
+    try:
+        state.load_optimizer(moments, read_state(folder))
+    except ValueError as error:
+        raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read state.json. Raises RunError if it cannot be read."""
+    try:
+        return read_json(folder / STATE)
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{folder / STATE} cannot be read: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file, or of its shards. Raises RunError if it is damaged."""
+    stored = TensorFile(path)
+    return {name: stored.tensor(name) for name in stored.shapes}
+
+
+def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
+    """Load the weights "model", "ema" or "ema2" into a network. Raises RunError if they do not fit."""
+    _load_into(folder, kind, network.state_dict())
+
+
+def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+    """Load the weights of a checkpoint into tensors. Raises RunError if they are of another network."""
+    stored = TensorFile(folder / f"{kind}.safetensors")
+    try:
+        stored.load_into(tensors)
+    except ValueError as error:
+        raise RunError(
+            f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
+            f"that they were trained with are in {folder / CONFIG} ({error})"
+        ) from None
