@@ -13,7 +13,7 @@ from torch.distributions import Normal, kl_divergence
 
 import unfog
 from unfog.cli.main import main
-from unfog.config.autoencoder_recipe import AutoencoderRunSettings, add_autoencoder, autoencoder_recipe
+from unfog.config.presets import AutoencoderRunSettings, add_autoencoder, autoencoder_recipe
 from unfog.config.resume_rules import flatten
 from unfog.config.schema import Config
 from unfog.errors import RequestError

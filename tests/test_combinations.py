@@ -13,8 +13,8 @@ from PIL import Image
 
 import unfog
 from unfog.checks.settings.overfit_one_batch import overfit_one_batch
-from unfog.commands.resume import verify
-from unfog.config.spec_strings import parse_spec
+from unfog.commands.train import verify
+from unfog.config.values import parse_spec
 from unfog.data.latents import Normalise
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.diffusion import Diffusion

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unfog.cli.parse import parse_args
-from unfog.config import spec_strings as kinds
+from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests import TrainRequest as Train
 from unfog.config.resume_rules import flatten

@@ -9,8 +9,8 @@ import torch
 import unfog
 from unfog import custom
 from unfog.config.schema import Config
-from unfog.config.spec_strings import format_spec, parse_spec, registry_of
 from unfog.config.toml import from_toml, to_toml, update
+from unfog.config.values import format_spec, parse_spec, registry_of
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.weighting import Weighting
 from unfog.errors import RequestError

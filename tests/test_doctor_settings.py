@@ -34,7 +34,7 @@ from unfog.pipeline.build import build_network, build_state
 from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
-from unfog.planning.run_costs import forward_passes
+from unfog.planning.timing import forward_passes
 from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import FixedEma, Muon, PowerEma
 

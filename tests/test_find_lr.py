@@ -13,8 +13,9 @@ from torch import nn
 from conftest import NETWORK
 from unfog.commands.find_lr import _lr_chart, find_lr
 from unfog.config.presets import preset
+from unfog.config.requests import FindLrRequest
 from unfog.config.schema import Network
-from unfog.config.spec_strings import parse_spec, registry_of
+from unfog.config.values import parse_spec, registry_of
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import ImageSet
 from unfog.data.stream import ImageStream
@@ -24,8 +25,20 @@ from unfog.diffusion.target import Eps
 from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
 from unfog.planning import lr_range_test as lr_range
-from unfog.planning.lr_range_test import LOWEST, RAMP, LossProbe, LrRangeResult, LrTestSetup, run_lr_range_test
-from unfog.planning.lr_suggestion import Ramp, Trial, next_rates, ramp_stop_reason, smoothed, suggest
+from unfog.planning.lr_range_test import (
+    LOWEST,
+    RAMP,
+    LossProbe,
+    LrRangeResult,
+    LrTestSetup,
+    Ramp,
+    Trial,
+    next_rates,
+    ramp_stop_reason,
+    run_lr_range_test,
+    smoothed,
+    suggest,
+)
 from unfog.planning.microbatch import MicrobatchChoice
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma, Training
@@ -273,9 +286,13 @@ def configured(source) -> object:
     )
 
 
+def search(config, out, seconds):
+    return find_lr(FindLrRequest(config.source, config, out=out, seconds=seconds))
+
+
 def test_from_a_folder_to_a_suggestion_a_page_and_json(folder, tmp_path, capsys):
     out = tmp_path / "lr"
-    found = find_lr(configured(folder), out, seconds=3)
+    found = search(configured(folder), out, seconds=3)
     assert {path.name for path in out.iterdir()} == {"lr-range.json", "lr-range.html"}
     record = json.loads((out / "lr-range.json").read_text())
     assert record["suggestion"] == found.suggestion is not None
@@ -304,7 +321,7 @@ def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys
         lambda config, *rest: timed.append(config.training.microbatch) or 1.0,
     )
     asked = configured(folder)
-    find_lr(replace(asked, training=replace(asked.training, precision="auto")), None, seconds=1e-3)
+    search(replace(asked, training=replace(asked.training, precision="auto")), None, seconds=1e-3)
     assert "microbatch = 3: memory is short" in capsys.readouterr().err
     assert timed == [3, 3]
 
@@ -312,10 +329,10 @@ def test_what_does_not_fit_at_once_is_tried_in_parts(folder, monkeypatch, capsys
 def test_what_cannot_be_is_refused_before_the_images_are_read(folder, tmp_path):
     for seconds in (0, -1, math.nan):
         with pytest.raises(RequestError, match="seconds"):
-            find_lr(configured(folder), None, seconds)
+            search(configured(folder), None, seconds)
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="is a file"):
-        find_lr(configured(folder), tmp_path / "file")
+        search(configured(folder), tmp_path / "file", 90.0)
 
 
 def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
@@ -324,7 +341,7 @@ def test_a_ramp_that_ends_in_no_number_has_a_chart(folder):
 
 
 def test_finding_says_how_far_the_settings_are_from_it(folder):
-    found = find_lr(configured(folder), None, seconds=1e-3)
+    found = search(configured(folder), None, seconds=1e-3)
     assert (found.json, found.page) == (None, None)
     for usual, severity in ((found.suggestion / 2, "fine"), (found.suggestion / 10, "hint")):
         finding = replace(found, usual=usual).finding()

@@ -15,7 +15,7 @@ import unfog
 from conftest import without_clock
 from unfog.cache_folder import cache_folder
 from unfog.cli.requests import read_request
-from unfog.commands.resume import verify
+from unfog.commands.train import verify
 from unfog.config.presets import _default
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import nest_settings

@@ -23,6 +23,7 @@ from PIL import Image
 
 from forked import Forked
 from unfog.commands.pack import pack
+from unfog.config.requests import PackRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.packs import pack_writer as packing
@@ -195,10 +196,10 @@ def test_what_was_begun_of_other_images_or_settings_is_not_lost(
         if change != "none":
             before = contents(out)
             with pytest.raises(RequestError, match=f"unfinished pack, 32 images .* with {said}"):
-                pack(asked, out)
+                pack(PackRequest(asked.source, out, asked.data))
             assert contents(out) == before
             continue
-        pack(asked, out)
+        pack(PackRequest(asked.source, out, asked.data))
         assert said in capsys.readouterr().err
         assert_same(
             prepare(open_source(out), Data()), prepare(open_source(photos), Pack.open(out).resolve_settings(Data()))
@@ -236,9 +237,9 @@ def test_another_folder_is_left_alone(photos: Path, made: Path, tmp_path: Path) 
     config = replace(Config(), source=str(photos), data=replace(ASKED, size=8))
     before = contents(made)
     with pytest.raises(RequestError, match=r"is a pack of .* already"):
-        pack(config, made)
+        pack(PackRequest(config.source, made, config.data))
     with pytest.raises(RequestError, match=r"data\.flip acts in training, and a pack stores the images without it"):
-        pack(replace(config, data=replace(ASKED, flip=True)), tmp_path / "mirrored")
+        pack(PackRequest(config.source, tmp_path / "mirrored", replace(ASKED, flip=True)))
     assert not (tmp_path / "mirrored").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match=r"cannot be written \(.*\); give another folder"):
@@ -250,7 +251,7 @@ def test_a_finished_pack_is_not_made_again(
     photos: Path, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(packing, "decode_all", None)
-    assert pack(replace(Config(), source=str(photos), data=ASKED), made) == made
+    assert pack(PackRequest(str(photos), made, ASKED)) == made
     assert "is whole already" in capsys.readouterr().err
 
 

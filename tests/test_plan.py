@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 
 from unfog.commands.plan import _resolve_microbatch, plan
+from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
 from unfog.data.prepare import prepare
@@ -19,13 +20,11 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
-from unfog.planning.accelerators import DEVICES, GB, find_device
 from unfog.planning.auto_settings import AutoSettings, Machine
-from unfog.planning.flops import TimeRange, count_flops, step_time
+from unfog.planning.flops import DEVICES, GB, TimeRange, count_flops, find_device, step_time
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
-from unfog.planning.step_benchmark import seconds_per_step
-from unfog.planning.timing import format_time, run_times, time_finding
+from unfog.planning.timing import format_time, run_times, seconds_per_step, time_finding
 from unfog.training.settings import Evaluate, Optimizer, Training
 
 pytestmark = pytest.mark.slow
@@ -39,6 +38,10 @@ def asked(**training) -> Config:
     return Config(
         "fashion", data, SMALL, training=Training(**{"steps": 1000, **training}), optimizer=Optimizer(lr=1e-3)
     )
+
+
+def planned_for(config: Config, **options):
+    return plan(PlanRequest(config.source, config, **options))
 
 
 class Convolution(nn.Module):
@@ -120,7 +123,7 @@ def test_what_a_run_takes_is_the_sum_of_its_parts():
 
 
 def test_a_plan_for_another_machine():
-    planned = plan(asked(), "t4")
+    planned = planned_for(asked(), device="t4")
     assert planned.config.training.precision == "fp16"
     assert planned.config.training.images == 64_000
     assert not any(finding.severity == "fatal" for finding in planned.findings)
@@ -176,7 +179,7 @@ def test_what_is_not_known_is_null_in_json(monkeypatch):
     monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**6)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    planned = plan(asked(device="cpu", steps=1, precision="fp32"))
+    planned = planned_for(asked(device="cpu", steps=1, precision="fp32"))
     assert json.loads(json.dumps(planned.to_dict(), allow_nan=False))["seconds"]["step"] == [None, None]
     assert any(line.split() == ["time", "?", "in", "all"] for line in planned.lines())
     assert torch.equal(torch.get_rng_state(), before)
@@ -202,14 +205,14 @@ def test_a_budget_is_kept_with_all_that_a_run_does_besides(monkeypatch):
 
 def test_steps_that_take_minutes_are_not_timed(monkeypatch):
     monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
-    planned = plan(asked(device="cpu"))
+    planned = planned_for(asked(device="cpu"))
     assert planned.estimated
     assert planned.config.training.precision == "fp32"
     assert 0 < planned.times["step"].low < planned.times["step"].high
 
 
 def test_processes_that_share_a_cpu_are_not_timed():
-    planned = plan(asked(device="cpu"), processes=2)
+    planned = planned_for(asked(device="cpu"), processes=2)
     (reason,) = [choice.reason for choice in planned.choices if choice.name == "precision"]
     assert reason == "not timed, as several processes share this CPU"
 
@@ -218,14 +221,14 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
-    monkeypatch.setattr("unfog.planning.step_benchmark.TIMED", 4)
+    monkeypatch.setattr("unfog.planning.timing.TIMED", 4)
     monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**9)
     config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
     monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
     images = 100 * 3 * 16**2
-    assert plan(config).available == 10**9 - images
+    assert planned_for(config).available == 10**9 - images
     monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: images)
-    (fatal,) = [finding for finding in plan(config).findings if finding.severity == "fatal"]
+    (fatal,) = [finding for finding in planned_for(config).findings if finding.severity == "fatal"]
     assert (fatal.code, fatal.remedy) == ("plan.memory", "--data.cache disk")
     prepared = prepare(open_source(tmp_path), config.data)  # as they are once the run has them
     assert disk.bytes_to_decode(prepared, config) == 0
@@ -236,15 +239,17 @@ def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.data.prepare.cache.make", None)
-    monkeypatch.setattr("unfog.planning.step_benchmark.TIMED", 4)
-    planned = plan(replace(asked(device="cpu", precision="fp32", batch=2), source=str(tmp_path), data=Data(size=16)))
+    monkeypatch.setattr("unfog.planning.timing.TIMED", 4)
+    planned = planned_for(
+        replace(asked(device="cpu", precision="fp32", batch=2), source=str(tmp_path), data=Data(size=16))
+    )
     assert "decodes first" in planned.disk[0]
     assert planned.times["step"].low > 0
     assert planned.config.data.cache == "auto"
 
 
 def test_a_plan_for_this_machine_measures_it():
-    planned = plan(asked(device="cpu", precision="fp32"))
+    planned = planned_for(asked(device="cpu", precision="fp32"))
     assert not planned.estimated
     assert 0 < planned.times["step"].low == planned.times["step"].high < 60
     assert planned.times["in all"].low > planned.times["training (1,000 steps)"].low

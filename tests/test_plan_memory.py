@@ -20,12 +20,12 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
-from unfog.planning import peak_memory as memory
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
-from unfog.planning.memory_trace import Trace, record_trace
+from unfog.planning.memory_trace import CUDA_BLOCK, MB, Trace, find_peak, record_trace
 from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch, memory_upper_bound
-from unfog.planning.peak_memory import CUDA_BLOCK, MB, _control_group, available_memory, find_peak
+from unfog.process import device as memory
+from unfog.process.device import _control_group, available_memory
 from unfog.training.settings import EmaSnapshots, Training
 
 pytestmark = pytest.mark.slow
@@ -312,7 +312,7 @@ def test_where_the_system_says_nothing_a_little_is_taken_to_be_there(monkeypatch
 
 def test_available_memory_is_limited_by_the_address_space():
     script = (
-        "import resource, torch; from unfog.planning.peak_memory import available_memory as a;"
+        "import resource, torch; from unfog.process.device import available_memory as a;"
         "n = next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') if l.startswith('VmSize'));"
         "resource.setrlimit(resource.RLIMIT_AS, (n + 2**28, -1)); print(a(torch.device('cpu')))"
     )

@@ -11,13 +11,14 @@ import torch
 from launches import TORCHRUN, ended, output, started  # noqa: F401  a fixture
 from test_plan_memory import live
 from unfog.commands.plan import plan
+from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
-from unfog.planning.accelerators import GB
 from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import GB
 from unfog.planning.memory_estimate import MemoryEstimator, trace_step
 from unfog.planning.microbatch import MARGIN, memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
@@ -113,8 +114,12 @@ def asked(**training) -> Config:
     return replace(given, source="fashion", optimizer=Optimizer(lr=1e-3))
 
 
+def planned_for(config: Config, **options):
+    return plan(PlanRequest(config.source, config, **options))
+
+
 def test_a_plan_for_several_processes():
-    planned = plan(asked(), "t4", 8)
+    planned = planned_for(asked(), device="t4", processes=8)
     text = "\n".join(planned.lines())
     for words in (
         "8 processes, the network divided: NVIDIA T4",
@@ -126,20 +131,20 @@ def test_a_plan_for_several_processes():
     plain = json.loads(json.dumps(planned.to_dict()))
     assert (plain["processes"], plain["training"]["shard"]) == (8, True)
     assert plain["memory"]["step"] == sum(plain["memory"]["parts"].values()) < 16 * GB
-    alone = plan(asked(), "t4")
+    alone = planned_for(asked(), device="t4")
     assert alone.parameters == planned.parameters
     assert alone.memory.step.total > planned.memory.step.total
     assert alone.times["step"].high > 4 * planned.times["step"].high  # arithmetic, by an eighth of the images
-    whole = plan(asked(shard=False), "t4", 8)
+    whole = planned_for(asked(shard=False), device="t4", processes=8)
     assert whole.memory.step.parts["exchange"] == whole.memory.weights
     assert "8 processes, each with all: " in whole.lines()[1]
 
 
 def test_what_no_plan_can_be_made_of_is_said():
     with pytest.raises(RequestError, match="processes"):
-        plan(asked(), "t4", 0)
+        planned_for(asked(), device="t4", processes=0)
     with pytest.raises(RequestError, match="give --steps or --images"):
-        plan(asked(steps=0, budget="5m"), "t4", 2)
+        planned_for(asked(steps=0, budget="5m"), device="t4", processes=2)
 
 
 SCRIPT = """

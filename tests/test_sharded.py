@@ -33,7 +33,7 @@ from unfog.errors import RequestError, RunError
 from unfog.models.registry import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.fake_process_group import fake_process_group
+from unfog.planning.memory_trace import fake_process_group
 from unfog.runs.ranks import _check_visible
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot, writer

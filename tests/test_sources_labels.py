@@ -16,6 +16,7 @@ import unfog
 from conftest import NETWORK
 from unfog.commands.pack import pack
 from unfog.config.presets import preset
+from unfog.config.requests import PackRequest
 from unfog.config.validate import check_request
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -280,7 +281,7 @@ def test_a_run_and_a_pack_warn_of_a_table_left_out(
     config = replace(preset("default"), source=str(photos), data=Data(size=8))
     assert load_images(config, StopSignals())[0].train.classes == ()
     assert capfd.readouterr().err.splitlines().count(said) == 1
-    pack(config, tmp_path / "packed")
+    pack(PackRequest(config.source, tmp_path / "packed", config.data))
     assert capfd.readouterr().err.splitlines().count(said) == 1
 
 

@@ -21,7 +21,6 @@ import shutil
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from unfog.commands.pack import pack
-from unfog.config.schema import Config
+from unfog.config.requests import PackRequest
 from unfog.data.packs.pack import Pack
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -60,7 +59,7 @@ def main() -> None:
         print(f"\n{what}: {len(files):,} files, {sum(f.stat().st_size for f in files) / len(files) / 1e3:.1f} kB each")
         print(f"  {'':34}{'images/s':>10}{'per CPU second':>16}")
         started, cpu = time.perf_counter(), used()
-        pack(replace(Config(), source=str(folder), data=Data(size=size, channels=3)), given.out / f"pack{size}")
+        pack(PackRequest(str(folder), given.out / f"pack{size}", Data(size=size, channels=3)))
         tell("unfog pack", len(files), time.perf_counter() - started, used() - cpu)
         for name, way in ways(files, folder, given.out, size).items():
             measure(name, way(), given.seconds)

@@ -22,8 +22,9 @@ import torch
 
 from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
+from unfog.config.requests import FindLrRequest
 from unfog.config.schema import Config, Network
-from unfog.config.spec_strings import parse_spec, registry_of
+from unfog.config.values import parse_spec, registry_of
 from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
@@ -85,7 +86,7 @@ def trained(config: Config, lr: float, folder: Path) -> float:
 
 def compared(number: int, case: Case, config: Config, out: Path, seconds: float) -> str:
     """A row of the table: the suggestion, what each rate of the grid came to, and whether the suggestion will do."""
-    found = find_lr(config, out / f"{number}-find-lr", seconds=seconds)
+    found = find_lr(FindLrRequest(config.source, config, out=out / f"{number}-find-lr", seconds=seconds))
     name = case.network if case.network in SIZES else {NARROW: "narrow", ATTENDING: "attending"}[case.network]
     head = f"| {case.source} | {name} | {case.recipe} | {case.batch} |"
     losses = {lr: trained(config, lr, out / f"{number}-{lr:g}") for lr in GRID}

@@ -22,20 +22,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unfog.config.paths import path_text
 from unfog.errors import RequestError, RunError, UnfogError
-from unfog.version import __version__
 
 if TYPE_CHECKING:
     from unfog.commands.ema_sweep import EmaSweepResult
     from unfog.commands.find_lr import FindLrResult
     from unfog.commands.plan import Plan
     from unfog.commands.tune import TuneResult
+    from unfog.config.requests import TrainAutoencoderRequest
     from unfog.config.schema import Config
     from unfog.inference.run import Run
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
+__version__ = "0.1.0"
 __all__ = [
     "RequestError",
     "RunError",
@@ -76,7 +76,7 @@ def train(source: Source, *, out: PathLikeText | None = None, preset: str = "def
     from unfog.inference.run import Run
 
     config = _training_settings(source, preset, settings)
-    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=_path(out)))))
+    return Run(_finished(*start(TrainRequest(config.source, config, preset, out=_optional_path(out)))))
 
 
 def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
@@ -84,25 +84,17 @@ def train_autoencoder(source: Source, *, out: PathLikeText | None = None, **sett
 
     `settings` are `factor`, `channels`, `width`, `kl`, `pyramid`, and those of `train`.
     """
-    from unfog.commands.train import apply_changes
-    from unfog.commands.train_autoencoder import train_autoencoder as start
-    from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
-    from unfog.config.requests import TrainAutoencoderRequest
-    from unfog.config.schema import nest_settings
+    from unfog.commands.train import train_autoencoder as start
 
-    flags = ("factor", "channels", "width", "kl", "pyramid")
-    options = {name: settings.pop(name) for name in flags if name in settings}
-    place = _stored(source, settings)
-    config = AutoencoderRunSettings.of(apply_changes(autoencoder_recipe(), nest_settings(settings), place))
-    return _finished(*start(TrainAutoencoderRequest(place, config, out=_path(out), **options)))
+    return _finished(*start(_autoencoder_request(source, out, settings)))
 
 
 def train_codec(source: Source, *, out: PathLikeText | None = None, **settings: Any) -> Path:
-    """Old name of `train_autoencoder`. Its default folder ends in -codec, where scripts look for it."""
-    from unfog.process.run_folder import next_folder
+    """Old name of `train_autoencoder`, with the default folder of that time."""
+    from unfog.commands.train import train_autoencoder as start
+    from unfog.config.aliases import with_old_defaults
 
-    place = _stored(source, settings)
-    return train_autoencoder(place, out=out or next_folder(f"{place.rstrip('/')}-codec"), **settings)
+    return _finished(*start(with_old_defaults("train-codec", _autoencoder_request(source, out, settings))))
 
 
 def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
@@ -110,7 +102,7 @@ def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
 
     `force` allows changes that make it another run, such as its seed or its images. Raises as `train`.
     """
-    from unfog.commands.resume import resume as go_on
+    from unfog.commands.train import resume as go_on
     from unfog.config.requests import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
@@ -128,7 +120,7 @@ def verify(path: PathLikeText) -> str:
 
     Raises RunError if they differ.
     """
-    from unfog.commands.resume import verify as repeat
+    from unfog.commands.train import verify as repeat
 
     return repeat(_run_folder(path))
 
@@ -155,18 +147,20 @@ def doctor(
         if settings or preset != "default":
             given = ", ".join(settings) or f"preset {preset}"
             raise RequestError(f"a run has its own settings, so {given} cannot be given with it")
-        place, config = path_text(source, "source"), update(Config(), nest_settings({"device": device}), "")
+        place, config = _path(source, "source"), update(Config(), nest_settings({"device": device}), "")
     else:
         config = _training_settings(source, preset, settings)
         place = config.source
-    return examine(DoctorRequest(place, config, preset, out=_path(out), quick=quick))[1]
+    return examine(DoctorRequest(place, config, preset, out=_optional_path(out), quick=quick))[1]
 
 
 def plan(source: Source, *, device: str = "", processes: int = 1, preset: str = "default", **settings: Any) -> Plan:
     """Predict memory, time and disk space of training, on this machine or on `device`: "h200", "a100", "4090", …"""
     from unfog.commands.plan import plan as predict
+    from unfog.config.requests import PlanRequest
 
-    return predict(_training_settings(source, preset, settings), device, processes)
+    config = _training_settings(source, preset, settings)
+    return predict(PlanRequest(config.source, config, preset, device=device, processes=processes))
 
 
 def find_lr(
@@ -179,15 +173,19 @@ def find_lr(
 ) -> FindLrResult:
     """Find a learning rate on a throwaway copy of the network. Writes the curve to `out`, unless it is None."""
     from unfog.commands.find_lr import find_lr as search
+    from unfog.config.requests import FindLrRequest
 
-    return search(_training_settings(source, preset, settings), _path(out), seconds)
+    config = _training_settings(source, preset, settings)
+    return search(FindLrRequest(config.source, config, preset, out=_optional_path(out), seconds=seconds))
 
 
 def pack(source: Source, out: PathLikeText, **settings: Any) -> Path:
     """Decode and resize images once into the folder `out`, which `train` takes as a source. Return it."""
     from unfog.commands.pack import pack as write
+    from unfog.config.requests import PackRequest
 
-    return write(_training_settings(source, "default", settings), Path(path_text(out, "out")))
+    config = _training_settings(source, "default", settings)
+    return write(PackRequest(config.source, Path(_path(out, "out")), config.data))
 
 
 def load(path: PathLikeText, *, ema: float | None = None) -> Run:
@@ -198,7 +196,7 @@ def load(path: PathLikeText, *, ema: float | None = None) -> Run:
     """
     from unfog.inference.run import Run
 
-    return Run(path_text(path, "path"), ema=ema)
+    return Run(_path(path), ema=ema)
 
 
 def ema_sweep(
@@ -215,7 +213,7 @@ def ema_sweep(
     from unfog.commands.ema_sweep import ema_sweep as sweep
     from unfog.config.run_requests import EmaSweepRequest
 
-    folder: Any = Path(path_text(path, "path"))
+    folder: Any = Path(_path(path))
     listed: Any = widths if isinstance(widths, float | int) else tuple(widths)  # `sweep` refuses a number
     names: Any = metric
     return sweep(EmaSweepRequest(folder, names, n, listed, step, features, device))
@@ -230,7 +228,7 @@ def tune(path: PathLikeText, *, steps: int = 10, sampler: str | None = None, **o
     from unfog.config.run_requests import TuneRequest
 
     kind: Any = sampler
-    return search(TuneRequest(Path(path_text(path, "path")), steps, kind, **options))
+    return search(TuneRequest(Path(_path(path)), steps, kind, **options))
 
 
 def _training_settings(source: Source, preset: str, settings: dict[str, Any]) -> Config:
@@ -242,7 +240,7 @@ def _training_settings(source: Source, preset: str, settings: dict[str, Any]) ->
     base, place = recipe(preset), _stored(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
-            settings[name] = path_text(settings[name], name)
+            settings[name] = _path(settings[name], name)
     changes = nest_settings(settings)
     return apply_changes(base_settings(base, None, changes), changes, place)
 
@@ -250,20 +248,41 @@ def _training_settings(source: Source, preset: str, settings: dict[str, Any]) ->
 def _stored(source: Any, settings: dict[str, Any]) -> str:
     """Return the path of the images; an array is written to the cache first, with the labels among the settings."""
     if not hasattr(source, "__array__"):
-        return path_text(source, "source")
+        return _path(source, "source")
     from unfog.data.sources.arrays import store_array
 
     return str(store_array(source, settings.pop("labels", None)))
 
 
-def _path(given: PathLikeText | None) -> Path | None:
-    return None if given is None else Path(path_text(given, "path"))
+def _autoencoder_request(source: Source, out: PathLikeText | None, settings: dict[str, Any]) -> TrainAutoencoderRequest:
+    """Return the request of flags of `unfog train-autoencoder` and settings of `unfog train`, given by name."""
+    from unfog.commands.train import apply_changes
+    from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
+    from unfog.config.requests import TrainAutoencoderRequest
+    from unfog.config.schema import nest_settings
+
+    flags = ("factor", "channels", "width", "kl", "pyramid")
+    options = {name: settings.pop(name) for name in flags if name in settings}
+    place = _stored(source, settings)
+    config = AutoencoderRunSettings.of(apply_changes(autoencoder_recipe(), nest_settings(settings), place))
+    return TrainAutoencoderRequest(place, config, out=_optional_path(out), **options)
+
+
+def _path(given: object, name: str = "path") -> str:
+    """Return a path as text. Raise RequestError if it is none."""
+    from unfog.config.validate import path_text
+
+    return path_text(given, name)
+
+
+def _optional_path(given: PathLikeText | None) -> Path | None:
+    return None if given is None else Path(_path(given))
 
 
 def _run_folder(path: PathLikeText) -> RunFolder:
     from unfog.process.run_folder import RunFolder
 
-    return RunFolder(Path(path_text(path, "path")))
+    return RunFolder(Path(_path(path)))
 
 
 def _finished(folder: RunFolder, done: bool) -> Path:

@@ -6,11 +6,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 
+from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
-from unfog.version import __version__
 
 HELP = """\
 Unfog trains image diffusion models on your own images.
@@ -45,6 +44,7 @@ try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 
 _TRAINING = ("train", "train-autoencoder", "resume")
 _SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune")  # a signal leaves nothing to continue from
+_MODULES = {"train-autoencoder": "train", "resume": "train", "report": "evaluate"}  # else the name of the command
 _MAX_MESSAGE = 1000  # characters
 
 
@@ -114,7 +114,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(f"unfog {__version__}\n")
         return 0
     # Imported only now, so that the above answers at once.
-    from unfog.config.aliases import COMMANDS
+    from unfog.config.aliases import COMMANDS, with_old_defaults
     from unfog.config.values import sanitize, suggest
 
     command, rest = COMMANDS.get(words[0], words[0]), words[1:]
@@ -128,12 +128,9 @@ def _run(words: list[str]) -> int:
                 f"{sanitize(command)} comes before the command; write unfog COMMAND first (see unfog --help)"
             )
         raise RequestError(f"{sanitize(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
-    request = read_request(command, rest)
-    if words[0] == "train-codec" and request.out is None:  # scripts look for its result in a folder of that name
-        from unfog.process.run_folder import next_folder
-
-        request = replace(request, out=next_folder(f"{request.source.rstrip('/')}-codec"))
-    status: int = import_module(f"unfog.commands.{command.replace('-', '_')}").main(request)
+    request = with_old_defaults(words[0], read_request(command, rest))
+    module = _MODULES.get(command, command.replace("-", "_"))
+    status: int = import_module(f"unfog.commands.{module}").main(request)
     return status
 
 

@@ -17,10 +17,18 @@ from typing import Any, TypeVar, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from unfog.config import spec_strings as specs
 from unfog.config.aliases import current_name
 from unfog.config.schema import SHORT
-from unfog.config.values import FormatError, describe_type, parse_value, sanitize, strip_optional
+from unfog.config.values import (
+    FormatError,
+    describe_type,
+    format_spec,
+    parse_spec,
+    parse_value,
+    registry_of,
+    sanitize,
+    strip_optional,
+)
 from unfog.errors import RequestError
 from unfog.settings import rules_of
 
@@ -51,16 +59,16 @@ _registry = ConstructorRegistry()
 @_registry.primitive_rule
 def _part_by_kind(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Show a schedule, target, network, … in the help text as a spec string such as `min-snr:gamma=3`."""
-    words = specs.registry_of(info.type)
+    words = registry_of(info.type)
     if words is None:
         return None
     classes = tuple({type(part) for part in words.values()})
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + "|".join(words) + "}[:…]",
-        instance_from_str=lambda arguments: specs.parse_spec(words, arguments[0]),
+        instance_from_str=lambda arguments: parse_spec(words, arguments[0]),
         is_instance=lambda value: isinstance(value, classes),
-        str_from_instance=lambda value: [specs.format_spec(value)],
+        str_from_instance=lambda value: [format_spec(value)],
     )
 
 
@@ -80,7 +88,7 @@ def _show_short_flags(kind: type) -> None:
         annotation = hint.__origin__ if hasattr(hint, "__metadata__") else hint
         if short := rules_of(f).short:
             kind.__annotations__[f.name] = typing.Annotated[annotation, tyro.conf.arg(aliases=[f"--{short}"])]
-        elif is_dataclass(annotation) and specs.registry_of(annotation) is None:
+        elif is_dataclass(annotation) and registry_of(annotation) is None:
             _show_short_flags(typing.cast(type, annotation))
 
 
@@ -99,13 +107,13 @@ class _Flag:
         if self.switch is not None:
             return 0, 0
         members = get_args(self.annotation)
-        if get_origin(self.annotation) is tuple and not specs.registry_of(self.annotation):
+        if get_origin(self.annotation) is tuple and not registry_of(self.annotation):
             return (1, None) if members[-1] is Ellipsis else (len(members), len(members))
         return 1, 1
 
     def expected(self) -> str:
         """Describe the words that follow: "a whole number"."""
-        if (registry := specs.registry_of(self.annotation)) is not None:
+        if (registry := registry_of(self.annotation)) is not None:
             return f"one of {', '.join(registry)}"
         return describe_type(self.annotation)
 
@@ -114,8 +122,8 @@ class _Flag:
         if self.switch is not None:
             return self.switch
         try:
-            if (registry := specs.registry_of(self.annotation)) is not None:
-                return specs.parse_spec(registry, words[0])
+            if (registry := registry_of(self.annotation)) is not None:
+                return parse_spec(registry, words[0])
             return parse_value(self.annotation, words)
         except FormatError as error:
             raise RequestError(f"{spelled} got {sanitize(' '.join(words))}, which is {error}") from None
@@ -174,7 +182,7 @@ def _leaves(kind: type, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         if tyro.conf.Suppress in marks or tyro.conf.Positional in marks:
             continue
         annotation = hints[f.name].__origin__ if marks else hints[f.name]
-        registry = specs.registry_of(annotation)
+        registry = registry_of(annotation)
         if is_dataclass(annotation) and registry is None:
             yield from _leaves(typing.cast(type, annotation), (*above, f.name))
         else:

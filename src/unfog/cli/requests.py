@@ -14,14 +14,12 @@ import tyro
 from unfog.cli.parse import ParsedArgs, parse_args, print_help
 from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import requests, run_requests
-from unfog.config.autoencoder_recipe import AutoencoderRunSettings, autoencoder_recipe
-from unfog.config.paths import check_out, reason_of
-from unfog.config.presets import preset
+from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
 from unfog.config.resume_rules import apply_changes as apply_resume_changes
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import update
-from unfog.config.validate import check_device, check_request, check_source
+from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
 from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder

@@ -12,10 +12,9 @@ from unfog.checks.run.run_checks import check_run
 from unfog.checks.settings.length_checks import training_length_guide
 from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.checks.settings.settings_checks import check_settings
-from unfog.config.paths import check_out
 from unfog.config.requests import DoctorRequest
 from unfog.config.schema import Config
-from unfog.config.validate import check_request
+from unfog.config.validate import check_out, check_request
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
 from unfog.data.packs.pack import Pack

@@ -1,16 +1,27 @@
-"""`unfog evaluate`: measure a run, print the metrics and update its report."""
+"""`unfog evaluate`: measure a run and print the metrics. `unfog report`: write its report.html."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-from unfog.config.run_requests import EvaluateRequest, EvaluationRequest
+from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, ReportRequest
 from unfog.config.validate import check_sampler, check_source, override_sampler
 from unfog.process.run_folder import RunFolder
 
 
-def main(request: EvaluateRequest) -> int:
-    """Evaluate the run, print the metrics, and return the exit status."""
+def main(request: EvaluateRequest | ReportRequest) -> int:
+    """Print the metrics, or the path of the report, and return the exit status."""
+    if isinstance(request, EvaluateRequest):
+        _evaluate(request)
+    else:
+        from unfog.reporting.progress import print_result
+        from unfog.reporting.report import write_report
+
+        print_result(str(write_report(request.run)))
+    return 0
+
+
+def _evaluate(request: EvaluateRequest) -> None:
     stored = RunFolder(request.run).read_config()
     check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
     if request.reference not in ("", "held-out"):
@@ -25,4 +36,3 @@ def main(request: EvaluateRequest) -> int:
     if is_main_process():
         print_result("\n".join(found.lines()))
         write_report(run.path)
-    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +81,13 @@ CAPTION = (
 )
 
 
-def find_lr(config: Config, out: Path | None = None, seconds: float = 90.0) -> FindLrResult:
+def find_lr(request: FindLrRequest) -> FindLrResult:
     """Search a learning rate, in about so many seconds after the images are read.
 
     Overwrites lr-range.json and lr-range.html in the folder `out`, unless it is None. A slow network takes longer than
     `seconds`, as there is a least number of steps.
     """
+    config, out, seconds = request.settings, request.out, request.seconds
     if not (math.isfinite(seconds) and seconds > 0):
         raise RequestError(f"seconds = {seconds} must be above 0; 90 is usual")
     if out is not None and out.exists() and not out.is_dir():
@@ -168,6 +169,6 @@ def _lr_chart(found: LrRangeResult) -> str:
 
 def main(request: FindLrRequest) -> int:
     """Print the learning rate, and return the exit status: 1 where none was found."""
-    found = find_lr(request.settings, request.out or next_folder(request.settings.source, "find-lr"), request.seconds)
+    found = find_lr(replace(request, out=request.out or next_folder(request.source, "find-lr")))
     print_result(f"{found.suggestion:g}" if found.suggestion else "none")
     return 0 if found.suggestion else 1

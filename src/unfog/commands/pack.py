@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unfog.config.requests import PackRequest
-from unfog.config.schema import Config
 from unfog.data.packs.pack import Pack
 from unfog.data.packs.pack_files import is_pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files
@@ -25,21 +24,18 @@ _TRAINING_ONLY = ("flip", "jitter", "crop", "augment", "cache", "cache_limit", "
 """Data settings that act in training, so that a pack does not depend on them."""
 
 
-def pack(config: Config, out: Path) -> Path:
-    """Pack the images of `config.source` into the folder `out`, and return it.
-
-    The same call continues after a signal, a kill or a full disk.
-    """
-    usual = Data()
+def pack(request: PackRequest) -> Path:
+    """Pack the images, and return the folder. The same call continues after a signal, a kill or a full disk."""
+    data, out, usual = request.data, request.out, Data()
     for name in _TRAINING_ONLY:
-        if getattr(config.data, name) != getattr(usual, name):
+        if getattr(data, name) != getattr(usual, name):
             raise RequestError(
                 f"data.{name} acts in training, and a pack stores the images without it; give it to unfog train"
             )
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
-            source = open_source(config.source, _counting(progress, stop))
-        scan, key = scan_source(source, config.data)
+            source = open_source(request.source, _counting(progress, stop))
+        scan, key = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
         if is_pack(out):
@@ -120,5 +116,5 @@ def _report_pack(made: Pack, scan: Scan, begun: int, seconds: float) -> None:
 
 def main(request: PackRequest) -> int:
     """Pack, print the folder, and return the exit status."""
-    print_result(str(pack(Config(source=request.source, data=request.data), request.out)))
+    print_result(str(pack(request)))
     return 0

@@ -18,25 +18,24 @@ from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_network, zero_batch
 from unfog.pipeline.load_data import load_images
-from unfog.planning.accelerators import Device, find_device
 from unfog.planning.auto_settings import AutoSettings, Machine
 from unfog.planning.disk import bytes_to_decode, check_disk_room, decoded_bytes, is_memory_mapped
-from unfog.planning.flops import NetworkCost, TimeRange, call_time
+from unfog.planning.flops import Device, NetworkCost, TimeRange, call_time, find_device
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
+from unfog.planning.memory_trace import CUDA_CONTEXT
 from unfog.planning.microbatch import MARGIN
-from unfog.planning.peak_memory import CUDA_CONTEXT, available_memory
-from unfog.planning.step_benchmark import decoded_images
 from unfog.planning.timing import (
     TOO_SLOW,
     benchmark_cpu,
+    decoded_images,
     format_flops,
     format_time,
     run_times,
     seconds_per_call,
     time_finding,
 )
-from unfog.process.device import choose_device
+from unfog.process.device import available_memory, choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
@@ -133,15 +132,13 @@ class Plan:
         }
 
 
-def plan(config: Config, device_for: str = "", processes: int = 1) -> Plan:
-    """Predict what training takes. Decodes a few of the images, and trains only a few steps to time them.
-
-    `device_for` names an accelerator of `planning.accelerators`; "" is the machine at hand.
-    """
+def plan(request: PlanRequest) -> Plan:
+    """Predict what training takes. Decodes a few of the images, and trains only a few steps to time them."""
+    config, processes = request.settings, request.processes
     check_request(config)
     if processes < 1:
         raise RequestError(f"processes = {processes} must be at least 1")
-    target = find_device(device_for) if device_for else None
+    target = find_device(request.device) if request.device else None
     # Before images are read, so that a device that is not there is noticed at once.
     device = torch.device("cuda") if target else choose_device(config.training.device)
     with StopSignals(saves=False) as stop:
@@ -298,7 +295,7 @@ def _disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list
 
 def main(request: PlanRequest) -> int:
     """Print the plan, and return the exit status: 2 where it does not fit."""
-    planned = plan(request.settings, request.device, request.processes)
+    planned = plan(request)
     print_result(json.dumps(planned.to_dict(), indent=2) if request.json else "\n".join(planned.lines()))
     print_findings(planned.findings)
     return 2 if has_fatal(planned.findings) else 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unfog.config.paths import check_out
 from unfog.config.run_requests import SampleRequest
-from unfog.config.validate import check_sampler, override_sampler, report_dropped_levels
+from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
 
 

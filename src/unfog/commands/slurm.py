@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unfog.config.paths import reason_of
 from unfog.config.requests import SlurmRequest
+from unfog.config.validate import reason_of
 from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say

@@ -1,4 +1,4 @@
-"""`unfog train`: the settings of a new run, and its training."""
+"""`unfog train`, `unfog train-autoencoder` and `unfog resume`: train a run from its settings to its end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unfog.config.paths import check_out
-from unfog.config.requests import TrainRequest
+from unfog.config.presets import add_autoencoder
+from unfog.config.requests import ResumeRequest, TrainAutoencoderRequest, TrainRequest
+from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml, update
+from unfog.config.validate import check_autoencoder, check_out
+from unfog.errors import RequestError, RunError
 from unfog.models.autoencoder_settings import Autoencoder, Latents
-from unfog.process.run_folder import RunFolder, next_folder
+from unfog.process.run_folder import RunFolder, find_earlier_attempt, next_folder
+from unfog.text import sanitize
 
 # Modules that import torch are imported inside functions, so that a wrong request is refused at once.
 
@@ -28,7 +32,6 @@ def train(request: TrainRequest) -> tuple[RunFolder, bool]:
     """
     check_new_run(request)
     # Imported only now, as torch takes seconds.
-    from unfog.process.run_folder import find_earlier_attempt
     from unfog.runs.resume import resume
     from unfog.runs.train import train as start
 
@@ -73,12 +76,81 @@ def check_new_run(request: TrainRequest) -> None:
         check_out(request.out or next_folder(source), source)
 
 
-def main(request: TrainRequest) -> int:
-    """Train, print the run folder, and return the exit status."""
-    return report_end(*train(request))
+def train_autoencoder(request: TrainAutoencoderRequest) -> tuple[RunFolder, bool]:
+    """Train an autoencoder. Returns and raises as `train`."""
+    weights = {"kl": request.kl, "pyramid": request.pyramid}
+    config = request.settings.config(request.source)
+    config = add_autoencoder(config, request.factor, request.channels, request.width, **weights)
+    check_autoencoder(config)
+    out = request.out or next_folder(config.source.rstrip("/") + request.suffix)
+    check_out(out, config.source, "the folder of an autoencoder")
+    from unfog.runs.train import train as start
+
+    return start(config, out)
 
 
-def report_end(folder: RunFolder, done: bool) -> int:
+def resume(request: ResumeRequest) -> tuple[RunFolder, bool]:
+    """Continue a run. Return its folder, and False if a signal stopped it; then it is saved.
+
+    Raises:
+        RequestError: a setting cannot change, or the images are not those of the run.
+        RunError: no checkpoint is whole, or training could not continue.
+    """
+    folder = RunFolder(request.run)
+    check_changes(folder.read_config(), request.settings, request.force)  # before torch is imported
+    from unfog.runs.resume import resume as continue_run
+
+    return continue_run(folder, request.settings, request.force)
+
+
+def verify(folder: RunFolder) -> str:
+    """Train again from the checkpoint before the newest, and compare with the newest bit by bit. Changes nothing.
+
+    Returns:
+        A line about what was compared.
+
+    Raises:
+        RequestError: there is nothing to replay, settings were changed on the way, or another process is training.
+        RunError: it came out differently.
+        Interrupted: a signal came.
+    """
+    from unfog.pipeline.load_data import load_images
+    from unfog.process.signals import StopSignals
+    from unfog.runs.resume import find_replayable, replay_newest
+
+    config = folder.read_config()
+    with StopSignals(saves=False) as stop, folder.locked():
+        first, last = find_replayable(folder, config)  # before the images are read, which may take long
+        dataset, now = load_images(config, stop)
+        if now.fingerprint != config.fingerprint:
+            raise RequestError(
+                f"the images in {sanitize(config.source)} are not those of this run, so it cannot be repeated"
+            )
+        different = replay_newest(folder, config, dataset, stop)
+    what = f"steps {first.step:,} to {last.step:,} of {folder.path}, trained once more,"
+    if different:
+        raise RunError(
+            f"{what} came out differently: {different[0]} and {len(different) - 1} other tensors. "
+            f"They were made by {last.made_on}; another machine may round otherwise, the same one should not"
+        )
+    return f"{what} came out equal to the bit: weights, EMA and optimizer"
+
+
+def main(request: TrainRequest | TrainAutoencoderRequest | ResumeRequest) -> int:
+    """Train, or verify; print the run folder, or what was compared. Return the exit status."""
+    if isinstance(request, TrainRequest):
+        return _report_end(*train(request))
+    if isinstance(request, TrainAutoencoderRequest):
+        return _report_end(*train_autoencoder(request))
+    if not request.verify:
+        return _report_end(*resume(request))
+    from unfog.reporting.progress import say
+
+    say(verify(RunFolder(request.run)))
+    return 0
+
+
+def _report_end(folder: RunFolder, done: bool) -> int:
     """Print the run folder on stdout, and what to do next on stderr. Return the exit status."""
     from unfog.reporting.progress import print_result, say
 

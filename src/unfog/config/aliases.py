@@ -7,6 +7,11 @@ equal.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
 COMMANDS = {"train-codec": "train-autoencoder"}
 
 # Dotted names in the tree of settings, old to new.
@@ -15,6 +20,11 @@ SETTINGS = {
     "codec": "autoencoder_folder",
     "data.lost_shards": "data.failed_shards",
 }
+
+
+def with_old_defaults(command: str, request: T) -> T:
+    """Return a request with the defaults of an old name: scripts look for what train-codec made in a -codec folder."""
+    return replace(request, suffix="-codec") if command == "train-codec" else request  # type: ignore[type-var]
 
 
 def current_name(setting: str) -> str:

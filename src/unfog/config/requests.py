@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, Suppress
 
-from unfog.config.autoencoder_recipe import AutoencoderRunSettings
+from unfog.config.presets import AutoencoderRunSettings
 from unfog.config.schema import Config
 from unfog.config.values import sanitize
 from unfog.data.settings import Data
@@ -82,6 +82,8 @@ class TrainAutoencoderRequest:
     """Weight of the KL divergence of the latents from a standard normal."""
     pyramid: float = 1.0
     """Weight of the error in edges and textures, beside the pixel error."""
+    suffix: Suppress[str] = "-autoencoder"
+    """End of the name of the default folder."""
 
 
 @dataclass(frozen=True)

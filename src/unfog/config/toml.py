@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unfog.config.aliases import current_name
-from unfog.config.spec_strings import lookup, parse_spec, registry_of
-from unfog.config.values import MAX_INT, FormatError, describe_mismatch, parse_value, sanitize, strip_optional, suggest
+from unfog.config.values import (
+    MAX_INT,
+    FormatError,
+    describe_mismatch,
+    lookup,
+    parse_spec,
+    parse_value,
+    registry_of,
+    sanitize,
+    strip_optional,
+    suggest,
+)
 from unfog.custom import is_own_choice
 from unfog.errors import RequestError
 

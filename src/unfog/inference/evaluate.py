@@ -30,7 +30,7 @@ from unfog.inference.evaluation_files import (
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
-from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
+from unfog.planning.timing import seconds_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say

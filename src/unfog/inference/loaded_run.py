@@ -7,10 +7,9 @@ from typing import Literal
 
 from torch import nn
 
-from unfog.config.paths import path_text
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.validate import override_sampler
+from unfog.config.validate import override_sampler, path_text
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_network

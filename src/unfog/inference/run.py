@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
 from pathlib import Path
 
-from unfog.config.paths import path_text
 from unfog.config.schema import Config
+from unfog.config.validate import path_text
 
 
 class Run(LoadedRun):

@@ -14,12 +14,10 @@ from unfog.data.dataset import ImageSet
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
-from unfog.planning.accelerators import Device
-from unfog.planning.flops import NetworkCost, TimeRange, count_flops, step_time
+from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops, step_time
 from unfog.planning.intervals import Choice, choose_intervals, with_intervals
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
-from unfog.planning.run_costs import forward_passes
-from unfog.planning.step_benchmark import seconds_per_step
+from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
 from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName

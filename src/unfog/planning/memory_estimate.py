@@ -15,14 +15,16 @@ from unfog.config.schema import Config
 from unfog.diffusion.denoiser import Denoiser
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_augmentation, build_loss, build_network, input_shape, zero_batch
-from unfog.planning.fake_process_group import fake_process_group
-from unfog.planning.memory_trace import Recorder, Trace, record_trace
-from unfog.planning.peak_memory import (
+from unfog.planning.memory_trace import (
     HOLES,
     HOLES_RECOMPUTING,
     ONEDNN_HALF,
     Peak,
+    Recorder,
+    Trace,
+    fake_process_group,
     find_peak,
+    record_trace,
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network

@@ -1,4 +1,4 @@
-"""Trace the memory of a computation on fake tensors, which have shapes and no values.
+"""Trace the memory of a computation on fake tensors, which have shapes and no values; find the peak of a trace.
 
 The computation runs through PyTorch's dispatcher as always, but nothing is computed or allocated, so the trace of a
 step that needs 100 GB takes a second and no memory. The dispatcher does not see what a kernel allocates inside; such
@@ -9,20 +9,54 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unfog.errors import RequestError
 from unfog.models import layers
 
 ATEN = torch.ops.aten
+MB = 2**20
+HEAP_LIMIT = 32 * MB
+"""glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
+
+HOLES = 0.30
+"""Gaps in the heap of a CPU process, as a share of the temporary tensors up to HEAP_LIMIT: a freed block stays resident
+between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks that
+benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%."""
+
+HOLES_RECOMPUTING = 1.3
+"""The same with gradient checkpointing, under which blocks of many sizes take turns."""
+
+ONEDNN_HALF = 17 * MB
+"""Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread."""
+
+LASTING = ("parameters", "average", "moments", "exchange", "library")
+"""Allocated once at the beginning, so that the heap has no holes there."""
+
+CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
+CUDA_CONTEXT = 500 * MB
+"""CUDA context, kernels and handles of a process, 300 to 700 MB; not measured here. Only subtracted for a card that is
+not at hand: the free memory that the driver reports is without it."""
+CUDNN_WORKSPACE = 64 * MB
+"""Workspace of cuDNN, and cuBLAS's 8 to 32 MB. Deterministic kernels seldom need more. Not measured."""
+
+PARTS = (
+    *("parameters", "gathered", "gradients", "exchange", "moments", "average", "activations", "workspace", "library"),
+    "allocator",
+)
+"""Parts of a peak. "gathered": blocks of a sharded network that are whole at the moment; "exchange": gradient buckets;
+"workspace": temporary tensors; "library": buffers of kernels; "allocator": gaps between blocks."""
 
 
 @dataclass
@@ -32,7 +66,7 @@ class Trace:
     sizes: list[int] = field(default_factory=list)
     """Bytes of each storage, by its number."""
     kinds: list[str] = field(default_factory=list)
-    """Purpose of each storage, one of `peak_memory.PARTS`."""
+    """Purpose of each storage, one of PARTS."""
     events: list[int] = field(default_factory=list)
     """n where storage n is allocated, and ~n, which is negative, where it is freed."""
 
@@ -226,3 +260,65 @@ class AutocastEmulation(TorchFunctionMode):
 
 def _cast(value: Any, to: torch.dtype) -> Any:
     return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def fake_process_group(processes: int) -> Iterator[None]:
+    """Make torch believe that this is rank 0 of so many processes; messages go nowhere.
+
+    Raises:
+        RequestError: this process is in a real process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+
+    if dist.is_initialized():
+        raise RequestError(
+            "the memory of a divided network cannot be predicted while torch.distributed is in use; call "
+            "destroy_process_group first"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak memory of a computation in bytes, and the parts that it consists of."""
+
+    total: int
+    """Bytes."""
+    parts: Mapping[str, int]
+    """Bytes by PARTS, which add up to the total."""
+
+
+def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
+    """Return the peak of a trace on a device of this type, without the CUDA context."""
+    cost = [_allocated_bytes(size, kind, device, holes) for size, kind in zip(trace.sizes, trace.kinds)]
+    live = highest = 0.0
+    where = 0
+    for place, event in enumerate(trace.events):
+        if event >= 0:
+            live += cost[event]
+            if live > highest:
+                highest, where = live, place
+        else:
+            live -= cost[~event]
+    alive: set[int] = set()
+    for event in trace.events[: where + 1]:
+        (alive.add if event >= 0 else alive.discard)(event if event >= 0 else ~event)
+    parts = Counter(dict.fromkeys(PARTS, 0))
+    for number in alive:
+        parts[trace.kinds[number]] += trace.sizes[number]
+    parts["library"] += CUDNN_WORKSPACE if device == "cuda" else 0
+    total = round(highest) + (CUDNN_WORKSPACE if device == "cuda" else 0)
+    parts["allocator"] = total - sum(parts.values())
+    return Peak(total, dict(parts))
+
+
+def _allocated_bytes(size: int, kind: str, device: str, holes: float) -> float:
+    """Return the bytes that the allocator takes for a storage."""
+    if device != "cpu":
+        return -(-size // CUDA_BLOCK) * CUDA_BLOCK
+    return size if size > HEAP_LIMIT or kind in LASTING else size * (1 + holes)

@@ -13,7 +13,8 @@ from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
-from unfog.planning.peak_memory import CUDNN_WORKSPACE, ONEDNN_HALF, available_memory
+from unfog.planning.memory_trace import CUDNN_WORKSPACE, ONEDNN_HALF
+from unfog.process.device import available_memory
 from unfog.reporting.progress import format_bytes
 from unfog.training.distributed.process_group import processes_per_device
 

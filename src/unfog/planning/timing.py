@@ -1,23 +1,146 @@
-"""Times of a plan: of a network call, and of each part of a run."""
+"""Times of steps and samples, measured on throwaway networks; network calls and time of each part of a run."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import nn
 
 from unfog.config.schema import Config
+from unfog.data.dataset import ImageSet, evenly_spaced
+from unfog.data.stream import ImageStream
 from unfog.diffusion.denoiser import Denoiser
-from unfog.pipeline.build import build_network
-from unfog.planning.accelerators import Device
-from unfog.planning.flops import TimeRange
+from unfog.diffusion.sampler import TWO_CALLS, Sampler
+from unfog.errors import Interrupted
+from unfog.pipeline.build import build_augmentation, build_loss, build_network, build_state
+from unfog.pipeline.generate import GenerationSettings, generate_images
+from unfog.planning.flops import Device, TimeRange
 from unfog.planning.memory_estimate import batch_shape, blank_labels
-from unfog.planning.run_costs import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_duration
+from unfog.training.hooks import Task, TrainingHooks
+from unfog.training.loop import LoopSettings, train
 from unfog.training.stability.out_of_memory import microbatch_size
+
+TIMED = 64
+"""Images that steps are timed with, if none are decoded yet."""
+
+
+class _StepTimer(TrainingHooks):
+    """Training hooks that record the time after each step."""
+
+    def __init__(self, seconds: float, progress: Progress, stop_requested: Callable[[], bool]):
+        self.seconds = seconds
+        self.progress = progress
+        self.interrupted = stop_requested
+        self.times = [time.perf_counter()]
+
+    def on_step_end(self, step: int) -> None:
+        # The loop has just synchronised with the device, to see whether the gradient is finite.
+        self.times.append(time.perf_counter())
+        self.progress.update(step)
+
+    def stop_requested(self) -> bool:
+        """Return True once the time is over after two steps or more, or a stop is requested."""
+        enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
+        return enough or self.interrupted()
+
+    def seconds_per_step(self) -> float:
+        """Return the median, without the first step, which also allocates."""
+        return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
+
+
+def seconds_per_step(
+    config: Config, images: ImageSet, device: torch.device, stop_requested: Callable[[], bool], limit: float = 3.0
+) -> float:
+    """Return the median wall time of an optimiser step, from about `limit` seconds of real training."""
+    mine = [device] if device.type == "cuda" else []
+    # The loop seeds the global generators at each step, so they are restored.
+    state = build_state(config, device)
+    with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
+        clock = _StepTimer(limit, progress, stop_requested)
+        train(
+            LoopSettings(replace(config.training, images=10**9 * config.training.batch), config.optimizer),
+            state,
+            Task(
+                ImageStream(images, config.training.seed), build_augmentation(config), build_loss(config, state.levels)
+            ),
+            clock,
+        )
+    if stop_requested():
+        raise Interrupted
+    return clock.seconds_per_step()
+
+
+def decoded_images(images: ImageSet) -> ImageSet:
+    """Return the images if they are decoded, else a few of them decoded, so that steps are timed without decoding."""
+    if isinstance(images.pixels, np.ndarray):
+        return images
+    pixels, labels, rows = images.take(evenly_spaced(len(images), TIMED))
+    return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
+
+
+def seconds_per_sample(network: nn.Module, config: Config, drawing: GenerationSettings) -> float:
+    """Return the wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
+    sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
+    trial = replace(drawing, sampler=replace(sampler, steps=steps))
+    return wall_seconds(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
+
+
+def _trial_steps(sampler: Sampler) -> int:
+    # The adaptive sampler decides itself how many steps it takes, so a part of them says nothing.
+    return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
+
+
+def wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
+    """Return the wall time of `work`; with `warm`, of its second call, as the first also allocates."""
+    if warm:
+        work()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def forward_passes(config: Config, held_out: int) -> dict[str, float]:
+    """Return the cost of each part of a run, in forward passes of one image in fp32.
+
+    The keys are "training", "preview", "evaluate" and "metrics". Where the number of samples for metrics is chosen
+    automatically, "metrics" is the share of the training time that they may take.
+
+    Args:
+        config: resolved settings.
+        held_out: number of held-out images.
+    """
+    evaluate, steps = config.evaluate, config.training.images // config.training.batch
+    calls = config.sampler.steps * (2 if config.sampler.kind in TWO_CALLS else 1)
+    calls *= 2 if config.usual_guidance != 1 else 1
+    # A backward pass costs two forward passes. bf16 and fp16, which only training uses, take about two thirds of fp32.
+    training = config.training.images * (3.0 if config.training.precision == "fp32" else 2.0)
+    metrics = 0.0
+    if evaluate.metrics and evaluate.metrics_every >= 0:
+        fixed = evaluate.samples and evaluate.metrics_every
+        # Metrics run at the first evaluation after each multiple of their interval, and after the last step.
+        count = 1 + max(0, steps - 1) // max(evaluate.metrics_every, evaluate.every, 1)
+        metrics = float(count * evaluate.samples * calls) if fixed else evaluate.share * training
+    evaluated = min(evaluate.images, held_out) * evaluate.levels * (evaluate.every > 0)
+    return {
+        "training": training,
+        "preview": repetitions(config.preview.every, steps) * config.preview.images * calls,
+        "evaluate": repetitions(evaluate.every, steps) * evaluated,
+        "metrics": metrics,
+    }
+
+
+def repetitions(every: int, steps: int) -> int:
+    """Return how often a run previews or evaluates: at both ends, and every so many steps if that is not -1."""
+    return 2 + (max(0, steps - 1) // every if every > 0 else 0)
+
 
 _SAMPLES = (16, 64, 10_000, 50_000)  # whose times are listed: a grid to look at, and the usual numbers for metrics
 TOO_SLOW = 2e13

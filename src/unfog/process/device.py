@@ -1,13 +1,18 @@
-"""The torch device that a `--device` name stands for."""
+"""The torch device that a `--device` name stands for, and the memory that is free there."""
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from unfog.config.validate import check_device
 from unfog.errors import RequestError
+
+UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 
 
 def choose_device(name: str) -> torch.device:
@@ -42,3 +47,76 @@ def _status(name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on a device.
+
+    On a CPU, the least of the free memory of the system, of the control group (container) and of the address space
+    (`ulimit -v`); on CUDA, what the driver reports as free and what PyTorch has cached.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return min(limit for limit in (_system(), _control_group(), _addresses()) if limit is not None)
+
+
+def _system() -> int:
+    """Memory that the system can give without swapping; half of what is installed, or UNTOLD, if it does not tell."""
+    with suppress(OSError, ValueError):
+        return _field(Path("/proc/meminfo"), "MemAvailable") * 1024
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return UNTOLD
+
+
+def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Memory that the control groups of this process leave, version 2 or 1; None without a limit."""
+    left: list[int] = []
+    with suppress(OSError):
+        for line in me.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                left += _left(root, path, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                left += _left(root / "memory", path, *v1)
+    return min(left) if left else None
+
+
+def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int]:
+    """Bytes left in a group and its parents. In a container the path may not exist; its own group is the root."""
+    left = []
+    folder = root / path.strip("/")
+    for group in [folder, *folder.parents]:
+        with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
+            allowed = int((group / limit).read_text())
+            cached = _field(group / "memory.stat", reclaimable)
+            if allowed < 2**60:  # version 1 has a huge number for no limit
+                left.append(max(0, allowed - int((group / usage).read_text()) + cached))
+        if group == root:
+            break
+    return left
+
+
+def _addresses() -> int | None:
+    """Address space that the limit of this process leaves; None without a limit."""
+    if sys.platform != "linux":
+        return None
+    import resource  # missing on Windows
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - _field(Path("/proc/self/status"), "VmSize") * 1024)
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number after a name in a file of lines like "MemAvailable:   1234 kB". ValueError if it is missing."""
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0].rstrip(":") == name:
+            return int(words[1])
+    raise ValueError(f"{path} does not say {name}")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from unfog.config.paths import check_out, reason_of
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml, to_toml
+from unfog.config.validate import check_out, reason_of
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat

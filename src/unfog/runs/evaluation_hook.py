@@ -31,7 +31,7 @@ from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
-from unfog.planning.step_benchmark import seconds_per_sample, wall_seconds
+from unfog.planning.timing import seconds_per_sample, wall_seconds
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_duration, plural, warn

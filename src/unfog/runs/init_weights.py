@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unfog.config.paths import reason_of
 from unfog.config.schema import Config, Init
-from unfog.config.spec_strings import format_spec
 from unfog.config.toml import update
-from unfog.config.values import sanitize
+from unfog.config.validate import reason_of
+from unfog.config.values import format_spec, sanitize
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V

@@ -6,7 +6,7 @@ import math
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
-from unfog.planning.run_costs import forward_passes, repetitions
+from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_duration, format_number
 
