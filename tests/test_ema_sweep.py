@@ -185,7 +185,7 @@ def test_what_is_of_another_type_is_refused_in_a_line(run, asked, said):
 
 def test_what_cannot_be_measured_is_refused_before_drawing(run, monkeypatch):
     monkeypatch.setattr("unfog.commands.ema_sweep.generate_images", lambda *given: pytest.fail("pictures were drawn"))
-    with pytest.raises(RequestError, match=r"fd is refused: 40 pictures .* 192 features of pixels.*--metric kid"):
+    with pytest.raises(RequestError, match=r"fd is refused: 40 images .* 192 features of pixels.*--metric kid"):
         unfog.ema_sweep(run, metric="fd", n=40, widths=[0.1], features="pixels")
     with pytest.raises(RequestError, match="n = 3 samples: sliced needs at least 10"):
         unfog.ema_sweep(run, metric="sliced", n=3, widths=[0.1])

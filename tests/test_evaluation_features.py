@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
-from unfog.evaluation.feature_networks import INCEPTION_FILE, inception_path, parse_network_file
+from unfog.evaluation.feature_networks import (
+    INCEPTION_FILE,
+    antialiased,
+    inception_path,
+    parse_network_file,
+    tf1_bilinear,
+)
 from unfog.evaluation.features import is_inception, open_features
-from unfog.evaluation.resize import antialiased, tf1_bilinear
 
 INCEPTION = inception_path()
 """Of whoever runs the tests, which have a cache of their own later."""

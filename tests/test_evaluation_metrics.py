@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
-from unfog.evaluation import kernel_distance as kernel
-from unfog.evaluation import precision_recall as manifold
-from unfog.evaluation.feature_networks import INCEPTION
-from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet_distance import (
+from unfog.evaluation import distances, metrics
+from unfog.evaluation.distances import (
     extrapolate_frechet,
     feature_statistics,
     frechet_distance,
     frechet_with_error,
+    kernel_distance,
 )
-from unfog.evaluation.kernel_distance import kernel_distance
+from unfog.evaluation.feature_networks import INCEPTION_DIGEST
+from unfog.evaluation.features import Features, open_features
 from unfog.evaluation.metrics import METRICS, check_count, compare_features
 
 
@@ -87,7 +86,7 @@ def test_a_set_is_at_no_distance_from_itself():
 
 def test_statistics_of_blocks_are_those_of_the_whole(monkeypatch):
     x = normal(1000, 5, 0, place=1e4)  # far from 0, where a one-pass covariance loses half of its digits
-    monkeypatch.setattr("unfog.evaluation.frechet_distance.ROWS", 64)
+    monkeypatch.setattr("unfog.evaluation.distances._ROWS", 64)
     found = feature_statistics(x)
     assert torch.allclose(found.mean, x.mean(0), rtol=1e-14)
     assert torch.allclose(found.covariance, torch.cov(x.T), rtol=1e-9, atol=1e-12)
@@ -152,14 +151,14 @@ def test_kernel_distance_has_no_bias_and_an_error_that_holds(block, place, most)
 def test_kernel_rows_in_blocks_are_those_of_the_whole(monkeypatch):
     x, y = normal(50, 4, 0), normal(50, 4, 1)
     whole = kernel_distance(x, y)
-    monkeypatch.setattr(kernel, "ROWS", 7)
+    monkeypatch.setattr(distances, "_KERNEL_ROWS", 7)
     assert kernel_distance(x, y) == pytest.approx(whole, rel=1e-12)
 
 
 def test_neighbours_in_blocks_are_those_of_the_whole(monkeypatch):
     names = ["precision", "recall", "density", "coverage"]
     whole = [one.value for one in compare_features(names, REAL, FAKE)]
-    monkeypatch.setattr(manifold, "ENTRIES", 300 * 7)
+    monkeypatch.setattr(metrics, "_ENTRIES", 300 * 7)
     assert [one.value for one in compare_features(names, REAL, FAKE)] == whole
 
 
@@ -191,7 +190,7 @@ def test_the_interval_of_precision_holds():
     true = compare_features(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value
     found = [compare_features(["precision"], real, normal(60, 4, 2 + i, 1.5))[0] for i in range(100)]
     assert 88 <= sum(one.low <= true <= one.high for one in found) <= 100
-    lowest = manifold.proportion(torch.zeros(50, dtype=torch.bool))
+    lowest = metrics.proportion(torch.zeros(50, dtype=torch.bool))
     assert lowest.low == pytest.approx(0, abs=1e-12)
     assert lowest.high == pytest.approx(0.0713, abs=1e-3)  # Wilson 1927: z^2 / (n + z^2)
 
@@ -213,7 +212,7 @@ def test_a_frechet_distance_of_few_pictures_is_marked_or_refused():
 def test_too_few_pictures_are_refused_beforehand_exactly_where_measuring_would_refuse_them():
     pixels, net = torch.zeros(1, 3, 8, 8, dtype=torch.uint8), open_features("pixels")
     for metric in ("fid", "fd"):
-        with pytest.raises(RequestError, match=f"{metric} is refused: 192 pictures .* 192 features of pixels.*-m kid"):
+        with pytest.raises(RequestError, match=f"{metric} is refused: 192 images .* 192 features of pixels.*-m kid"):
             check_count(metric, 192, pixels, net, "-m")
         check_count(metric, 193, pixels, net, "-m")
         measured = [compare_features([metric], normal(n, 192, 0), normal(300, 192, 1))[0].value for n in (192, 193)]
@@ -223,7 +222,7 @@ def test_too_few_pictures_are_refused_beforehand_exactly_where_measuring_would_r
 
 def test_a_figure_says_what_it_is_of():
     device = torch.device("cpu")
-    inception = Features("inception", "TF1 bilinear 299", INCEPTION.digest, device, lambda x: x)
+    inception = Features("inception", "TF1 bilinear 299", INCEPTION_DIGEST, device, lambda x: x)
     other = Features("net@12345678", "bicubic antialiased 224", "another", device, lambda x: x)
     fid, infinity = compare_features(["fd", "fd_infinity"], REAL, FAKE, features=inception)
     assert (fid.metric, infinity.metric) == ("fid", "fid_infinity")

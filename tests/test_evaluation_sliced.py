@@ -103,7 +103,7 @@ def test_the_last_level_is_what_is_left_and_the_others_what_is_lost():
 
 
 def test_memory_is_bounded_whatever_the_number_of_pictures(monkeypatch):
-    monkeypatch.setattr(sliced, "PATCHES", 100)
+    monkeypatch.setattr(sliced, "_PATCHES", 100)
     x = torch.zeros(40, 3, 8, 8, dtype=torch.uint8)
     assert len(sliced._patches(x, 8, torch.Generator())) == 80
     found = compare_pixels(["sliced"], x.repeat(5, 1, 1, 1), x)

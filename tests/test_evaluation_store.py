@@ -9,9 +9,9 @@ from torch import Tensor
 
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import feature_store as store
+from unfog.evaluation.distances import feature_statistics
 from unfog.evaluation.feature_store import compute_features, compute_statistics, features_folder
 from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.frechet_distance import feature_statistics
 
 
 class Source:
@@ -153,7 +153,7 @@ def test_several_processes_need_a_key():
 
 
 def test_nothing_has_no_features():
-    with pytest.raises(RequestError, match="no pictures"):
+    with pytest.raises(RequestError, match="no images"):
         compute_features(Source(0), open_features("pixels"))
 
 

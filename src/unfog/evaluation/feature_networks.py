@@ -1,4 +1,4 @@
-"""Feature networks, loaded from TorchScript files."""
+"""Feature networks, loaded from TorchScript files, and the resizing that each was trained with."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unfog.cache_folder import cache_folder
 from unfog.errors import RequestError
-from unfog.evaluation.resize import antialiased, tf1_bilinear
 
 INCEPTION_FILE = "inception-2015-12-05.pt"
+# The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
+# (pixel - 128) / 128 to the 2048 numbers of its last pooling.
 _INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
-"""The network of Heusel et al. 2017, converted from TensorFlow's inception-2015-12-05.tgz: RGB [N, 3, 299, 299] in
-(pixel - 128) / 128 to the 2048 numbers of its last pooling."""
 
+# Offset subtracted from a pixel in 0 to 255, and divisor.
 _RANGES = {
     "unit": (0.0, 255.0),
     "symmetric": (127.5, 127.5),
     "inception": (128.0, 128.0),
-    "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
+    "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),  # mean and standard deviation of ImageNet
     "bytes": (0.0, 1.0),
 }
-"""(offset subtracted from a pixel, divisor): to 0 to 1; to -1 to 1; as Inception; by ImageNet's mean and standard
-deviation; 0 to 255."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +72,13 @@ class TorchScriptNetwork:
         return y
 
 
-@dataclass(frozen=True)
-class KnownNetwork:
-    """A file that may be run, by its SHA-256."""
-
-    sha256: str
-    settings: NetworkInput
-
-    @property
-    def digest(self) -> str:
-        return _digest(self.sha256, self.settings)
-
-
 def _digest(sha256: str, settings: NetworkInput) -> str:
-    told = f"{sha256} {settings.size} {settings.range} {settings.resize}"
-    return hashlib.sha256(told.encode()).hexdigest()
+    parts = f"{sha256} {settings.size} {settings.range} {settings.resize}"
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
-INCEPTION = KnownNetwork(_INCEPTION_SHA256, NetworkInput(INCEPTION_FILE, 299, "inception", "tf1"))
+_INCEPTION_INPUT = NetworkInput(INCEPTION_FILE, 299, "inception", "tf1")
+INCEPTION_DIGEST = _digest(_INCEPTION_SHA256, _INCEPTION_INPUT)
 
 
 def inception_path() -> Path:
@@ -114,7 +102,7 @@ def load_inception(device: torch.device) -> TorchScriptNetwork:
     content = _read(path)
     if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:
         raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {_INCEPTION_SHA256[:12]}…: fetch it again")
-    return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
+    return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION_DIGEST, _INCEPTION_INPUT)
 
 
 def load_torchscript(settings: NetworkInput, device: torch.device, only_known: bool) -> TorchScriptNetwork:
@@ -126,14 +114,14 @@ def load_torchscript(settings: NetworkInput, device: torch.device, only_known: b
     path = Path(settings.path).expanduser()
     content = _read(path)
     sha256 = hashlib.sha256(content).hexdigest()
+    name = f"{path.stem}@{sha256[:8]}"
     if sha256 == _INCEPTION_SHA256:
-        return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION.digest, INCEPTION.settings)
-    if only_known:
+        name, settings = "inception", _INCEPTION_INPUT
+    elif only_known:
         raise RequestError(
             f"features = {settings.path!r} is a program that somebody else's settings name; if you trust it, name it "
             "yourself with --features"
         )
-    name = f"{path.stem}@{sha256[:8]}"
     return TorchScriptNetwork(_load(content, path, device), name, _digest(sha256, settings), settings)
 
 
@@ -146,14 +134,11 @@ def parse_network_file(text: str) -> NetworkInput:
     match = re.fullmatch(r"(.*\.pt)(?::(.*))?", text)
     if not match:
         raise RequestError(f"features = {text!r} is no path that ends in .pt, with options such as :size=224")
-    options = dict(part.partition("=")[::2] for part in (match[2] or "").split(",") if part)
-    if unknown := set(options) - {"size", "range", "resize"}:
+    options = {"size": "224", "range": "imagenet", "resize": "bicubic"}
+    given = dict(part.partition("=")[::2] for part in (match[2] or "").split(",") if part)
+    if unknown := given.keys() - options:
         raise RequestError(f"features has no option {min(unknown)!r}; there is size, range, resize")
-    size, values, resize = (
-        options.get("size", "224"),
-        options.get("range", "imagenet"),
-        options.get("resize", "bicubic"),
-    )
+    size, values, resize = (options | given).values()
     if not size.isdecimal():
         raise RequestError(f"size = {size!r} of features must be a number of pixels, or 0 for as they come")
     if values not in _RANGES:
@@ -179,3 +164,29 @@ def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptM
         raise RequestError(
             f"features = {path} is no TorchScript file; make one with torch.jit.trace(…).save"
         ) from error
+
+
+def tf1_bilinear(x: Tensor, size: int) -> Tensor:
+    """Bilinear resize of float [N, C, H, W] to [N, C, size, size] as TensorFlow 1 did it by default.
+
+    Output pixel i reads at i * in / out, without half-pixel centres and without smoothing before shrinking; past the
+    last pixel the last one is repeated (`resize_bilinear`, align_corners=False). The FID of the literature rests on
+    it (Heusel et al. 2017; Parmar et al. 2022, section 3, on what other resizes do to the figure).
+    """
+    rows, next_row, down = _neighbours(x.shape[2], size, x.device)
+    columns, next_column, right = _neighbours(x.shape[3], size, x.device)
+    x = x[:, :, :, columns].lerp(x[:, :, :, next_column], right)
+    return x[:, :, rows].lerp(x[:, :, next_row], down[:, None])
+
+
+def _neighbours(length: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each output place: the pixel before it, the pixel after, and how far between them, in float32 as there."""
+    scale = torch.tensor(length, dtype=torch.float32) / size
+    place = torch.arange(size, dtype=torch.float32) * scale
+    before = place.long().clamp(max=length - 1)
+    return before.to(device), (before + 1).clamp(max=length - 1).to(device), (place - before).to(device)
+
+
+def antialiased(x: Tensor, size: int) -> Tensor:
+    """Bicubic resize of float [N, C, H, W] to [N, C, size, size], smoothed where it shrinks, half-pixel centres."""
+    return F.interpolate(x, size=(size, size), mode="bicubic", antialias=True)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from unfog.cache_folder import cache_folder
 from unfog.errors import RequestError, RunError
+from unfog.evaluation.distances import FeatureStatistics, feature_statistics
 from unfog.evaluation.features import Features
-from unfog.evaluation.frechet_distance import FeatureStatistics, feature_statistics
 
-_FORMAT = 1
+_FORMAT = 1  # part of the cache key: a new one makes old entries unused
 CHUNK = 500
 
 
@@ -48,17 +48,17 @@ def compute_features(
 ) -> Tensor:
     """Compute features of all images, float32 [N, D] on the CPU, the same on every rank.
 
-    `cache_key` says which pictures these are: the data's fingerprint, which covers their size, or a hash of all that
-    drawn ones depend on. Chunks found under it are not asked of `pixels` again. None keeps nothing. `progress` is told
-    how many of this rank's pictures are done, and how many there are. Of `world` processes each computes every
-    `world`-th chunk, then waits at `barrier` and reads what the others wrote; they share the cache folder.
+    `cache_key` identifies the images: the data's fingerprint, which covers their size, or a hash of all that generated
+    ones depend on. Chunks that are cached under it are not read from `pixels`; None caches nothing. `progress` gets the
+    number of this rank's images that are done, and of all. Each of `world` processes computes every `world`-th chunk,
+    waits at `barrier`, and reads the chunks of the others from the shared cache folder.
 
     Raises:
-        RequestError: there are no pictures; several processes without a key.
-        RunError: the network answers with what is no number; another rank's chunk is missing.
+        RequestError: there are no images; several processes without a key.
+        RunError: the network's output is not finite; another rank's chunk is missing.
     """
     if not len(pixels):
-        raise RequestError("there are no pictures to take features of")
+        raise RequestError("there are no images to take features of")
     if world > 1 and cache_key is None:
         raise RequestError("several processes share features through the cache: give cache_key")
     folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
@@ -67,7 +67,7 @@ def compute_features(
     found: dict[int, Tensor] = {}
     total, done = sum(min(CHUNK, len(pixels) - first) for first in mine), 0
     for first in mine:
-        chunk = None if folder is None else _load(_chunk(folder, first), min(CHUNK, len(pixels) - first))
+        chunk = None if folder is None else _load(folder, first, len(pixels))
         if chunk is None:
             chunk = _compute(pixels, features, first)
             if folder is not None:
@@ -78,8 +78,12 @@ def compute_features(
     if folder is not None and world > 1:
         barrier()
         for first in starts:
-            if first not in found:
-                found[first] = _of_another(folder, first, min(CHUNK, len(pixels) - first))
+            chunk = found[first] if first in found else _load(folder, first, len(pixels))
+            if chunk is None:
+                raise RunError(
+                    f"{_chunk(folder, first)} of another process is missing; UNFOG_CACHE must be a folder they share"
+                )
+            found[first] = chunk
     return torch.cat([found[first] for first in starts])
 
 
@@ -116,7 +120,7 @@ def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
     at_once = 25 if features.device.type == "cpu" else 250
     made = torch.cat([features(part).cpu() for part in torch.split(chunk, at_once)])
     if not made.isfinite().all():
-        raise RunError(f"features = {features.name} gave what is no number for pictures {first} to {first + len(made)}")
+        raise RunError(f"features = {features.name} gave what is no number for images {first} to {first + len(made)}")
     return made
 
 
@@ -124,22 +128,14 @@ def _chunk(folder: Path, first: int) -> Path:
     return folder / f"{first:08d}.safetensors"
 
 
-def _load(path: Path, count: int) -> Tensor | None:
-    """Load a cached chunk; None if it is missing or damaged."""
+def _load(folder: Path, first: int, count: int) -> Tensor | None:
+    """Load the cached chunk that starts at image `first` of `count`; None if it is missing or damaged."""
     with suppress(OSError, SafetensorError, KeyError):
-        x: Tensor = load_file(path)["features"]
-        if x.dtype == torch.float32 and x.ndim == 2 and len(x) == count and bool(x.isfinite().all()):
+        x: Tensor = load_file(_chunk(folder, first))["features"]
+        whole = len(x) == min(CHUNK, count - first)
+        if x.dtype == torch.float32 and x.ndim == 2 and whole and bool(x.isfinite().all()):
             return x
     return None
-
-
-def _of_another(folder: Path, first: int, count: int) -> Tensor:
-    chunk = _load(_chunk(folder, first), count)
-    if chunk is None:
-        raise RunError(
-            f"{_chunk(folder, first)} of another process is missing; UNFOG_CACHE must be a folder they share"
-        )
-    return chunk
 
 
 def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: bool) -> None:
@@ -153,6 +149,7 @@ def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: boo
 
 def _write(path: Path, tensors: dict[str, Tensor], features: Features) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may write one chunk at a time, so each has a partial file of its own.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:

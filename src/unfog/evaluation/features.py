@@ -15,15 +15,17 @@ from torch.nn import functional as F
 
 from unfog.errors import RequestError
 from unfog.evaluation.feature_networks import (
-    INCEPTION,
-    TorchScriptNetwork,
+    INCEPTION_DIGEST,
     load_inception,
     load_torchscript,
     parse_network_file,
 )
-from unfog.evaluation.texture import texture
 
-SIDE = 8
+_SIDE = 8  # of the small image that `pixels` compares
+# Of `texture`:
+_LEAST = 4  # side of the last scale
+_FAINT = 1 / 512  # half of the smallest step of a pixel
+_USUAL = 4.0  # what is taken from a logarithm, so that the features of photographs are about 1
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,10 @@ class Features:
 
     name: str
     """Printed name; for a file that is not Inception, with the first eight digits of its SHA-256."""
-
     resize: str
-    """What is done to the size of the pixels."""
-
+    """How images are resized."""
     digest: str
     """Equal exactly where the features of the same pixels are equal, up to rounding: part of what caches go by."""
-
     device: torch.device
     embed: Callable[[Tensor], Tensor]
     """float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
@@ -57,9 +56,7 @@ class Features:
         with torch.autocast(self.device.type, enabled=False), exact:
             y = self.embed(x)
         if y.ndim != 2 or len(y) != len(x):
-            raise RequestError(
-                f"features = {self.name} answers {list(y.shape)} for {len(x)} pictures; it must be [N, D]"
-            )
+            raise RequestError(f"features = {self.name} answers {list(y.shape)} for {len(x)} images; it must be [N, D]")
         return y.float()
 
 
@@ -74,30 +71,67 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
         RequestError: no such name or file; not TorchScript; options that are none; a file that may not be run.
     """
     device = torch.device(device)
-    # MPS pools to sizes that divide the picture's alone.
+    # MPS pools to sizes that divide the image's alone.
     pooling = torch.device("cpu") if device.type == "mps" else device
     if name_or_path == "pixels":
-        return Features("pixels", f"area {SIDE}", f"pixels-{SIDE}-1", pooling, _small_pixels)
+        return Features("pixels", f"area {_SIDE}", f"pixels-{_SIDE}-1", pooling, _small_pixels)
     if name_or_path == "texture":
-        return Features("texture", "none", "texture-1", pooling, texture)
+        return Features("texture", "none", "texture-1", pooling, _texture)
     if name_or_path == "inception":
-        return _of(load_inception(device), device)
-    if ".pt" not in name_or_path:
+        network = load_inception(device)
+    elif ".pt" in name_or_path:
+        network = load_torchscript(parse_network_file(name_or_path), device, only_known)
+    else:
         raise RequestError(
             f"features = {name_or_path!r} is not inception, texture, pixels or the path of a TorchScript file"
         )
-    return _of(load_torchscript(parse_network_file(name_or_path), device, only_known), device)
+    return Features(network.name, network.resize, network.digest, device, network)
 
 
 def is_inception(features: Features | None) -> bool:
     """Return True where a Frechet distance of these features is FID as in the literature."""
-    return features is not None and features.digest == INCEPTION.digest
-
-
-def _of(network: TorchScriptNetwork, device: torch.device) -> Features:
-    return Features(network.name, network.resize, network.digest, device, network)
+    return features is not None and features.digest == INCEPTION_DIGEST
 
 
 def _small_pixels(x: Tensor) -> Tensor:
-    """Means over 8 x 8 parts, in 0 to 1: [N, 192]. What is where in a picture, and nothing finer."""
-    return F.adaptive_avg_pool2d(x / 255, SIDE).flatten(1)
+    """Means over 8 x 8 parts, in 0 to 1: [N, 192]. What is where in an image, and nothing finer."""
+    return F.adaptive_avg_pool2d(x / 255, _SIDE).flatten(1)
+
+
+def _texture(x: Tensor) -> Tensor:
+    """RGB [N, 3, H, W] in 0 to 255 -> [N, 33 L], L scales from the pixels to a side of 4, each half of the one before.
+
+    Of each scale: logarithms of mean and root mean square of the Haar details (across, down, diagonal) of luma and the
+    two colour differences; those of luma in each quarter of the image; deviation of each channel, and of the pixels
+    their mean. Logarithms, so that a blur or a grain counts by how much of the detail it changes, however little
+    detail there is. After Portilla & Simoncelli 2000, whose statistics are of this kind; these see less and are few.
+    """
+    x = _luma_and_chroma(x / 255)
+    found = [4 * x.mean((2, 3))]
+    while True:
+        details = _details(x)  # [N, 3 channels, 3 directions, H - 1, W - 1]
+        strength = details.abs()
+        quarters = F.adaptive_avg_pool2d(strength[:, 0], 2)
+        found += [_log(strength.mean((3, 4))), _log(details.square().mean((3, 4)).sqrt())]
+        found += [_log(quarters)]
+        x = F.avg_pool2d(x, 2)
+        if min(x.shape[2:]) < _LEAST:
+            return torch.cat([part.flatten(1) for part in found], 1)
+        found.append(4 * x.std((2, 3)))
+
+
+def _luma_and_chroma(x: Tensor) -> Tensor:
+    """Y, Cb, Cr of RGB (BT.601)."""
+    matrix = torch.tensor([[0.299, 0.587, 0.114], [-0.169, -0.331, 0.5], [0.5, -0.419, -0.081]], device=x.device)
+    return torch.einsum("ij,njhw->nihw", matrix, x)
+
+
+def _details(x: Tensor) -> Tensor:
+    """Haar details of each channel at every place, in three directions."""
+    haar = torch.tensor([[[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]], device=x.device) / 2
+    found = F.conv2d(x.flatten(0, 1)[:, None], haar[:, None].to(x.dtype))
+    return found.reshape(*x.shape[:2], *found.shape[1:])
+
+
+def _log(x: Tensor) -> Tensor:
+    return (x + _FAINT).log() + _USUAL

@@ -1,8 +1,9 @@
-"""Figures that compare generated with real images, with intervals and notes on bias."""
+"""Metrics that compare generated with real images by their features, with intervals and notes on bias."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,18 +12,24 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError
+from unfog.evaluation.distances import (
+    Distance,
+    FeatureStatistics,
+    extrapolate_frechet,
+    frechet_with_error,
+    kernel_distance,
+)
 from unfog.evaluation.features import Features, is_inception
-from unfog.evaluation.frechet_distance import Distance, FeatureStatistics, extrapolate_frechet, frechet_with_error
-from unfog.evaluation.kernel_distance import kernel_distance
-from unfog.evaluation.precision_recall import BallCounts, Estimate, Z, count_in_balls, mean, proportion
 
-_FEW = 10_000
-"""Pictures below which a Frechet distance is marked."""
+Z = 1.959964
+"""Standard errors from a normal distribution's mean to the ends of its middle 95%."""
+_FEW = 10_000  # images below which a Frechet distance is marked as biased
+_ENTRIES = 2**24  # distances in memory at once: 128 MB
 
 
 @dataclass(frozen=True)
 class MetricResult:
-    """A figure. 95% interval and standard error are of the choice of pictures; None where none is known to hold."""
+    """A metric. 95% interval and standard error are of the choice of images; None where none is known to hold."""
 
     metric: str
     value: float | None
@@ -36,20 +43,38 @@ class MetricResult:
     resize: str
     note: str = ""
     drawn: str = ""
-    """How the pictures were drawn: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
+    """How the images were sampled: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
 
     def __str__(self) -> str:
         value = "refused" if self.value is None else f"{self.value:.4g}"
         within = "" if self.low is None or self.high is None else f" [{self.low:.4g}, {self.high:.4g}]"
-        told = [
+        parts = [
             f"n = {self.n:,}",
             f"reference {self.n_reference:,}",
             f"features {self.features}",
             f"resize {self.resize}",
+            *filter(None, [self.drawn]),
         ]
-        return f"{self.metric} {value}{within} ({', '.join([*told, *filter(None, [self.drawn])])})" + (
-            f": {self.note}" if self.note else ""
-        )
+        return f"{self.metric} {value}{within} ({', '.join(parts)})" + (f": {self.note}" if self.note else "")
+
+
+class Estimate(NamedTuple):
+    """A value with its 95% interval and standard error; None where it is refused or not known."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+class BallCounts(NamedTuple):
+    """Balls around centres [N] up to their k-th neighbour, and the queries [M] inside them."""
+
+    by_query: Tensor
+    """int64 [M], number of balls that contain each query."""
+    centre_reached: Tensor
+    """bool [N], True for balls that contain a query."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +96,7 @@ class _FeatureSets:
         return count_in_balls(self.real, self.fake, (3, 5))
 
     @cached_property
-    def in_generated(self) -> dict[int, BallCounts]:
-        """Real images in the balls of generated ones, for k = 3."""
-        return count_in_balls(self.fake, self.real, (3,))
-
-    @cached_property
-    def alike(self) -> tuple[Tensor, Tensor]:
+    def equal(self) -> tuple[Tensor, Tensor]:
         """Equal numbers of both sets, evenly spread, because images may be sorted by class."""
         n = min(len(self.real), len(self.fake))
         real, fake = (x[torch.arange(n, device=x.device) * len(x) // n] for x in (self.real, self.fake))
@@ -85,17 +105,7 @@ class _FeatureSets:
     @property
     def unequal(self) -> str:
         """Note on the number of images of each set where not all are used, else ""."""
-        return "" if len(self.real) == len(self.fake) else f"of {len(self.alike[0]):,} of each"
-
-
-class _Value(NamedTuple):
-    """Value and interval of a metric."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    error: float | None = None
-    note: str = ""
+        return "" if len(self.real) == len(self.fake) else f"of {len(self.equal[0]):,} of each"
 
 
 def compare_features(
@@ -111,109 +121,158 @@ def compare_features(
     `features` names the extractor in the results, and decides whether a Frechet distance is called fid or fd.
     `reference` are the statistics of `real`, where they are known. `seed` determines how sets are split.
 
-    A Frechet distance of n pictures (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
+    A Frechet distance of n images (the smaller set) is too large by about c / n. Below 10,000 it is marked: compare
     it at equal n alone. At n <= D it is refused: covariances without full rank have most of their distance from n.
     `fd_infinity` takes the c / n away, and needs n >= 2 D to know it; kid has no such term at any n. `fd_infinity` and
-    `coverage` are of as many pictures of both sets, the smaller number, evenly spread over the larger set.
+    `coverage` are of as many images of both sets, the smaller number, evenly spread over the larger set.
 
     Raises:
-        RequestError: a name that is no metric, or sets that are not [N, D] with equal D and at least ten pictures.
+        RequestError: a name that is no metric, or sets that are not [N, D] with equal D and at least ten images.
     """
     if real.ndim != 2 or fake.ndim != 2 or real.shape[1] != fake.shape[1]:
         raise RequestError(f"features {list(real.shape)} and {list(fake.shape)} must be [N, D] and [M, D]")
     if min(len(real), len(fake)) < 10:
-        raise RequestError(f"{len(fake)} pictures against {len(real)} real ones are too few; give at least 10 of each")
+        raise RequestError(f"{len(fake)} images against {len(real)} real ones are too few; give at least 10 of each")
     sets = _FeatureSets(real, fake, seed, reference)
-    told = (features.name, features.resize) if features else ("given", "none")
+    extractor = (features.name, features.resize) if features else ("given", "none")
     frechet = "fid" if is_inception(features) else "fd"
-    found = []
+    results = []
     for name in names:
         if name not in METRICS:
             raise RequestError(f"metric = {name!r} is none; there is {', '.join(METRICS)}")
-        figure = METRICS[name](sets)
+        value, low, high, error, note = METRICS[name](sets)
         printed = frechet + name.removeprefix("fid").removeprefix("fd") if METRICS[name] in _FRECHET else name
-        found.append(
-            MetricResult(
-                printed, figure.value, figure.low, figure.high, figure.error, len(fake), len(real), *told, figure.note
-            )
-        )
-    return found
+        counts = len(fake), len(real)
+        results.append(MetricResult(printed, value, low, high, error, *counts, *extractor, note))
+    return results
 
 
-def check_count(metric: str, n: int, picture: Tensor, features: Features, option: str) -> None:
+def check_count(metric: str, n: int, image: Tensor, features: Features, option: str) -> None:
     """Reject what `compare_features` would reject for n images, before they are generated.
 
     Args:
         metric: of METRICS. None but the Frechet distance is refused.
-        n: pictures in the smaller set.
-        picture: uint8 [1, C, H, W], any one, to see how many features it has.
+        n: images in the smaller set.
+        image: uint8 [1, C, H, W], any one, to see how many features it has.
         features: what makes them.
         option: by which another metric is chosen, such as --metric.
 
     Raises:
         RequestError: they are too few.
     """
-    if METRICS[metric] is _frechet and n <= (width := features(picture).shape[1]):
+    if METRICS[metric] is _frechet and n <= (width := features(image).shape[1]):
         raise RequestError(
-            f"{metric} is refused: {n:,} pictures are not more than the {width:,} features of {features.name}; give a "
+            f"{metric} is refused: {n:,} images are not more than the {width:,} features of {features.name}; give a "
             f"larger -n where there are more images, or {option} kid, which holds at any n"
         )
 
 
-def _frechet(sets: _FeatureSets) -> _Value:
+def _frechet(sets: _FeatureSets) -> Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
-        return _Value(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
-    value, error = sets.frechet
+        return Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
     note = "the interval is of noise, not of the bias of small n"
     if n < _FEW:
         note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased. {note}"
-    return _Value(value, value - Z * error, value + Z * error, error, note)
+    return _normal_interval(*sets.frechet, note)
 
 
-def _frechet_infinity(sets: _FeatureSets) -> _Value:
+def _frechet_infinity(sets: _FeatureSets) -> Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     parts = min(4, n // width)
     if parts < 2:
-        return _Value(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
+        return Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
-    whole, error = frechet_with_error(*sets.alike) if sets.unequal else sets.frechet
-    value = extrapolate_frechet(*sets.alike, parts, sets.seed, whole)
-    note = f"extrapolated from {n // parts:,} to {n:,} pictures of each to infinitely many"
-    return _Value(value, value - Z * error, value + Z * error, error, note)
+    whole, error = frechet_with_error(*sets.equal) if sets.unequal else sets.frechet
+    value = extrapolate_frechet(*sets.equal, parts, sets.seed, whole)
+    return _normal_interval(
+        value, error, f"extrapolated from {n // parts:,} to {n:,} images of each to infinitely many"
+    )
 
 
-def _kernel(sets: _FeatureSets) -> _Value:
-    value, error = kernel_distance(sets.real, sets.fake, sets.seed)
-    return _Value(value, value - Z * error, value + Z * error, error)
+def _kernel(sets: _FeatureSets) -> Estimate:
+    return _normal_interval(*kernel_distance(sets.real, sets.fake, sets.seed))
 
 
-def _given(share: Estimate, which: str) -> _Value:
-    return _Value(*share, f"the interval takes the {which} pictures as given")
+def _precision(sets: _FeatureSets) -> Estimate:
+    """Share of generated images in the balls of real ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
+    return proportion(sets.in_real[3].by_query > 0)._replace(note=_taking_as_given("real"))
 
 
-def _precision(sets: _FeatureSets) -> _Value:
-    return _given(proportion(sets.in_real[3].by_query > 0), "real")
+def _recall(sets: _FeatureSets) -> Estimate:
+    """Share of real images in the balls of generated ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
+    counts = count_in_balls(sets.fake, sets.real, (3,))[3]
+    return proportion(counts.by_query > 0)._replace(note=_taking_as_given("generated"))
 
 
-def _recall(sets: _FeatureSets) -> _Value:
-    return _given(proportion(sets.in_generated[3].by_query > 0), "drawn")
+def _density(sets: _FeatureSets) -> Estimate:
+    """Mean number of balls around a generated image, over k (Naeem et al. 2020, eq. 4)."""
+    values = sets.in_real[5].by_query.double() / 5
+    error = float(values.std()) / math.sqrt(len(values))
+    return _normal_interval(float(values.mean()), error, _taking_as_given("real"))
 
 
-def _density(sets: _FeatureSets) -> _Value:
-    return _given(mean(sets.in_real[5].by_query.double() / 5), "real")
-
-
-def _coverage(sets: _FeatureSets) -> _Value:
+def _coverage(sets: _FeatureSets) -> Estimate:
+    """Share of balls of real images with a generated one inside (Naeem et al. 2020, eq. 5)."""
     # Of as many of both, as Naeem et al. have it: two samples of one distribution have 0.97 then, and 0.38 if ten real
-    # pictures come to one that is drawn.
-    lies = count_in_balls(*sets.alike, (5,)) if sets.unequal else sets.in_real
-    found = _given(proportion(lies[5].centre_reached), "drawn")
-    return found._replace(note="; ".join(filter(None, [sets.unequal, found.note])))
+    # images come to one that is generated.
+    counts = count_in_balls(*sets.equal, (5,)) if sets.unequal else sets.in_real
+    notes = filter(None, [sets.unequal, _taking_as_given("generated")])
+    return proportion(counts[5].centre_reached)._replace(note="; ".join(notes))
+
+
+def _taking_as_given(which: str) -> str:
+    return f"the interval takes the {which} images as given"
+
+
+def _normal_interval(value: float, error: float, note: str = "") -> Estimate:
+    return Estimate(value, value - Z * error, value + Z * error, error, note)
+
+
+def proportion(hits: Tensor) -> Estimate:
+    """Share of images [N] that hit, with Wilson's interval, which holds at 0 and 1 as well."""
+    n, p, z = len(hits), float(hits.double().mean()), Z
+    middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    return Estimate(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
+
+
+def count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, BallCounts]:
+    """Count queries [M, D] in the nearest-neighbour balls of centres [N, D], for each k of `neighbours`.
+
+    Raises:
+        ValueError: fewer than k + 1 centres have no k-th neighbour.
+    """
+    if len(centres) <= max(neighbours):
+        raise ValueError(f"{len(centres)} images have no {max(neighbours)}th neighbour; give more")
+    # Centring keeps all distances and makes their rounding relative to the spread of the features.
+    origin = centres.double().mean(0)
+    centres, queries = centres.double() - origin, queries.double() - origin
+    most = max(neighbours) + 1  # the nearest is the image itself
+    nearest = torch.cat([d.topk(most, largest=False).values for d in _distances(centres, centres)])
+    reached = {k: torch.zeros(len(centres), dtype=torch.bool, device=centres.device) for k in neighbours}
+    counts: dict[int, list[Tensor]] = {k: [] for k in neighbours}
+    for distance in _distances(queries, centres):
+        for k in neighbours:
+            held = distance <= nearest[:, k]
+            reached[k] |= held.any(0)
+            counts[k].append(held.sum(1))
+    return {k: BallCounts(torch.cat(counts[k]), reached[k]) for k in neighbours}
+
+
+def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """Squared distances of blocks of rows, [rows, M]."""
+    norms = y.square().sum(1)
+    # Equal images have a distance of exactly 0, which they would not have by rounding.
+    rounding = 1e-13 * float(norms.max())
+    rows = max(1, _ENTRIES // len(y))
+    for part in torch.split(x, rows):
+        distance = torch.addmm(norms, part, y.T, alpha=-2).add_(part.square().sum(1)[:, None])
+        yield distance.masked_fill_(distance < rounding, 0)
 
 
 _FRECHET = (_frechet, _frechet_infinity)
-METRICS: dict[str, Callable[[_FeatureSets], _Value]] = {
+METRICS: dict[str, Callable[[_FeatureSets], Estimate]] = {
     "fid": _frechet,
     "fd": _frechet,
     "fid_infinity": _frechet_infinity,

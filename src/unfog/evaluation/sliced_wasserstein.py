@@ -1,4 +1,4 @@
-"""Sliced Wasserstein distance between patches of pictures, by scale: needs no network (Karras et al. 2018, sect. 5)."""
+"""Sliced Wasserstein distance between patches of images, by scale: needs no network (Karras et al. 2018, sect. 5)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from unfog.evaluation.metrics import MetricResult
 
 PIXEL_METRICS = ("sliced",)
 _PATCH = 7
+# Side of the last level of the pyramid at least: a patch of it is most of an image (Karras et al. stop at 16).
 _SMALLEST = 8
-"""Side of the last level of the pyramid at least: a patch of it is most of a picture (Karras et al. stop at 16)."""
-PATCHES = 2**17
-"""Patches of a set at most, and so what memory holds; of a picture at most 32."""
+_PATCHES = 2**17  # of a set at most, which bounds memory; of an image at most 32
 _DIRECTIONS = 64
 _ROWS = 1000
 
@@ -25,56 +24,56 @@ def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, f
     """Distance by side of the level, times 1,000: patches of a Laplacian pyramid of pixels uint8 [N, C, H, W].
 
     Unlike there, both sets are scaled by the real one's mean and deviation of each channel, as each by its own would
-    not see a wrong brightness, contrast or tint. The same places are cut out of both sets, so that equal sets are at
-    0. Of sets of unequal size the first of the larger are taken. It is biased upwards where n is small, like every
-    distance of two samples, and what is wrong in many pictures but in no one patch it does not see.
+    not see a wrong brightness, contrast or tint. Of sets of unequal size the first of the larger are taken. It is
+    biased upwards where n is small, like every distance of two samples, and does not see errors that no single patch
+    shows.
 
     Raises:
-        RequestError: pictures that are smaller than a patch, or of two shapes.
+        RequestError: images that are smaller than a patch, or of two shapes.
     """
     if real.shape[1:] != fake.shape[1:] or min(real.shape[2:]) < _PATCH:
         raise RequestError(
-            f"pictures {list(real.shape)} and {list(fake.shape)} must be of one shape, of {_PATCH} pixels or more"
+            f"images {list(real.shape)} and {list(fake.shape)} must be of one shape, of {_PATCH} pixels or more"
         )
-    n = min(len(real), len(fake), PATCHES)
+    n = min(len(real), len(fake), _PATCHES)
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    distances = {}
     for side in _sides(min(real.shape[2:])):
-        drawn = generator.get_state()
+        # Both sets are cut at the same places, so that equal sets are at distance 0.
+        state = generator.get_state()
         cut = []
-        for pictures in (real[:n], fake[:n]):
-            generator.set_state(drawn)
-            cut.append(_patches(pictures, side, generator))
+        for images in (real[:n], fake[:n]):
+            generator.set_state(state)
+            cut.append(_patches(images, side, generator))
         mean, deviation = cut[0].mean((0, 2)), cut[0].std((0, 2)).clamp(min=1e-6)
         a, b = (((patches - mean[:, None]) / deviation[:, None]).flatten(1) for patches in cut)
         directions = F.normalize(torch.randn(_DIRECTIONS, a.shape[1], generator=generator)).to(a.device)
         apart = [
             ((a @ d.T).sort(0).values - (b @ d.T).sort(0).values).abs().mean() for d in torch.split(directions, 16)
         ]
-        found[side] = 1000 * float(torch.stack(apart).mean())
-    return found
+        distances[side] = 1000 * float(torch.stack(apart).mean())
+    return distances
 
 
 def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int = 0) -> list[MetricResult]:
     """Metrics of pixels uint8 [N, C, H, W], [M, C, H, W] themselves: `sliced`, the mean over levels, and each level.
 
     Raises:
-        RequestError: a name that is no such metric; pictures that are too small or of two shapes.
+        RequestError: a name that is no such metric; images that are too small or of two shapes.
     """
-    found = []
+    results = []
     for name in names:
         if name not in PIXEL_METRICS:
             raise RequestError(f"metric = {name!r} of pixels is none; there is {', '.join(PIXEL_METRICS)}")
         levels = sliced_wasserstein(real, fake, seed)
         note = "biased upwards by small n: compare at equal n alone"
-        values = {"sliced": sum(levels.values()) / len(levels)} | {
-            f"sliced_{side}": value for side, value in levels.items()
-        }
-        found += [
+        values = {"sliced": sum(levels.values()) / len(levels)}
+        values |= {f"sliced_{side}": value for side, value in levels.items()}
+        results += [
             MetricResult(metric, value, None, None, None, len(fake), len(real), "7x7 patches", "none", note)
             for metric, value in values.items()
         ]
-    return found
+    return results
 
 
 def _sides(side: int) -> list[int]:
@@ -85,12 +84,12 @@ def _sides(side: int) -> list[int]:
     return sides
 
 
-def _patches(pictures: Tensor, side: int, generator: torch.Generator) -> Tensor:
+def _patches(images: Tensor, side: int, generator: torch.Generator) -> Tensor:
     """Cut patches from one level of pixels [N, C, H, W], at random places: [M, C, _PATCH * _PATCH]."""
-    count = max(1, min(32, PATCHES // len(pictures)))
+    count = max(1, min(32, _PATCHES // len(images)))
     offsets = torch.arange(_PATCH)
     cut = []
-    for part in torch.split(pictures, _ROWS):
+    for part in torch.split(images, _ROWS):
         level = _level(part.float(), side)
         height, width = level.shape[2:]
         y = torch.randint(height - _PATCH + 1, (len(part), count, 1, 1), generator=generator) + offsets[:, None]

@@ -24,8 +24,7 @@ from unfog.errors import RequestError
 from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
 from unfog.evaluation.features import Features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
-from unfog.evaluation.metrics import MetricResult, compare_features
-from unfog.evaluation.precision_recall import Z
+from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
