@@ -25,9 +25,11 @@ from unfog.data.prepare import prepare, scan_source
 from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
-from unfog.pipeline import data_report as data_record
-from unfog.pipeline.data_report import contact_sheet, data_json, write_data_report
+from unfog.pipeline import contact_sheet as sheet_module
+from unfog.pipeline import skipped_images as data_record
+from unfog.pipeline.contact_sheet import contact_sheet, write_data_report
 from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import data_json
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 
@@ -246,6 +248,6 @@ def test_a_picture_that_stands_in_is_shown_with_its_own_class(tmp_path: Path, mo
         (tmp_path / f"set/0/{i}.png").write_bytes(b"")
     fly = prepare(open_source(tmp_path / "set"), Data(size=8, channels=3, cache="none"))
     monkeypatch.setattr(
-        data_record, "grid", lambda pixels, labels: [str(int(one[0, 0, 0] > 99)) for one in pixels] == labels
+        sheet_module, "grid", lambda pixels, labels: [str(int(one[0, 0, 0] > 99)) for one in pixels] == labels
     )
     assert contact_sheet(fly, Augment(), 0) is True

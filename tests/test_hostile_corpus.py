@@ -34,7 +34,7 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-from unfog.pipeline.data_report import write_data_report
+from unfog.pipeline.contact_sheet import write_data_report
 from unfog.process.run_folder import RunFolder
 
 pytestmark = [

@@ -36,7 +36,8 @@ from unfog.data.stream import ImageStream
 from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError, RunError
 from unfog.pipeline.build import build_held_out_set
-from unfog.pipeline.data_report import contact_sheet, data_json
+from unfog.pipeline.contact_sheet import contact_sheet
+from unfog.pipeline.skipped_images import data_json
 from unfog.process.signals import StopSignals
 
 ASKED = Data(size=8, channels=3, cache="none")

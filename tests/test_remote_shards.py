@@ -34,7 +34,7 @@ from unfog.data.webdataset import byte_range_cache as member_cache
 from unfog.data.webdataset import remote_shards as remote_shards
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.load_data import FailureReporter, failures_on_this_rank
+from unfog.pipeline.skipped_images import FailureReporter, failures_on_this_rank
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events

@@ -12,8 +12,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
-from unfog.data.webdataset.index_files import save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
 
 FEW, MANY, SHARDS = 10_000, 1_000_000, 4
 PAGES = 2**18  # what the system reads at once around a byte that is asked for, a few times over

@@ -25,8 +25,8 @@ from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import expand_braces, open_source
 from unfog.data.sources.storage import BlockReader, LocalStorage
-from unfog.data.webdataset import index_builder as shard_piece
-from unfog.data.webdataset import index_files as shard_files
+from unfog.data.webdataset import index_entry as shard_files
+from unfog.data.webdataset import index_entry as shard_piece
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.tar import DamagedTarError, iter_members
 from unfog.errors import RequestError
@@ -444,7 +444,7 @@ def test_what_a_killed_process_left_is_swept(sets: Path, tmp_path: Path, monkeyp
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(shard_index, "_folders", fail)
+    monkeypatch.setattr(shard_index, "_folder_codes", fail)
     with pytest.raises(MemoryError):
         open_source(sets)
     assert sorted(path.name for path in folder.glob("*.partial")) == sorted(others)

@@ -29,8 +29,7 @@ from PIL import Image
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
-from unfog.data.webdataset.index_files import save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
 
 MEMBER = 20_480  # bytes from one image to the next
 PICTURES = 200  # different ones in each shard

@@ -32,8 +32,7 @@ from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry
-from unfog.data.webdataset.index_files import save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
 from unfog.models.settings import UNet
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.training.hooks import Task, TrainingHooks

@@ -17,11 +17,10 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_out, check_request
 from unfog.data.augmentation import Augment
 from unfog.data.dataset import Dataset
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import MANIFEST
+from unfog.data.packs.pack import Pack, is_pack
 from unfog.errors import RequestError
 from unfog.pipeline.build import build_objective, build_state, without_augmentation
-from unfog.pipeline.data_report import contact_sheet
+from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.latents import latent_decoder
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
@@ -64,14 +63,9 @@ def _examine_run(
 
 def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
     with Progress("checking images", None) as progress:
-
-        def update(done: int, total: int) -> None:
-            stop.leave_if_requested()
-            progress.total = total
-            progress.update(done)
-
+        update = stop.watching(progress)
         findings = check_images(prepared, config, update)
-        if (Path(config.source) / MANIFEST).is_file():
+        if is_pack(Path(config.source)):
             findings.append(_check_pack(Path(config.source), update))
     sheet = Figure("Contact sheet", contact_sheet(prepared, Augment.from_settings(config.data), config.training.seed))
     return [*findings, Finding("data.seen", "fine", "the contact sheet shows the network's input", figures=(sheet,))]

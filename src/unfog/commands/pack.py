@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from unfog.config.requests import PackRequest
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import is_pack
+from unfog.data.packs.pack import Pack, is_pack
 from unfog.data.packs.pack_journal import Journal, remove_work_files
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.prepare import scan_source, silence_pillow
@@ -34,7 +32,7 @@ def pack(request: PackRequest) -> Path:
             )
     with StopSignals() as stop:
         with Progress("indexing shards (MB)", None) as progress:
-            source = open_source(request.source, _counting(progress, stop))
+            source = open_source(request.source, stop.watching(progress))
         scan, key = scan_source(source, data)
         for left_out in scan.warnings:
             warn(left_out)
@@ -48,7 +46,7 @@ def pack(request: PackRequest) -> Path:
             begun = _packed_before(out, scan, key)
             started = time.monotonic()
             try:
-                made = write_pack(scan, out, key, "give another folder", _counting(progress, stop))
+                made = write_pack(scan, out, key, "give another folder", stop.watching(progress))
             except KeyboardInterrupt:
                 done = Journal.read(out).done
                 if done:
@@ -56,17 +54,6 @@ def pack(request: PackRequest) -> Path:
                 raise
         _report_pack(made, scan, begun, time.monotonic() - started)
     return out
-
-
-def _counting(progress: Progress, stop: StopSignals) -> Callable[[int, int], None]:
-    """Return a callback that shows progress and raises `Interrupted` after a stop request."""
-
-    def update(done: int, total: int) -> None:
-        stop.leave_if_requested()
-        progress.total = total
-        progress.update(done)
-
-    return update
 
 
 def _check_same_pack(found: Pack, scan: Scan) -> None:

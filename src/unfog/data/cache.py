@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
 from unfog.data.decode_pool import Progress
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import FORMAT, is_pack, is_unfinished_pack
+from unfog.data.packs.pack import FORMAT, Pack, is_pack, is_unfinished_pack
 from unfog.data.packs.pack_journal import FILES, BusyError, locked
 from unfog.data.packs.pack_writer import write_pack
 from unfog.data.scan import Scan

@@ -1,14 +1,16 @@
-"""Convert the U-Net to diffusers' `UNet2DModel` and back: configuration and weights are only renamed.
+"""Convert the U-Net to diffusers' `UNet2DModel` and back, and read the folders that diffusers wrote.
 
-Nothing here imports diffusers; the caller runs `UNet2DModel(**config).load_state_dict(state)`. Settings without an
-equivalent raise errors. `num_class_embeds` is our `num_classes + 1`, as the null class has the last row; an exported
-network therefore always needs labels, and the label `num_classes` means none.
+Configuration and weights are only renamed; settings without an equivalent raise errors. Nothing here imports diffusers:
+the caller runs `UNet2DModel(**config).load_state_dict(state)`. `num_class_embeds` is our `num_classes + 1`, as the null
+class has the last row; an exported network therefore always needs labels, and the label `num_classes` means none.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,17 @@ _DEFAULTS: dict[str, Any] = {
     "flip_sin_to_cos": True,
     "downsample_padding": 1,
     "num_class_embeds": None,
+}
+# Settings that both have, by other names: theirs -> ours.
+_SETTINGS = {
+    "layers_per_block": "blocks",
+    "add_attention": "mid_attention",
+    "dropout": "dropout",
+    "norm_num_groups": "norm_groups",
+    "norm_eps": "norm_eps",
+    "freq_shift": "freq_shift",
+    "flip_sin_to_cos": "flip_sin_to_cos",
+    "downsample_padding": "downsample_padding",
 }
 # Settings of diffusers that our network has in one form only -> the values that are equal to it.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
@@ -104,28 +117,19 @@ def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Te
             f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
             "the weights in RUN/checkpoints are safetensors as they are"
         )
-    down = ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention]
-    up = ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)]
     config = {
         "sample_size": size,
         "in_channels": network.image_channels,
         "out_channels": network.out_channels or network.image_channels,
         "block_out_channels": list(settings.channels),
-        "layers_per_block": settings.blocks,
-        "down_block_types": down,
-        "up_block_types": up,
-        "add_attention": settings.mid_attention,
+        "down_block_types": ["AttnDownBlock2D" if attends else "DownBlock2D" for attends in settings.attention],
+        "up_block_types": ["AttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(settings.attention)],
         "attention_head_dim": settings.head_channels or None,
         # Left out, scale_shift would take the normalisation off the attention in the middle, and there only.
         "attn_norm_num_groups": settings.norm_groups if settings.scale_shift else None,
-        "dropout": settings.dropout,
-        "norm_num_groups": settings.norm_groups,
-        "norm_eps": settings.norm_eps,
         "resnet_time_scale_shift": "scale_shift" if settings.scale_shift else "default",
-        "freq_shift": settings.freq_shift,
-        "flip_sin_to_cos": settings.flip_sin_to_cos,
-        "downsample_padding": settings.downsample_padding,
         "num_class_embeds": network.num_classes + 1 if network.num_classes else None,
+        **{theirs: getattr(settings, ours) for theirs, ours in _SETTINGS.items()},
     }
     return config, _to_unet2d_state(network.state)
 
@@ -200,7 +204,6 @@ def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
             raise _no_equivalent(key, full[key], f"what is like {2 if usual is None else usual}")
     if full["in_channels"] != full["out_channels"]:
         raise _no_equivalent("out_channels", full["out_channels"], f"in_channels = {full['in_channels']}")
-    attention = _attention(full)
     scale_shift = full["resnet_time_scale_shift"] == "scale_shift"
     middle_groups = full["attn_norm_num_groups"] or (None if scale_shift else full["norm_num_groups"])
     if full["add_attention"] and middle_groups != full["norm_num_groups"]:
@@ -209,17 +212,10 @@ def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
         )
     settings = UNet(
         channels=tuple(full["block_out_channels"]),
-        blocks=full["layers_per_block"],
-        attention=attention,
-        mid_attention=full["add_attention"],
+        attention=_attention(full),
         head_channels=full["attention_head_dim"] or 0,
-        dropout=full["dropout"],
-        norm_groups=full["norm_num_groups"],
-        norm_eps=full["norm_eps"],
         scale_shift=scale_shift,
-        freq_shift=full["freq_shift"],
-        flip_sin_to_cos=full["flip_sin_to_cos"],
-        downsample_padding=full["downsample_padding"],
+        **{ours: full[theirs] for theirs, ours in _SETTINGS.items()},
     )
     return settings, full["in_channels"], full["num_class_embeds"]
 
@@ -249,10 +245,7 @@ def _no_equivalent(key: str, value: object, rule: str) -> RequestError:
     return RequestError(f"UNet2DModel's {key} = {value!r} has no equivalent here; we can build {rule}")
 
 
-_Rules = list[tuple[re.Pattern[str], str]]
-
-
-def _rules(names: Mapping[str, str]) -> _Rules:
+def _patterns(names: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
     """Return for each name a pattern of the keys under it, and the name to give them."""
     return [
         (re.compile(re.escape(old).replace(r"\#", r"(\d+)") + r"\.(weight|bias)"), new + ".#")
@@ -260,24 +253,13 @@ def _rules(names: Mapping[str, str]) -> _Rules:
     ]
 
 
-_TO_THEIRS = _rules(_NAMES)
-_TO_OURS = _rules({theirs: ours for ours, theirs in _NAMES.items()})
+_TO_THEIRS = _patterns(_NAMES)
+_TO_OURS = _patterns({theirs: ours for ours, theirs in _NAMES.items()})
 
 
-# Names of attention weights before diffusers 0.11; google/ddpm-cifar10-32 and others are still saved with them.
-_OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_OLD_ATTENTION = re.compile(rf"(.*\.attentions\.\d+)\.({'|'.join(_OLD)})\.(weight|bias)")
-
-
-def _current_name(key: str) -> str:
-    """Return the present name of a weight."""
-    match = _OLD_ATTENTION.fullmatch(key)
-    return f"{match[1]}.{_OLD[match[2]]}.{match[3]}" if match else key
-
-
-def _rename(key: str, rules: _Rules) -> str:
+def _rename(key: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
     """Return the new name of one weight, its indices in the same order."""
-    for pattern, new in rules:
+    for pattern, new in patterns:
         if match := pattern.fullmatch(key):
             for part in match.groups():
                 new = new.replace("#", part, 1)
@@ -286,3 +268,73 @@ def _rename(key: str, rules: _Rules) -> str:
         f"weight {key!r} has no equivalent; if it comes from an old file of diffusers, load that with "
         "UNet2DModel.from_pretrained and save it again"
     )
+
+
+# Names of attention weights before diffusers 0.11; google/ddpm-cifar10-32 and others are still saved with them.
+_OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_OLD_ATTENTION = re.compile(rf"(.*\.attentions\.\d+)\.({'|'.join(_OLD)})\.(weight|bias)")
+
+
+def _current_name(key: str) -> str:
+    match = _OLD_ATTENTION.fullmatch(key)
+    return f"{match[1]}.{_OLD[match[2]]}.{match[3]}" if match else key
+
+
+_CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+_LARGEST_JSON = 2**20
+
+
+class UNetFolder(NamedTuple):
+    """A `UNet2DModel` on disk, and its scheduler. Only JSON and safetensors are read; nothing is unpickled."""
+
+    config: dict[str, Any]
+    """Its config.json."""
+    weights: Path
+    """The file of its weights."""
+    scheduler: dict[str, Any] | None
+    """Settings of the scheduler beside it; None if there are none."""
+
+    @classmethod
+    def open(cls, folder: Path) -> UNetFolder:
+        """Read the settings of a `UNet2DModel` that `save_pretrained` wrote, alone or within a pipeline.
+
+        Raises:
+            RequestError: it is none, or its weights are in a pickle or in several files.
+        """
+        model = folder / "unet" if (folder / "unet" / _CONFIG).is_file() else folder
+        if not (model / _CONFIG).is_file():
+            raise RequestError(
+                f"{folder} is no run and no folder of diffusers, as it has neither config.toml nor {_CONFIG} nor "
+                f"unet/{_CONFIG}; give one of those"
+            )
+        config = _read_json(model / _CONFIG)
+        kind = config.get("_class_name", "UNet2DModel")
+        if kind != "UNet2DModel":
+            raise RequestError(f"{model} holds a {kind!r}; only a UNet2DModel can be started from")
+        weights = model / _WEIGHTS
+        if not weights.is_file():
+            suffixes = (".bin", ".pt", ".pth", ".ckpt", ".json")
+            there = sorted(path.name for path in model.iterdir() if path.suffix in suffixes)
+            raise RequestError(
+                f"{model} has no {_WEIGHTS} ({', '.join(there)}); load it with diffusers in an environment of its own, "
+                "and write it by save_pretrained(FOLDER, safe_serialization=True, max_shard_size='100GB'): pickles can "
+                "run code"
+            )
+        # A pipeline's scheduler is in a folder beside the U-Net's; some models were saved with it in their own.
+        places = (folder / "scheduler", folder.parent / "scheduler", folder)
+        settings = next((path for place in places if (path := place / "scheduler_config.json").is_file()), None)
+        return cls(config, weights, _read_json(settings) if settings else None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_JSON + 1)
+        if len(data) > _LARGEST_JSON:
+            raise ValueError(f"over {_LARGEST_JSON:,} bytes")
+        value = json.loads(data)
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"{path} cannot be read: {error}; write it anew with diffusers") from None
+    return value

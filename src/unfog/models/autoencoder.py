@@ -1,11 +1,16 @@
-"""A small convolutional autoencoder: images to Gaussian latents of a fraction of their size, and back."""
+"""Autoencoders, images to latents of a fraction of their size and back: a small convolutional one, and diffusers'."""
 
 from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.layers import zero_
 
@@ -103,3 +108,56 @@ def _decoder_levels(settings: Autoencoder) -> list[nn.Module]:
         layers += [_Residual(channels, groups) for _ in range(settings.blocks + 1)]
         last = channels
     return layers
+
+
+class DiffusersAutoencoder(nn.Module):
+    """diffusers' AutoencoderKL or AutoencoderTiny with the interface of `AutoencoderModel`; latents are unscaled."""
+
+    def __init__(self, network: Any):
+        super().__init__()
+        self.network = network
+
+    @classmethod
+    def load(cls, folder: Path, kind: str) -> DiffusersAutoencoder:
+        """Load an autoencoder from a folder; `kind` is "AutoencoderKL" or "AutoencoderTiny".
+
+        Raises:
+            RequestError: diffusers is not installed, or refuses the folder.
+        """
+        try:
+            import diffusers
+        except ImportError:
+            raise RequestError(
+                f"autoencoder_folder = {folder} is a {kind}, which needs diffusers: pip install 'unfog[export]'"
+            ) from None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # diffusers announces its own deprecations
+                network, info = getattr(diffusers, kind).from_pretrained(
+                    str(folder),
+                    local_files_only=True,
+                    use_safetensors=True,
+                    torch_dtype=torch.float32,
+                    low_cpu_mem_usage=False,
+                    output_loading_info=True,
+                )
+        # diffusers does not validate config.json: norm_num_groups = 0, say, is divided by.
+        except (OSError, ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(f"autoencoder_folder = {folder} cannot be read as {kind}: {reason}") from None
+        if wrong := [*info["missing_keys"], *info["unexpected_keys"]]:
+            raise RequestError(
+                f"autoencoder_folder = {folder}: {len(wrong)} weights do not fit its config.json, such as {wrong[0]}"
+            )
+        return cls(network)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Encode images [B, C, H, W] in [-1, 1] to latents [B, c, H/f, W/f]; to the mean of a Gaussian."""
+        encoded = self.network.encode(x)
+        latent: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latents
+        return latent
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Decode latents to images [B, C, H, W] about [-1, 1]."""
+        image: Tensor = self.network.decode(latent).sample
+        return image

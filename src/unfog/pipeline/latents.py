@@ -32,12 +32,12 @@ from unfog.data.latents import (
 )
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
-from unfog.export.diffusers_folder import DiffusersAutoencoder
-from unfog.models.autoencoder import AutoencoderModel
+from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
 from unfog.models.autoencoder_settings import CONFIG, OURS, WEIGHTS, Autoencoder, AutoencoderFolder, check_multiple
 from unfog.pipeline.build import latent_normalisation
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
+from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
 from unfog.training.checkpoints.snapshot import sync
 
@@ -217,15 +217,13 @@ def apply_autoencoder_settings(config: Config) -> Config:
     return replace(config, latents=latents, data=replace(config.data, channels=described.image_channels))
 
 
-def add_latents(
-    dataset: Dataset, config: Config, stop: Callable[[], None], few: bool = False
-) -> tuple[Dataset, Config]:
+def add_latents(dataset: Dataset, config: Config, stop: StopSignals, few: bool = False) -> tuple[Dataset, Config]:
     """Return the dataset with latents, and the configuration with their statistics.
 
     Args:
         dataset: the images.
         config: with the settings of the autoencoder applied and the image size known.
-        stop: called regularly; it may raise.
+        stop: a request raises Interrupted.
         few: encode only some of the images.
     """
     if not config.uses_latents:
@@ -241,9 +239,7 @@ def add_latents(
     return replace(dataset, latents=(train, held_out)), config
 
 
-def _encode_or_load(
-    config: Config, sets: list[ImageSet], stop: Callable[[], None], few: bool
-) -> tuple[str, LatentArrays]:
+def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few: bool) -> tuple[str, LatentArrays]:
     """Return (cache key, latents), from the cache or encoded now."""
     try:
         device = choose_device(config.training.device)
@@ -258,12 +254,12 @@ def _encode_or_load(
     job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
     started, done = time.perf_counter(), 0
     with Progress("encoding latents", None) as progress:
+        show = stop.watching(progress)
 
         def update(images: int, total: int) -> None:
             nonlocal done
-            stop()
-            progress.total, done = total, images
-            progress.update(images)
+            show(images, total)
+            done = images
 
         stored = job.encode_all(update) if few else load_or_encode(key, job, update)
     if done and not few:

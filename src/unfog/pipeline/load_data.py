@@ -1,30 +1,23 @@
-"""Load the images of a run, and report those that fail: undecodable images, and remote shards."""
+"""Load the images of a run: open and decode its source, and fill in the settings that the images determine."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unfog.config.schema import Config
-from unfog.data.data_report import SkippedFile
-from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.lazy import remote_shards_of
+from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
 from unfog.data.sources.base import RemotePolicy
 from unfog.data.sources.labels import SPLITS
 from unfog.data.sources.registry import PYTHON, open_source
-from unfog.pipeline.data_report import DATA_FILE, data_json
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
-from unfog.process.run_folder import RunFolder, printable
+from unfog.process.run_folder import printable
 from unfog.process.signals import StopSignals
-from unfog.reporting.progress import Progress, plural, say, warn
-from unfog.reporting.recorder import Recorder
-from unfog.reporting.records import write_atomic
-from unfog.text import sanitize
+from unfog.reporting.progress import Progress, say, warn
 
 _TOP = re.compile(r"/|(?:[-_.\d][-\w]*)?\.tar/", re.IGNORECASE)  # ends the top folder, or the word that names a shard
 _NAMES_SAMPLED = 10_000  # file names, evenly spaced, that are searched for folders called train, test or similar
@@ -65,23 +58,15 @@ def load_images(
         The images, and the configuration with what they determine: size, channels, classes, fingerprint.
     """
 
-    def counting(progress: Progress) -> Callable[[int, int], None]:
-        def update(done: int, total: int) -> None:
-            stop.leave_if_requested()
-            progress.total = total
-            progress.update(done)
-
-        return update
-
     config = apply_autoencoder_settings(config)
     if config.source.startswith(PYTHON):  # a run's settings may be somebody else's
         say(f"  source: imports and runs {config.source.removeprefix(PYTHON)}, as these settings ask for")
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, counting(progress), _retry_policy(config, lost))
+        source = open_source(config.source, stop.watching(progress), _retry_policy(config, lost))
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
-        dataset = prepare(source, data, counting(progress), 1 if few else wanted, config.fingerprint)
+        dataset = prepare(source, data, stop.watching(progress), 1 if few else wanted, config.fingerprint)
     say(dataset.report.line())
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
@@ -96,10 +81,7 @@ def load_images(
         classes=tuple(printable(name) for name in dataset.train.classes),
         fingerprint=dataset.train.fingerprint,
     )
-    return add_latents(dataset, config, stop.leave_if_requested, few)
-
-
-_SHARD = "shard"  # marks a shard among the failures that ranks send each other
+    return add_latents(dataset, config, stop, few)
 
 
 def _retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
@@ -107,56 +89,3 @@ def _retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolic
     # Only a run that continues may do without shards that it had at its beginning.
     begun = lost if lost is not None else {} if config.fingerprint else None
     return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
-
-
-def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
-    """Return (name, reason) of images that this rank could not decode, and (name, reason, _SHARD) of failed shards."""
-    shards = remote_shards_of(images)
-    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
-    return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
-
-
-class FailureReporter:
-    """Warns once of each image that cannot be decoded and each shard that fails during training."""
-
-    def __init__(self, folder: RunFolder, dataset: Dataset) -> None:
-        self._folder, self._dataset = folder, dataset
-        self._shards = remote_shards_of(dataset.train)
-        self._reported: set[SkippedFile] = set()
-
-    @property
-    def shards(self) -> dict[str, str]:
-        """Name -> reason of the failed shards."""
-        return {} if self._shards is None else self._shards.failed
-
-    def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
-        """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
-
-        RunError if more shards failed on all ranks together than `data.failed_shards` allows.
-        """
-        sets = (self._dataset.train, self._dataset.held_out)
-        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of images that are decoded while training
-        for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
-            for one in self._new(found):
-                recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
-                recorder.event("quarantined", step, image=one.name, reason=one.reason)
-        if self._shards is None:
-            return
-        if trouble := self._shards.cache_error:
-            for one in self._new([SkippedFile("", trouble)]):
-                recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
-        self._shards.mark_failed({one[0]: one[1] for one in elsewhere if _SHARD in one[2:]})
-        lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
-        for one in lost:
-            images = self._shards.image_count(one.name)
-            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; others replace its {plural(images, 'image')}")
-            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
-        if lost:
-            with suppress(OSError):  # data.json is not needed for training
-                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
-
-    def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
-        """Return those not reported yet, and mark them as reported."""
-        new = [one for one in some if one not in self._reported]
-        self._reported.update(new)
-        return new

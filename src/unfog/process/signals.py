@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from unfog.errors import Interrupted
+from unfog.reporting.progress import Progress
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
@@ -67,6 +68,16 @@ class StopSignals:
         if self.received is not None and not self._settled:
             self._raised = time.monotonic()
             raise Interrupted(self.received)
+
+    def watching(self, progress: Progress) -> Callable[[int, int], None]:
+        """Return a callback (done, total) that shows progress, and raises Interrupted if a stop was requested."""
+
+        def update(done: int, total: int) -> None:
+            self.leave_if_requested()
+            progress.total = total
+            progress.update(done)
+
+        return update
 
     def request(self, why: str) -> None:
         """Request a stop, as a first signal does, from any thread; `why` is the message."""

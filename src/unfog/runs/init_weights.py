@@ -19,8 +19,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.errors import RequestError
-from unfog.export.diffusers_folder import UNetFolder
-from unfog.export.diffusers_unet import from_unet2d, unet2d_settings
+from unfog.export.diffusers_unet import UNetFolder, from_unet2d, unet2d_settings
 from unfog.models.autoencoder_settings import AutoencoderFolder
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice

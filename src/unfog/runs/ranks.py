@@ -19,7 +19,8 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import LostProcess, RunError
 from unfog.pipeline.build import build_augmentation, build_intervals, build_loss, build_state
-from unfog.pipeline.load_data import failures_on_this_rank, load_images
+from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import failures_on_this_rank
 from unfog.process.device import choose_device
 from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder

@@ -18,9 +18,9 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
-from unfog.pipeline.data_report import DATA_FILE
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import DATA_FILE
 from unfog.planning.auto_settings import AutoSettings
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder

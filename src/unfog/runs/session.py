@@ -17,7 +17,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
 from unfog.pipeline.build import build_state
-from unfog.pipeline.load_data import FailureReporter
+from unfog.pipeline.skipped_images import FailureReporter
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_duration, say, warn

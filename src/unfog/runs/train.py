@@ -13,7 +13,7 @@ from unfog.data.augmentation import Augment
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.evaluation.features import open_features
 from unfog.models.network_settings import CustomNetwork
-from unfog.pipeline.data_report import write_data_report
+from unfog.pipeline.contact_sheet import write_data_report
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings

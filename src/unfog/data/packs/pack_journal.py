@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from numpy.typing import NDArray
 
-from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_pack, is_unfinished_pack
+from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_pack, is_unfinished_pack
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
-from unfog.data.packs.pack import Pack
-from unfog.data.packs.pack_files import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, file_digest, is_pack, seal
+from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack, file_digest, is_pack, seal
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
     Journal,

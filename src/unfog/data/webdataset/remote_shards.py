@@ -1,19 +1,26 @@
-"""Remote shards while a run reads them: members are cached on disk, and shards that fail are marked one by one."""
+"""Remote shards while a run reads them: their states, a cache of their members, and the marking of those that fail.
+
+The states of a set are remembered while all of it is there, in shards/KEY.seen.json of the cache folder, where the key
+is a hash of the shards' URLs. A run that resumes without some of its shards takes their states from there.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from pathlib import Path
 
 from unfog.cache_folder import cache_folder
-from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError
+from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError, SourceLocation
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
-from unfog.data.webdataset.shard_index import ShardIndex
+from unfog.data.webdataset.index_entry import write_atomically
+from unfog.data.webdataset.shard_index import ShardIndex, shard_name, without_query
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
@@ -23,20 +30,6 @@ _CHECKED_HEADERS = 8  # in a shard with an image that cannot be decoded
 _MAX_NAMED = 3
 
 
-@dataclass(frozen=True)
-class ShardSet:
-    """The shards of one remote source, as they were indexed."""
-
-    source: str
-    """Name of the source, for messages."""
-
-    storage: Storage
-    index: ShardIndex
-    states: Mapping[str, FileState]
-    names: Mapping[str, str]
-    """URL -> name of each shard in messages and image names."""
-
-
 class RemoteShards:
     """The failed shards of a remote source, and reads of all others; implements `ShardFailures`.
 
@@ -44,24 +37,30 @@ class RemoteShards:
     turns out not to be what was indexed. *When* it fails depends on the network; which images replace its own is a
     function of the set of failed shards alone, so that a resume continues with the same ones.
 
-    Args:
-        shards: the shards.
-        policy: how many may fail, and how much is cached.
-        failed: URL -> reason of those that failed before.
+    `policy` says how many may fail and how much is cached; `failed` maps the URLs of those that failed before to the
+    reason.
     """
 
-    def __init__(self, shards: ShardSet, policy: RemotePolicy, failed: Mapping[str, str]) -> None:
-        self._shards, self._policy = shards, policy
-        self._storage, self._index, self._states = shards.storage, shards.index, shards.states
+    def __init__(
+        self,
+        location: SourceLocation,
+        storage: Storage,
+        index: ShardIndex,
+        policy: RemotePolicy,
+        failed: Mapping[str, str],
+    ) -> None:
+        self._source, self._storage, self._index, self._policy = location.name, storage, index, policy
+        self._names = {path: shard_name(path, location.base) for path in index.states}
         self._failed = dict(failed)
         self._intact: set[str] = set()  # rechecked
+        # Held over network reads, too: of many threads that fail on one shard, the first decides for all.
         self._lock = threading.Lock()
         self.cache: ByteRangeCache | None = None
 
     @property
     def failed(self) -> dict[str, str]:
         # A copy, as other threads may add to it.
-        return {self._shards.names[path]: reason for path, reason in list(self._failed.items())}
+        return {self._names[path]: reason for path, reason in list(self._failed.items())}
 
     @property
     def cache_error(self) -> str:
@@ -77,11 +76,11 @@ class RemoteShards:
         return len(self._images(self._path(name)))
 
     def enable_cache(self) -> str:
-        if not self._policy.cache_bytes:
-            return ""
-        total = sum(state.size for state in self._states.values())
-        processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like set it
         limit = self._policy.cache_bytes
+        if not limit:
+            return ""
+        total = sum(state.size for state in self._index.states.values())
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like set it
         self.cache = ByteRangeCache(cache_folder() / "members", limit, total, processes)
         kept = "what is read" if total <= limit else f"a part of {total / 1e9:,.3g} GB"
         return f"{kept} is kept for later epochs, up to {limit / 1e9:,.3g} GB, in {self.cache.folder}"
@@ -95,7 +94,7 @@ class RemoteShards:
         """
         path, start, size = self._index.place(i)
         if path in self._failed:
-            raise FailedShardError(f"in {sanitize(self._shards.names[path])}, a shard that {self._failed[path]}")
+            raise FailedShardError(f"in {sanitize(self._names[path])}, a shard that {self._failed[path]}")
         if self.cache is not None and (cached := self.cache.read(self._key(path), start, size)) is not None:
             return cached
         try:
@@ -121,9 +120,11 @@ class RemoteShards:
     def recheck(self, i: int) -> None:
         path, start, _ = self._index.place(i)
         if self.cache is not None:
-            self.cache.discard(self._key(path), start)
+            self.cache.discard(self._key(path), start)  # the cached bytes may be the damage
         with self._lock:
-            if path not in self._failed and path not in self._intact:
+            if path not in self._failed:
+                if path in self._intact:
+                    return
                 try:
                     damage = self._change(path) or self._damage(path)
                 except ImageError:  # for now; the next read of the image will show it
@@ -132,16 +133,14 @@ class RemoteShards:
                     self._intact.add(path)
                     return
                 self._fail(path, damage)
-            if path not in self._failed:
-                return
         raise FailedShardError(self._failed[path])
 
     @property
     def _allowed(self) -> int:
-        return int(self._policy.max_failed * len(self._states) + 1e-9)  # 0.29 * 100 is 28.999…
+        return int(self._policy.max_failed * len(self._names) + 1e-9)  # 0.29 * 100 is 28.999…
 
     def _path(self, name: str) -> str:
-        return next(path for path, known in self._shards.names.items() if known == name)
+        return next(path for path, known in self._names.items() if known == name)
 
     def _images(self, path: str) -> range:
         """Return the images in a shard, by bisection, as the rows may be a mapped file of gigabytes."""
@@ -151,25 +150,21 @@ class RemoteShards:
 
     def _key(self, path: str) -> str:
         """Return the cache's key of a shard in this state, without the signature in its URL, which changes daily."""
-        return hashlib.sha256(repr((path.partition("?")[0], tuple(self._states[path]))).encode()).hexdigest()[:32]
+        return hashlib.sha256(repr((without_query(path), tuple(self._index.states[path]))).encode()).hexdigest()[:32]
 
     def _fail(self, path: str, reason: str) -> None:
         if len(self._failed) >= self._allowed:
-            failed = {**self._failed, path: reason}
-            named = {self._shards.names[path]: reason for path, reason in failed.items()}
-            raise RunError(too_many_failed(self._shards.source, named, len(self._states)))
+            raise RunError(_too_many_failed(self._source, self.failed | {self._names[path]: reason}, len(self._names)))
         self._failed[path] = reason
 
     def _others_answer(self, path: str) -> bool:
-        paths = list(self._states)
-        after = paths.index(path) + 1
-        others = [other for other in paths[after:] + paths[: after - 1] if other not in self._failed]
+        shards = list(self._names)
+        after = shards.index(path) + 1
+        others = [other for other in shards[after:] + shards[: after - 1] if other not in self._failed]
         for other in others[:_PROBED_SHARDS]:
-            try:
+            with suppress(ImageError):
                 self._storage.read(other, 0, BLOCK)
-            except ImageError:
-                continue
-            return True
+                return True
         return False
 
     def _change(self, path: str) -> str:
@@ -178,7 +173,7 @@ class RemoteShards:
             now = self._storage.states([path])
         except RequestError:
             return ""
-        return "" if list(now.values()) == [self._states[path]] else "is not the file that was indexed"
+        return "" if list(now.values()) == [self._index.states[path]] else "is not the file that was indexed"
 
     def _damage(self, path: str) -> str:
         """Return what is wrong with a shard most of whose members are not where the index says, else ""."""
@@ -192,7 +187,7 @@ class RemoteShards:
         return f"is damaged ({missing} of {_CHECKED_HEADERS} headers looked at are none)"
 
 
-def too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
+def _too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
     """Return the message for a source of `count` shards of which more failed, name -> reason, than may."""
     named = "; ".join(f"{sanitize(name)} {reason}" for name, reason in list(failed.items())[:_MAX_NAMED])
     return (
@@ -200,3 +195,62 @@ def too_many_failed(source: str, failed: Mapping[str, str], count: int) -> str:
         f"{named}{'; ...' * (len(failed) > _MAX_NAMED)}. Bring them back and `unfog resume`, or allow more: "
         "--data.failed-shards 0.1"
     )
+
+
+def remote_states(
+    storage: Storage, location: SourceLocation, policy: RemotePolicy
+) -> tuple[dict[str, FileState], dict[str, str]]:
+    """Return (the state of each shard, sorted by URL; URL -> reason of the failed ones a resume does without).
+
+    Failed shards have the state in which they were last seen, so that the set stays the one the run began with.
+
+    Raises:
+        RequestError: a shard cannot be looked at and was never seen, or too many cannot be.
+    """
+    absent: dict[str, str] = {}
+    states = storage.states(location.paths, None if policy.failed_before is None else absent)
+    failed: dict[str, str] = {}
+    if policy.failed_before is not None:
+        known, present = _remembered_states(location), {without_query(path) for path in states}
+        urls = {without_query(path): path for path in location.paths}
+        # If more failed before than may now, all get another chance: some may be back.
+        allowed = len(policy.failed_before) <= policy.max_failed * len(known)
+        failed_before = policy.failed_before if allowed else {}
+        for name, state in known.items():
+            path = urls.get(name, name)
+            reason = failed_before.get(shard_name(path, location.base))
+            if reason is None and name not in present:
+                reason = absent.get(path, "is not there")
+            if reason is not None:
+                states[path], failed[path] = state, reason
+    for path, reason in absent.items():
+        if path not in states:
+            raise RequestError(f"{sanitize(path)} {reason}; bring it back, or check the URL")
+    if len(failed) > policy.max_failed * len(states):
+        named = {shard_name(path, location.base): reason for path, reason in failed.items()}
+        raise RequestError(_too_many_failed(location.name, named, len(states)))
+    if not failed:
+        _remember_states(location, states)
+    return dict(sorted(states.items())), failed
+
+
+def _states_file(location: SourceLocation) -> Path:
+    urls = repr([without_query(path) for path in location.paths]).encode("utf-8", "replace")
+    return cache_folder() / "shards" / f"{hashlib.sha256(urls).hexdigest()[:32]}.seen.json"
+
+
+def _remembered_states(location: SourceLocation) -> dict[str, FileState]:
+    try:
+        stored = json.loads(_states_file(location).read_text("utf-8"))
+        return {str(path): FileState(int(size), str(version)) for path, (size, version) in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _remember_states(location: SourceLocation, states: Mapping[str, FileState]) -> None:
+    now = {without_query(path): state for path, state in states.items()}
+    if now != _remembered_states(location):
+        with suppress(OSError):  # without it only a resume with missing shards is refused
+            file = _states_file(location)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(now).encode())

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -29,13 +31,11 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
 from unfog.data.sources.label_tables import sort_labels
 from unfog.data.sources.storage import FileState, Storage
-from unfog.data.webdataset.index_builder import ROW_DTYPE, IndexEntry, index_shard
-from unfog.data.webdataset.index_files import (
-    DAMAGE_ERRORS,
+from unfog.data.webdataset.index_entry import (
+    ROW_DTYPE,
+    IndexEntry,
+    index_shard,
     load_entry,
-    map_array,
-    map_codes,
-    remove_partial_files,
     save_entry,
     write_atomically,
 )
@@ -47,6 +47,8 @@ _FORMAT = 2
 _TEXT = ("utf-8", "surrogateescape")
 _THREADS, _REMOTE_THREADS = 2, 16
 _POLL = 0.2  # seconds between two calls of `progress`
+_ABANDONED_SECONDS = 24 * 3600
+_PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # no others are ours
 _MAX_FOLDERS = 100_000  # that are listed; those of a set with more are read from its names
 
 
@@ -54,11 +56,8 @@ _MAX_FOLDERS = 100_000  # that are listed; those of a set with more are read fro
 class ShardIndex:
     """The position, name and label of every image in a set of shards. The arrays are mapped from files."""
 
-    shards: Sequence[str]
-    """Path or URL of each shard."""
-
-    sizes: Sequence[int]
-    """Bytes of each shard."""
+    states: Mapping[str, FileState]
+    """Path or URL of each shard -> its state."""
 
     rows: NDArray[Any]
     """[n + 1] of ROW_DTYPE; the last row only ends the last name."""
@@ -74,6 +73,10 @@ class ShardIndex:
     ignored: Mapping[str, int]
     unreadable: Sequence[SkippedFile]
 
+    @cached_property
+    def shards(self) -> list[str]:
+        return list(self.states)
+
     def __len__(self) -> int:
         return len(self.rows) - 1
 
@@ -82,11 +85,11 @@ class ShardIndex:
         row = self.rows[i]
         shard, start, size = int(row["shard"]), int(row["start"]), int(row["size"])
         # A mapped file may be written over at any time, so each row is checked as it is used.
-        if not (
-            0 <= shard < len(self.shards) and start >= 0 and 0 <= size <= min(MAX_FILE_BYTES, self.sizes[shard] - start)
-        ):
-            raise ImageError("in a damaged index")
-        return self.shards[shard], start, size
+        if 0 <= shard < len(self.shards) and start >= 0:
+            path = self.shards[shard]
+            if 0 <= size <= min(MAX_FILE_BYTES, self.states[path].size - start):
+                return path, start, size
+        raise ImageError("in a damaged index")
 
 
 def open_shard_index(
@@ -99,21 +102,21 @@ def open_shard_index(
     """
     folder = cache_folder() / "shards"
     try:
-        keys = {path: _key(path, state) for path, state in states.items()}
+        keys = [_key(path, state) for path, state in states.items()]
     except OSError as error:
         raise RequestError(
             f"{sanitize(str(error.filename))} is a file {os_error_reason(error)}; bring it, or leave it out"
         ) from None
-    key = hashlib.sha256(repr((base.partition("?")[0], list(keys.values()))).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((without_query(base), keys)).encode()).hexdigest()[:32]
     found = _load(folder, key, states)
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_partial_files(folder)
-        _build_entries(storage, states, {path: folder / f"{key}.piece.npz" for path, key in keys.items()}, progress)
-        entries = [(path, folder / f"{keys[path]}.piece.npz", states[path].size) for path in states]
-        _combine(folder, key, entries, base)
+        _remove_partial_files(folder)
+        files = {path: folder / f"{key}.piece.npz" for path, key in zip(states, keys)}
+        _build_entries(storage, states, files, progress)
+        _combine(folder / key, states, files, base)
     except OSError as error:
         raise RequestError(
             f"{folder} cannot be written ({error.strerror or error}), where the index of the shards is kept; set "
@@ -125,18 +128,21 @@ def open_shard_index(
     return found
 
 
+def without_query(url: str) -> str:
+    """Return a URL without its query, which may hold a signature: a secret that changes daily. A path is unchanged."""
+    return url.partition("?")[0] if "://" in url else url
+
+
 def shard_name(path: str, base: str) -> str:
     """Return the name of a shard in the names of its images."""
-    return (path.partition("?")[0] if "://" in path else path).removeprefix(base)
+    return without_query(path).removeprefix(base)
 
 
 def _key(path: str, state: FileState) -> str:
-    if "://" in path:
-        plain, written = path.partition("?")[0], 0  # without a signature, which changes daily
-    else:
-        # Programs that write over a file can set its mtime back, but not its ctime.
-        plain, written = path, os.stat(path).st_ctime_ns
-    return hashlib.sha256(repr((_FORMAT, plain, written, tuple(state))).encode("utf-8", "replace")).hexdigest()[:32]
+    # Programs that write over a file can set its mtime back, but not its ctime.
+    written = 0 if "://" in path else os.stat(path).st_ctime_ns
+    stated = (_FORMAT, without_query(path), written, tuple(state))
+    return hashlib.sha256(repr(stated).encode("utf-8", "replace")).hexdigest()[:32]
 
 
 def _build_entries(
@@ -175,49 +181,41 @@ def _build_entries(
         pool.shutdown(cancel_futures=True)
 
 
-_Files = Sequence[tuple[str, Path, int]]
-
-
-def _load_entries(files: _Files) -> Iterator[tuple[str, IndexEntry]]:
-    for path, file, size in files:
-        entry = load_entry(file, size)
+def _load_entries(states: Mapping[str, FileState], files: Mapping[str, Path]) -> Iterator[tuple[str, IndexEntry]]:
+    for path, file in files.items():
+        entry = load_entry(file, states[path].size)
         if entry is None:
             raise OSError(f"{file.name} was removed meanwhile")
         yield path, entry
 
 
-def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
-    """Write one index of all entries, in their order, with one entry in memory at a time."""
-    kind, classes = _choose_labels(files)
+def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Path], base: str) -> None:
+    """Write one index of all entries, in their order, with one entry in memory at a time: OUT.rows, OUT.codes, …"""
+    kind, classes = _choose_labels(entry for _, entry in _load_entries(states, files))
     number = {name: i for i, name in enumerate(classes)}
     ignored, unreadable = Counter[str](), list[SkippedFile]()
     folders: dict[bytes, int] = {}
     count = at = 0
     partial = f"{os.getpid()}-{time.time_ns()}"
-    parts = {end: folder / f"{partial}.{end}.partial" for end in ("rows", "codes", "names")}
+    parts = {end: out.with_name(f"{partial}.{end}.partial") for end in ("rows", "codes", "names")}
     with ExitStack() as stack:
         for file in parts.values():
             stack.callback(file.unlink, missing_ok=True)  # which is gone when all went well
-        rows, codes, names = (stack.enter_context(file.open("wb")) for file in parts.values())
-        for shard, (path, entry) in enumerate(_load_entries(files)):
-            if kind:
-                values = np.array([number[value] if of == kind else -1 for of, value in entry.values] + [-1], np.int64)
-                code = _without_unlabelled(entry, values[entry.rows["label"]])  # -1 is the last
-            else:
-                code = _folders(entry, folders)
+        rows, codes, names = opened = [stack.enter_context(file.open("wb")) for file in parts.values()]
+        for shard, (path, entry) in enumerate(_load_entries(states, files)):
+            codes.write((_label_codes(entry, kind, number) if kind else _folder_codes(entry, folders)).tobytes())
             mine = entry.rows.copy()
             mine["name"], mine["shard"] = at + entry.rows["name"], shard
             rows.write(mine.tobytes())
-            codes.write(code.tobytes())
             names.write(entry.names)
             count, at = count + len(mine), at + len(entry.names)
             ignored.update(entry.ignored)
             prefix = shard_name(path, base)
             unreadable += [one._replace(name=f"{prefix}/{one.name}".rstrip("/")) for one in entry.skipped]
         rows.write(np.array([(0, 0, at, 0, 0)], ROW_DTYPE).tobytes())
-        for name, out in zip(parts, (rows, codes, names)):
-            out.close()
-            parts[name].replace(folder / f"{key}.{name}")
+        for (end, file), written in zip(parts.items(), opened):
+            written.close()
+            file.replace(out.with_name(f"{out.name}.{end}"))
     info = {
         "count": count,
         "classes": classes if kind else None,
@@ -225,10 +223,11 @@ def _combine(folder: Path, key: str, files: _Files, base: str) -> None:
         "ignored": ignored,
         "unreadable": sorted(unreadable),
     }
-    write_atomically(folder / f"{key}.json", [json.dumps(info).encode()])
+    # Last, as a set without this file counts as not indexed.
+    write_atomically(out.with_name(f"{out.name}.json"), json.dumps(info).encode())
 
 
-def _folders(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
+def _folder_codes(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
     """Return [n] index of the folder of each image, adding new folders to `known` until there are too many."""
     names, starts = entry.names, entry.rows["name"]
     slashes = np.append(-1, np.flatnonzero(np.frombuffer(names, np.uint8) == ord("/")))
@@ -241,24 +240,26 @@ def _folders(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
     return found
 
 
-def _without_unlabelled(entry: IndexEntry, label: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Move the images of label -1 to the skipped files of an entry, and return the labels of the others."""
-    if (label >= 0).all():
-        return label
+def _label_codes(entry: IndexEntry, kind: str, number: Mapping[str, int]) -> NDArray[np.int64]:
+    """Return the class of each image with a label of this kind; move the others to the entry's skipped files."""
+    values = [number[value] if of == kind else -1 for of, value in entry.values]
+    values.append(-1)  # which label -1, for none, picks
+    codes: NDArray[np.int64] = np.array(values, np.int64)[entry.rows["label"]]
+    if (codes >= 0).all():
+        return codes
     ends = np.append(entry.rows["name"][1:], len(entry.names))
     names = [entry.names[start:end] for start, end in zip(entry.rows["name"].tolist(), ends.tolist())]
-    for i in np.flatnonzero(label < 0):
-        name = names[i].decode(*_TEXT)
-        entry.skipped.append(SkippedFile(name, "without a label, as others have"))
-    kept = np.flatnonzero(label >= 0)
+    for i in np.flatnonzero(codes < 0):
+        entry.skipped.append(SkippedFile(names[i].decode(*_TEXT), "without a label, as others have"))
+    kept = np.flatnonzero(codes >= 0)
     names = [names[i] for i in kept]
     entry.rows, entry.names = entry.rows[kept], b"".join(names)
     lengths = np.array([len(name) for name in names], np.int64)
     entry.rows["name"] = np.cumsum(lengths) - lengths
-    return label[kept]
+    return codes[kept]
 
 
-def _choose_labels(files: _Files) -> tuple[str, list[str]]:
+def _choose_labels(entries: Iterable[IndexEntry]) -> tuple[str, list[str]]:
     """Return (kind of values that are the labels, "" for none; the classes).
 
     Those of .cls and .json, if at least half of the images have one; else those of .txt, if at least half have one and
@@ -267,7 +268,7 @@ def _choose_labels(files: _Files) -> tuple[str, list[str]]:
     images = 0
     counts: Counter[str] = Counter()
     values: dict[str, set[str]] = {"class": set(), "text": set()}
-    for _, entry in _load_entries(files):
+    for entry in entries:
         images += len(entry.rows)
         of = np.bincount(entry.rows["label"][entry.rows["label"] >= 0], minlength=len(entry.values))
         for (kind, value), number in zip(entry.values, of.tolist()):
@@ -285,16 +286,37 @@ def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex
     try:
         info = json.loads((folder / f"{key}.json").read_bytes())
         count, classes = int(info["count"]), info["classes"]
-        rows = map_array(folder / f"{key}.rows", ROW_DTYPE, count + 1)
-        names = map_array(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
+        rows = _map_array(folder / f"{key}.rows", ROW_DTYPE, count + 1)
+        names = _map_array(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
         known = info["folders"] if classes is None else classes
-        codes = None if known is None else map_codes(folder / f"{key}.codes", count, len(known))
+        codes = None if known is None else _map_codes(folder / f"{key}.codes", count, len(known))
         folders = None if classes is not None or codes is None else ([str(name) for name in known], codes)
         ignored = {str(kind): int(number) for kind, number in info["ignored"].items()}
         unreadable = [SkippedFile(str(name), str(reason)) for name, reason in info["unreadable"]]
         named = tuple(str(name) for name in classes or ())
-    except DAMAGE_ERRORS:
+    except Exception:  # whatever the files hold, the index is built anew
         return None
-    sizes = [state.size for state in states.values()]
-    labels = None if classes is None else codes
-    return ShardIndex(list(states), sizes, rows, names, labels, named, folders, ignored, unreadable)
+    return ShardIndex(states, rows, names, None if classes is None else codes, named, folders, ignored, unreadable)
+
+
+def _map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
+    """Map a file of `count` class or folder numbers below `known`. Raises ValueError if it holds anything else."""
+    codes: NDArray[np.int64] = _map_array(file, np.dtype("<i8"), count)
+    if count and not 0 <= int(codes.min()) <= int(codes.max()) < known:
+        raise ValueError("out of range")
+    return codes
+
+
+def _map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """Map a file of `count` items. Raises ValueError if it has another size."""
+    if count < 0 or file.stat().st_size != count * dtype.itemsize:
+        raise ValueError("not whole")
+    return np.asarray(np.memmap(file, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
+
+
+def _remove_partial_files(folder: Path) -> None:
+    """Remove files over a day old that killed processes left half-written."""
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            if _PARTIAL.fullmatch(partial.name) and time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
+                partial.unlink()

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from operator import index
 from typing import overload
 
 import numpy as np
@@ -17,9 +16,8 @@ from unfog.data.sources.base import ImageError, OpenOptions, Source, SourceLocat
 from unfog.data.sources.folder import list_only, no_images_error, sample_digest
 from unfog.data.sources.image_files import open_bytes
 from unfog.data.sources.storage import FileState, open_storage
-from unfog.data.webdataset.remote_shards import RemoteShards, ShardSet
+from unfog.data.webdataset.remote_shards import RemoteShards, remote_states
 from unfog.data.webdataset.shard_index import ShardIndex, open_shard_index, shard_name
-from unfog.data.webdataset.shard_states import remote_states
 from unfog.errors import RequestError
 
 _NAMES_AT_ONCE = 65536
@@ -44,25 +42,22 @@ class ShardSource(Source):
     def __init__(self, location: SourceLocation, options: OpenOptions | None = None) -> None:
         super().__init__(location)
         options = options or OpenOptions()
-        self._storage = open_storage(location.paths[0])
+        self._storage, self._base, failed = open_storage(location.paths[0]), location.base, dict[str, str]()
         self.remote = self._storage.remote
-        failed: dict[str, str] = {}
         if self.remote:
-            self._states, failed = remote_states(self._storage, location, options.remote)
+            states, failed = remote_states(self._storage, location, options.remote)
         else:
-            self._states = self._storage.states(location.paths)
-        self._base = location.base
-        self.index: ShardIndex = open_shard_index(self._storage, self._states, location.base, options.progress)
-        shard_names = {path: shard_name(path, self._base) for path in self._states}
-        self.names = _ShardNames(self.index, list(shard_names.values()))
+            states = self._storage.states(location.paths)
+        self.index = open_shard_index(self._storage, states, location.base, options.progress)
+        self.names = _ShardNames(self.index, [shard_name(path, location.base) for path in states])
         self.classes, self.labels, self.folders = self.index.classes, self.index.labels, self.index.folders
         self.ignored, self.unreadable = self.index.ignored, self.index.unreadable
         if not len(self.index):
             raise no_images_error(self.name, self.ignored, self.unreadable)
         self._remote_shards: RemoteShards | None = None
         if self.remote:
-            shards = ShardSet(self.name, self._storage, self.index, self._states, shard_names)
-            self.remote_shards = self._remote_shards = RemoteShards(shards, options.remote, failed)
+            self._remote_shards = RemoteShards(location, self._storage, self.index, options.remote, failed)
+            self.remote_shards = self._remote_shards
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:
@@ -86,7 +81,7 @@ class ShardSource(Source):
 
     def stamp(self) -> tuple[str, int]:
         # Remote shards count as they were when opened; local ones are looked at again, and some are sampled.
-        states, samples = self._states, list[bytes]()
+        states, samples = dict(self.index.states), list[bytes]()
         if not self.remote:
             states = {path: FileState(0, "") for path in states}
             for path in states:
@@ -114,16 +109,12 @@ class _ShardNames(Sequence[str]):
     @overload
     def __getitem__(self, i: slice) -> list[str]: ...
     def __getitem__(self, i: int | slice) -> str | list[str]:
-        if isinstance(i, slice):
-            start, stop, step = i.indices(len(self))
-            if step == 1 and start < stop:
-                return self._decode(start, stop)
-            return [self[k] for k in range(start, stop, step)]
-        i = index(i)
-        if not -len(self) <= i < len(self):
-            raise IndexError(i)
-        i %= len(self)
-        return self._decode(i, i + 1)[0]
+        chosen = range(len(self))[i]
+        if isinstance(chosen, int):
+            return self._decode(chosen, chosen + 1)[0]
+        if chosen and chosen.step == 1:
+            return self._decode(chosen.start, chosen.stop)
+        return [self[k] for k in chosen]
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), _NAMES_AT_ONCE):

@@ -1,11 +1,15 @@
-"""Build the index entry of one tar shard: position, name and label of each image in it."""
+"""The index entry of one tar shard: position, name and label of each image in it. Built, stored and loaded."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,3 +195,44 @@ def _json_label(data: bytes) -> str:
     if not isinstance(values, dict):
         return ""
     return next((text for key in _LABEL_KEYS if (text := normalize_label(values.get(key)))), "")
+
+
+def save_entry(file: Path, entry: IndexEntry) -> None:
+    info = {"values": entry.values, "ignored": entry.ignored, "quarantined": entry.skipped}
+    buffer = BytesIO()
+    np.savez(
+        buffer,
+        rows=entry.rows,
+        names=np.frombuffer(entry.names, np.uint8),
+        info=np.frombuffer(json.dumps(info).encode(), np.uint8),
+    )
+    write_atomically(file, buffer.getbuffer())
+
+
+def load_entry(file: Path, size: int) -> IndexEntry | None:
+    """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
+        values = [(str(kind), str(value)) for kind, value in info["values"]]
+        starts = rows["name"]
+        whole = rows.dtype == ROW_DTYPE and rows.ndim == 1
+        whole = whole and bool((rows["start"] >= 0).all() and (rows["size"] >= 0).all())
+        whole = whole and bool((rows["start"] + rows["size"] <= size).all() and (rows["label"] < len(values)).all())
+        whole = whole and bool((rows["label"] >= -1).all())
+        whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
+        ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
+        skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["quarantined"]]
+    except Exception:  # a damaged archive raises nearly anything: zlib.error, SyntaxError, MemoryError, …
+        return None
+    return IndexEntry(rows, names, values, ignored, skipped) if whole else None
+
+
+def write_atomically(file: Path, data: bytes | memoryview) -> None:
+    # A name of its own for each process and time, as several processes may index the same set at once.
+    partial = file.with_name(f"{os.getpid()}-{time.time_ns()}-{file.name[:8]}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,124 @@
+"""Report the skipped images of a run: data.json lists every file, and failures during training are warned of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from unfog.data.data_report import COMMON_ACTIONS, SkippedFile
+from unfog.data.dataset import Dataset, ImageSet
+from unfog.data.lazy import remote_shards_of
+from unfog.process.run_folder import RunFolder
+from unfog.reporting.progress import plural
+from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import write_atomic
+from unfog.text import sanitize, valid_text
+
+DATA_FILE = "data.json"
+MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_SHARD = "shard"  # marks a shard among the failures that ranks send each other
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def data_json(dataset: Dataset) -> bytes:
+    """Return the report of the data set, and a line for each file: {"name", "status", "converted", "reason"}.
+
+    The status is "used", "held out" or "quarantined" (skipped), and only the last has a reason. "converted" is null
+    where images are decoded only when training wants them. Failed shards are in "shards_given_up". A name that is no
+    valid text has \\xff for such a byte.
+    """
+    report = dataset.report
+    files = report.used + len(report.skipped)
+    # A line for each file, so that the list can be searched with grep; as a whole it is JSON.
+    lines = [f"    {_encode(row)}" for row in _rows(dataset, everything=files <= MAX_LISTED)]
+    head = {
+        "summary": report.line(),
+        # The lines spell the treatments out.
+        **{name: value for name, value in report.to_dict().items() if name not in ("treatment", "treatments")},
+        "quarantined": len(report.skipped),
+        "actions": report.actions,
+        "unlisted": files - len(lines),
+    }
+    shards = remote_shards_of(dataset.train)
+    if shards is not None and shards.failed:
+        head["shards_given_up"] = shards.failed
+    opening = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
+    listing = ",\n".join(lines)
+    return f'{opening},\n  "files": [\n{listing}\n  ]\n}}\n'.encode("utf-8", "replace")
+
+
+def _rows(dataset: Dataset, everything: bool) -> Iterator[dict[str, object]]:
+    """Yield a row for each file; unless `everything`, for those skipped or converted in an unusual way."""
+    report, begin = dataset.report, 0
+    phrases = [report.phrases(i) for i in range(len(report.treatments))]
+    unusual = [i for i, done in enumerate(report.treatments) if not COMMON_ACTIONS.issuperset(done)]
+    for status, names in (("used", dataset.train.names), ("held out", dataset.held_out.names)):
+        treatment = report.treatment_of(slice(begin, begin + len(names)))
+        begin += len(names)
+        if everything:
+            listed: Iterable[int] = range(len(names))
+        else:  # of images that are not decoded yet, what will be done to them is not known
+            listed = np.flatnonzero(np.isin(treatment, unusual)).tolist() if report.read else ()
+        for i in listed:
+            converted = phrases[treatment[i]] if report.read else None
+            yield {"name": valid_text(names[i]), "status": status, "converted": converted, "reason": None}
+    for one in report.skipped:
+        name, reason = map(valid_text, one)
+        yield {"name": name, "status": "quarantined", "converted": [], "reason": reason}
+
+
+def failures_on_this_rank(images: ImageSet) -> set[tuple[str, ...]]:
+    """Return (name, reason) of images that this rank could not decode, and (name, reason, _SHARD) of failed shards."""
+    shards = remote_shards_of(images)
+    found: set[tuple[str, ...]] = {(one.name, one.reason) for one in getattr(images.pixels, "skipped", [])}
+    return found | ({(*item, _SHARD) for item in shards.failed.items()} if shards is not None else set())
+
+
+class FailureReporter:
+    """Warns once of each image that cannot be decoded and each shard that fails during training."""
+
+    def __init__(self, folder: RunFolder, dataset: Dataset) -> None:
+        self._folder, self._dataset = folder, dataset
+        self._shards = remote_shards_of(dataset.train)
+        self._reported: set[SkippedFile] = set()
+
+    @property
+    def shards(self) -> dict[str, str]:
+        """Name -> reason of the failed shards."""
+        return {} if self._shards is None else self._shards.failed
+
+    def report(self, recorder: Recorder, step: int, elsewhere: Sequence[Sequence[str]] = ()) -> None:
+        """Warn of new failures and record them, including those of other ranks (`failures_on_this_rank`).
+
+        RunError if more shards failed on all ranks together than `data.failed_shards` allows.
+        """
+        sets = (self._dataset.train, self._dataset.held_out)
+        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of images that are decoded while training
+        for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
+            for one in self._new(found):
+                recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
+                recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        if self._shards is None:
+            return
+        if trouble := self._shards.cache_error:
+            for one in self._new([SkippedFile("", trouble)]):
+                recorder.warn(step, f"{one.reason}; what is read is no longer kept for later epochs")
+        self._shards.mark_failed({one[0]: one[1] for one in elsewhere if _SHARD in one[2:]})
+        lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
+        for one in lost:
+            images = self._shards.image_count(one.name)
+            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; others replace its {plural(images, 'image')}")
+            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
+        if lost:
+            with suppress(OSError):  # data.json is not needed for training
+                write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
+
+    def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
+        """Return those not reported yet, and mark them as reported."""
+        new = [one for one in some if one not in self._reported]
+        self._reported.update(new)
+        return new
