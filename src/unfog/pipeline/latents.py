@@ -7,29 +7,23 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.data.augmentation import to_model_range
 from unfog.data.dataset import Dataset, ImageSet
-from unfog.data.latents import (
-    FORMAT,
-    EncodeJob,
-    LatentArrays,
-    load_or_encode,
-    statistics,
-)
+from unfog.data.latents import FORMAT, EncodeJob, LatentArrays, load_or_encode, statistics
 from unfog.diffusion.editing import Edit
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel, DiffusersAutoencoder
@@ -45,28 +39,18 @@ Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B,
 _PIXELS_AT_ONCE = 2**18  # per batch: 64 images of 64x64, 4 of 256x256
 _FEW = 64  # images that are encoded where only the shape and scale of latents are needed
 _DEAD_CHANNEL = 0.02  # deviation of a channel over the largest one, below which it hardly carries information
+_AnyAutoencoder = AutoencoderModel | DiffusersAutoencoder
 
 
-class _ImageAutoencoder(Protocol):
-    def encode(self, x: Tensor) -> Tensor:
-        """Encode images [B, C, H, W] in [-1, 1] to latents [B, c, H/f, W/f]; to the mean of a Gaussian."""
-
-    def decode(self, latent: Tensor) -> Tensor:
-        """Decode latents to images about [-1, 1]."""
-
-
-def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _ImageAutoencoder:
+def _load_autoencoder(described: AutoencoderFolder, device: torch.device) -> _AnyAutoencoder:
     """Return an autoencoder on a device, in evaluation mode and fp32, checked with an image of zeros.
 
     RequestError if its weights do not fit its description, or need a package that is missing.
     """
-    network: nn.Module
-    network = (
-        _load_ours(described) if described.kind == OURS else DiffusersAutoencoder.load(described.folder, described.kind)
-    )
-    network = network.to(device).float().eval().requires_grad_(False)
-    autoencoder = cast(_ImageAutoencoder, network)
-    side = 8 * described.factor
+    ours, side = described.kind == OURS, 8 * described.factor
+    autoencoder: _AnyAutoencoder
+    autoencoder = _load_ours(described) if ours else DiffusersAutoencoder.load(described.folder, described.kind)
+    autoencoder = autoencoder.to(device).float().eval().requires_grad_(False)
     with torch.inference_mode():
         latent = autoencoder.encode(torch.zeros(1, described.image_channels, side, side, device=device))
         shapes = (tuple(latent.shape), tuple(autoencoder.decode(latent).shape))
@@ -104,7 +88,6 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
 
 
 def _empty_beside(folder: Path) -> Path:
-    """Return a new empty folder beside another, on the same file system."""
     made = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -112,8 +95,7 @@ def _empty_beside(folder: Path) -> Path:
 
 
 def _move_into_place(made: Path, folder: Path) -> None:
-    """Move a finished folder to its place; the old one is deleted when the new one is on the disk."""
-    for path in (*made.iterdir(), made):
+    for path in (*made.iterdir(), made):  # before the old one is deleted, so that a power cut leaves either
         sync(path)
     old = folder.with_name(f".{folder.name}-old")
     shutil.rmtree(old, ignore_errors=True)
@@ -147,11 +129,11 @@ def _check_unchanged(described: AutoencoderFolder, config: Config) -> None:
 
 
 @lru_cache(maxsize=2)
-def _opened(place: str, sha256: str, device: torch.device) -> _ImageAutoencoder:
+def _opened(place: str, sha256: str, device: torch.device) -> _AnyAutoencoder:
     return _load_autoencoder(AutoencoderFolder.open(place), device)
 
 
-def _open_run_autoencoder(config: Config, device: torch.device) -> _ImageAutoencoder:
+def _open_run_autoencoder(config: Config, device: torch.device) -> _AnyAutoencoder:
     _check_unchanged(AutoencoderFolder.open(config.autoencoder_folder), config)
     return _opened(config.autoencoder_folder, config.latents.sha256, device)
 
@@ -189,7 +171,7 @@ def encode_edit(edit: Edit | None, config: Config, device: torch.device) -> Edit
 
 
 def _encode_pixels(
-    autoencoder: _ImageAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
+    autoencoder: _AnyAutoencoder, device: torch.device, pixels: NDArray[np.uint8]
 ) -> NDArray[np.float32]:
     """Return the latents of images uint8 [B, C, H, W], in the autoencoder's own scale."""
     x = to_model_range(torch.from_numpy(np.ascontiguousarray(pixels)).to(device))
@@ -199,7 +181,8 @@ def _encode_pixels(
 
 
 def autoencoder_batch(size: int) -> int:
-    """Return the batch size for images of this side; it depends on nothing else, so that the rounding is repeatable."""
+    """Return the batch size for images of this side."""
+    # It depends on nothing else, as the batch size may change the rounding.
     return max(1, _PIXELS_AT_ONCE // size**2)
 
 
@@ -241,14 +224,12 @@ def add_latents(dataset: Dataset, config: Config, stop: StopSignals, few: bool =
 
 def _encode_or_load(config: Config, sets: list[ImageSet], stop: StopSignals, few: bool) -> tuple[str, LatentArrays]:
     """Return (cache key, latents), from the cache or encoded now."""
-    try:
+    device = torch.device("cpu")
+    with suppress(RequestError):  # the run began on a machine with another device
         device = choose_device(config.training.device)
-    except RequestError:  # the run began on a machine with another device
-        device = torch.device("cpu")
     latents, size = config.latents, config.data.size
     side, copies, batch = size // latents.factor, 1 + config.data.flip, autoencoder_batch(size)
     prints = () if few else tuple(images.fingerprint for images in sets)
-    # The batch size counts, as it may change the rounding.
     key = hashlib.sha256(repr((FORMAT, prints, latents.sha256, copies, batch)).encode()).hexdigest()[:32]
     encode = partial(_encode_pixels, _open_run_autoencoder(config, device), device)
     job = EncodeJob(sets, (latents.channels, side, side), copies, encode, batch)
