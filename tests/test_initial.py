@@ -21,8 +21,8 @@ from unfog.inference.run import Run
 from unfog.models.settings import UNet
 from unfog.models.unet import UNetModel
 from unfog.reporting.records import read_events
-from unfog.runs.dry_run import _randomized
-from unfog.runs.init_weights import _objective_from_scheduler, recipe_from_weights
+from unfog.runs.diffusers import _randomized, objective_from_scheduler
+from unfog.runs.init_weights import recipe_from_weights
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +251,7 @@ def test_schedules_of_diffusers(betas, steps, zero):
     theirs = DDPMScheduler(
         steps, beta_schedule=betas, rescale_betas_zero_snr=zero, prediction_type="v_prediction", beta_end=0.015
     )
-    ours = _objective_from_scheduler(theirs.config, Diffusion())
+    ours = objective_from_scheduler(theirs.config, Diffusion())
     share = ours.path(ours.schedule.table())[0].square()
     # Theirs is in single precision, and its last one is not quite zero.
     assert torch.allclose(share, theirs.alphas_cumprod.double(), atol=2e-6)
@@ -259,11 +259,11 @@ def test_schedules_of_diffusers(betas, steps, zero):
 
 
 def test_schedulers_without_equivalent_unless_the_objective_is_given(photos, tmp_path):
-    flow = _objective_from_scheduler({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Diffusion())
+    flow = objective_from_scheduler({"_class_name": "FlowMatchEulerDiscreteScheduler"}, Diffusion())
     assert (flow.path, flow.target) == (Flow(), FlowVelocity())
     for wrong in ({"beta_schedule": "sigmoid"}, {"prediction_type": "flow"}, {"_class_name": "EDMEulerScheduler"}):
         with pytest.raises(RequestError, match="give --path, --schedule and --target"):
-            _objective_from_scheduler(wrong, Diffusion())
+            objective_from_scheduler(wrong, Diffusion())
     written(tmp_path / "theirs", DDPMScheduler(beta_schedule="scaled_linear"))
     given = {"path": "vp", "schedule": "cosine", "target": "eps", "out": tmp_path / "run"}
     run = unfog.train(photos, init=tmp_path / "theirs", **given, **QUICK)

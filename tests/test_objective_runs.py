@@ -9,7 +9,7 @@ import pytest
 
 import unfog
 from conftest import NETWORK, without_clock
-from unfog.runs.dry_run import _export_difference
+from unfog.runs.diffusers import export_difference
 from unfog.training.checkpoints import format as checkpoint
 
 pytestmark = pytest.mark.slow
@@ -83,4 +83,4 @@ def test_the_variance_is_learned_and_used(tmp_path: Path) -> None:
     after = {kind: run.sample(4, steps=5, sampler=kind, guidance=1.0) for kind in ("ddpm", "ddim")}
     assert np.array_equal(before["ddim"], after["ddim"])
     assert not np.array_equal(before["ddpm"], after["ddpm"])
-    assert _export_difference(run) < 1e-5
+    assert export_difference(run) < 1e-5

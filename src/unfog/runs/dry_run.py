@@ -1,8 +1,4 @@
-"""Dry run: do everything that a run does later, in two steps in a temporary folder, so that errors surface early.
-
-It uses the code of a real run: the session, the loop, the checkpoints, the replay of `unfog resume --verify`, the
-loading of `unfog sample`, and the export.
-"""
+"""Dry run: do everything that a run does later, in two steps in a temporary folder, so that errors surface early."""
 
 from __future__ import annotations
 
@@ -12,21 +8,18 @@ import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import Interrupted, RequestError
-from unfog.export.diffusers_unet import Network, to_unet2d
 from unfog.inference.run import Run
-from unfog.pipeline.build import input_shape
 from unfog.planning.disk import disk_space_needed
 from unfog.process.device import peak_bytes, resident_bytes
 from unfog.process.heartbeat import Heartbeat
@@ -36,6 +29,7 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_bytes
 from unfog.reporting.records import read_events, read_metrics
 from unfog.reporting.settings import Log
+from unfog.runs.diffusers import export_difference
 from unfog.runs.evaluation_hook import MIN_SAMPLES, TRIAL_SAMPLES
 from unfog.runs.ranks import RunContext
 from unfog.runs.resume import differing_tensors, find_resume_point, replay_newest
@@ -88,33 +82,19 @@ def dry_run(
     return [*findings, _memory(before, device)]
 
 
-class _TimedHeartbeat(Heartbeat):
-    """A heartbeat that records the duration of each activity, and the activity in which an error was raised."""
+class _Heartbeat(Heartbeat):
+    """A heartbeat that remembers the activity in which an error was raised."""
 
-    def __init__(self, folder: Path, stop: StopSignals):
-        super().__init__(folder, stop)
-        self.spent: dict[str, list[float]] = {}
-        self.failed = ""
+    failed = ""
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        started = time.perf_counter()
         try:
             with super().during(what):
                 yield
         except Exception:
-            self.failed = self.failed or what
+            self.failed = self.failed or what  # activities nest, and the innermost one is told first
             raise
-        finally:
-            self.spent.setdefault(what, []).append(time.perf_counter() - started)
-
-
-class _PartError(Exception):
-    """The error of a part, where it is not the part that was begun last."""
-
-    def __init__(self, part: str, reason: Exception):
-        super().__init__(str(reason))
-        self.part, self.reason = part, reason
 
 
 class _DryRun:
@@ -140,26 +120,25 @@ class _DryRun:
         """Do a part without output. Returns True if it succeeded."""
         self.stop.leave_if_requested()
         self.progress.update(len(self.findings), note=name)
-        self.started = time.perf_counter()
+        self.started, self.part = time.perf_counter(), name
         output = io.StringIO()
         try:
             with contextlib.redirect_stderr(output):
                 self.findings += action()
         except Exception as error:  # any error that would end the run later is a finding
-            part, reason = (error.part, error.reason) if isinstance(error, _PartError) else (name, error)
-            self.findings.append(_failure(part, reason, output.getvalue()))
+            self.findings.append(_failure(self.part, error, output.getvalue()))
             return False
         return True
 
-    @property
-    def seconds(self) -> float:
-        """Time since the current part began."""
-        return time.perf_counter() - self.started
+    def _finding(self, said: str, **facts: Any) -> list[Finding]:
+        """Return the finding of a part that succeeded, with the time since it began."""
+        took = time.perf_counter() - self.started
+        return [_passed(self.part, f"{said} in {took:.2g} s", seconds=took, **facts)]
 
-    def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> tuple[Session, _TimedHeartbeat]:
-        """Run a session to its end. _PartError names the part in which it failed."""
+    def _session(self, config: Config, saved: checkpoint.CheckpointInfo | None) -> Session:
+        """Run a session to its end. Where it fails, `part` becomes the part in which it did."""
         # Signals and heartbeat of its own: at its end a session silences its signals for good.
-        with StopSignals() as own, self.folder.locked(), (pulse := _TimedHeartbeat(self.folder.path, own)):
+        with StopSignals() as own, self.folder.locked(), (pulse := _Heartbeat(self.folder.path, own)):
             try:
                 session = Session(RunContext(self.folder, self.device, own, pulse), config, self.dataset)
                 if saved is None:
@@ -168,58 +147,61 @@ class _DryRun:
                     self.initial = [p.detach().clone() for p in session.state.model.parameters()]
                 self.folder.write_config(config)
                 session.run((), saved=saved)
-            except Exception as error:
+            except Exception:
                 # The session writes its report after the last heartbeat, so nothing else can have failed then.
                 ended = "report" if pulse.activity == "finished" else ""
-                raise _PartError(ended or _PART_OF_ACTIVITY.get(pulse.failed, "training"), error) from error
+                self.part = ended or _PART_OF_ACTIVITY.get(pulse.failed, "training")
+                raise
             if own():
                 self.stop.request(own.received or "a signal")
                 raise Interrupted
-        return session, pulse
+        return session
 
     def _train(self) -> list[Finding]:
         """Train two steps with all hooks; return a finding for each part."""
-        session, pulse = self._session(self.config, None)
+        session = self._session(self.config, None)
         while not session.state.updates and session.state.precision.may_overflow and self.steps < _MAX_STEPS:
             # Every step overflowed: a run spends its first steps on finding fp16's loss scale.
             self.steps = min(2 * self.steps, _MAX_STEPS)
             self.config = _shortened(self.config, self.steps)
-            session, pulse = self._session(self.config, find_resume_point(self.folder, self.config).saved)
-        seconds, self.state = self.seconds, session.state
+            session = self._session(self.config, find_resume_point(self.folder, self.config).saved)
+        seconds, self.state = time.perf_counter() - self.started, session.state
         saved = checkpoint.list_checkpoints(self.folder.checkpoints)[0][-1]
         stored, stall = sum(file.bytes for file in saved.files.values()), session.saver.stall_seconds
         page = (self.folder.path / "report.html").stat().st_size
-        timed = [("preview", f"{self.config.preview.images} samples generated")]
-        if pulse.spent.get("evaluation"):
-            timed.append(("evaluation", "held-out loss measured"))
-        durations = [(part, said, max(pulse.spent.get(part, []), default=0.0)) for part, said in timed]
         written = f"a checkpoint of {format_bytes(stored)} written, for which training stood still {stall:.2g} s"
         return [
             self._steps(seconds),
             self._ema(),
-            *(_passed(part, f"{said} in {took:.2g} s", seconds=took) for part, said, took in durations),
+            *self._slowest("preview", "preview", f"{self.config.preview.images} samples generated"),
+            *self._slowest("evaluation", "evaluated", "held-out loss measured"),
             _passed("checkpoint", written, seconds=stall, bytes=stored),
             _passed("report", f"a report of {format_bytes(page)} written", bytes=page),
         ]
+
+    def _slowest(self, part: str, kind: str, said: str) -> list[Finding]:
+        """Return a finding with the longest time of the events of a kind, if there are any."""
+        took = [event["seconds"] for event in read_events(self.folder.events) if event["kind"] == kind]
+        return [_passed(part, f"{said} in {max(took):.2g} s", seconds=max(took))] if took else []
 
     def _steps(self, seconds: float) -> Finding:
         batch, steps = self.config.training.batch, self.steps
         rows = [row for row in read_metrics(self.folder.metrics) if "images_per_second" in row]
         first, last = (batch / rows[i]["images_per_second"] for i in (0, -1))
         events = read_events(self.folder.events)
-        skipped = [event for event in events if event["kind"] == "step_refused"]
-        shrunk = [event for event in events if event["kind"] == "out_of_memory"]
+        skipped = sum(event["kind"] == "step_refused" for event in events)
+        shrunk = [event["microbatch"] for event in events if event["kind"] == "out_of_memory"]
         facts: dict[str, Any] = {"seconds_per_step": last, "first": first, "batch": batch, "seconds": seconds}
-        said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
-        if self.state.updates < steps - len(skipped):
-            said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
         if skipped:
-            said = f"{len(skipped)} of {steps} steps were skipped, as their gradient is not finite"
+            said = f"{skipped} of {steps} steps were skipped, as their gradient is not finite"
             return Finding("rehearsal.training", "warning", said, "--precision fp32, or bf16", facts)
+        said = f"{steps} steps of {batch} images trained, {first:.2g} s the first and {last:.2g} s the last"
+        if self.state.updates < steps:
+            said += f"; fp16's loss scale came down to {self.state.precision.scale:g} meanwhile, as it does in any run"
         if shrunk:
-            facts["microbatch"] = now = shrunk[-1]["microbatch"]
-            said = f"{said}, but memory did not suffice for more than {now} images at a time"
-            return Finding("rehearsal.training", "hint", said, f"--microbatch {now}", facts)
+            facts["microbatch"] = shrunk[-1]
+            said += f", but memory did not suffice for more than {shrunk[-1]} images at a time"
+            return Finding("rehearsal.training", "hint", said, f"--microbatch {shrunk[-1]}", facts)
         return Finding("rehearsal.training", "fine", said, facts=facts)
 
     def _ema(self) -> Finding:
@@ -244,11 +226,10 @@ class _DryRun:
         if saved is None or broken:
             raise ValueError(f"it was written and cannot be read: {broken[0] if broken else ''}")
         different, count = differing_tensors(self.state, saved), sum(map(len, self.state.tensors().values()))
-        del self.state
+        del self.state  # the parts from here on build one of their own
         if different:
             raise ValueError(f"{different[0]} and {len(different) - 1} others are not as saved")
-        said, took = f"{count} tensors read back as they were", self.seconds
-        return [_passed("reload", f"{said}, in {took:.2g} s", seconds=took, tensors=count)]
+        return self._finding(f"{count} tensors read back as they were,", tensors=count)
 
     def _repeat(self) -> list[Finding]:
         """Train from the first checkpoint to the last once more, as after an interruption."""
@@ -263,17 +244,16 @@ class _DryRun:
         """Train one step from the newest checkpoint, as `unfog resume` does."""
         saved = find_resume_point(self.folder, self.config).saved
         config = _shortened(self.config, self.steps + 1)
-        session, _ = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
+        session = self._session(replace(config, preview=replace(config.preview, images=1)), saved)
         if session.step != self.steps + 1:
             raise ValueError(f"it ended at step {session.step} instead of {self.steps + 1}")
-        said, took = f"resumed at step {self.steps} and trained one more", self.seconds
-        return [_passed("resume", f"{said}, in {took:.2g} s", seconds=took)]
+        return self._finding(f"resumed at step {self.steps} and trained one more,")
 
     def _sample(self) -> list[Finding]:
         """Load a new network from the run folder alone and sample, as `unfog sample` does."""
         self.loaded = Run(self.folder.path, device=str(self.device))
-        count, took = len(self.loaded.sample(_SAMPLES, batch=_SAMPLES)), self.seconds
-        return [_passed("sample", f"{count} samples generated from the saved run in {took:.2g} s", seconds=took)]
+        count = len(self.loaded.sample(_SAMPLES, batch=_SAMPLES))
+        return self._finding(f"{count} samples generated from the saved run")
 
     def _export(self) -> list[Finding]:
         """Compare the outputs of the exported network in diffusers; a hint if it is missing or has no such network."""
@@ -281,13 +261,13 @@ class _DryRun:
             remedy = "pip install 'unfog[export]' before you export"
             return [Finding("rehearsal.export", "hint", "diffusers is not installed, so export was not tried", remedy)]
         try:
-            difference = _export_difference(self.loaded)
+            difference = export_difference(self.loaded)
         except RequestError as error:
             return [Finding("rehearsal.export", "hint", str(error))]
         if difference > _EXPORT_TOLERANCE:
             raise ValueError(f"the output of diffusers' network differs, by {difference:.2g} of the largest value")
-        said, took = f"diffusers' network agrees to {difference:.1g} of the largest value", self.seconds
-        return [_passed("export", f"{said}, in {took:.2g} s", seconds=took, difference=difference)]
+        said = f"diffusers' network agrees to {difference:.1g} of the largest value,"
+        return self._finding(said, difference=difference)
 
 
 def _shortened(config: Config, steps: int) -> Config:
@@ -346,45 +326,7 @@ def _check_disk_space(folder: Path, session: Session) -> None:
 
 
 def _distance(a: list[Any], b: list[Tensor]) -> float:
-    """Return the Euclidean distance between two lists of tensors."""
     return float(torch.stack([(x.detach() - y).norm() for x, y in zip(a, b)]).norm())
-
-
-@torch.inference_mode()
-def _export_difference(run: Run) -> float:
-    """Return the largest output difference between a run's network and its export to diffusers, relative to ours.
-
-    RequestError if diffusers has no equivalent network.
-    """
-    from diffusers import UNet2DModel
-
-    # Many branches of a network start at zero and are nearly zero after two steps, so that an exchanged weight would
-    # go unnoticed: both get random weights.
-    config, network = run.config, _randomized(run.network.cpu())
-    assert config.network is not None  # a run's is settled
-    channels, side, _ = input_shape(config)
-    out = channels * (2 if config.diffusion.learned_variance else 1)
-    settings, state = to_unet2d(Network(config.network, channels, len(config.classes), network.state_dict(), out), side)
-    exported = UNet2DModel(**settings).eval()
-    exported.load_state_dict(state)
-    x = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(1))
-    level = torch.tensor([10.0, 500.0])
-    label = torch.tensor([0, len(config.classes)]) if config.classes else None  # a class, and no class
-    expected = network(x, level, label)
-    difference = (exported(x, level, class_labels=label).sample - expected).abs().max()
-    return float(difference / expected.abs().max().clamp_min(1e-12))
-
-
-def _randomized(network: nn.Module) -> nn.Module:
-    """Return a copy of a network with random weights of ordinary size, so that all of them affect the output."""
-    copy, generator = deepcopy(network), torch.Generator().manual_seed(0)
-    for parameter in copy.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim > 1:
-            parameter.copy_(noise * (parameter.numel() / parameter.shape[0]) ** -0.5)
-        else:  # biases about 0, the scales of normalisations about 1
-            parameter.copy_(parameter.round().clamp(0, 1) + 0.1 * noise)
-    return copy
 
 
 def _memory(before: int, device: torch.device) -> Finding:

@@ -1,9 +1,4 @@
-"""Evaluation during training: the held-out loss, a warning of overfitting, and metrics of generated samples.
-
-Metrics get a given share of the time of training. At the beginning, generation and metrics are timed once; the numbers
-of samples and reference images and the interval are then resolved and stored like other automatic settings, so that
-an interrupted run measures at the same steps.
-"""
+"""Evaluation during training: the held-out loss, a warning of overfitting, and metrics of generated samples."""
 
 from __future__ import annotations
 
@@ -57,7 +52,7 @@ class _Costs(NamedTuple):
 
 
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
-    """Resolve what is open of the metrics' settings, once the other settings are resolved.
+    """Resolve what is open of the metrics' settings, so that they take their share of training time.
 
     RequestError if no evaluation is due in this run, or there are too few images.
     """
@@ -72,6 +67,7 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         )
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
+    # Timed once and stored like other automatic settings, so that an interrupted run measures at the same steps.
     training = auto.seconds_per_step() * (config.training.images // config.training.batch)
     allowed = evaluate.share * training
     costs = _time_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
@@ -140,20 +136,19 @@ def _metric_seconds(config: Config, samples: int, reference: int, width: int) ->
     """Return the seconds that the metrics take for so many samples, measured with random features."""
     generator = torch.Generator().manual_seed(0)
     real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
-    pixels = None
-    if _PIXEL_METRIC in config.evaluate.metrics:
-        shape = (samples, config.data.channels, config.data.size, config.data.size)
-        pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    shape = (samples, config.data.channels, config.data.size, config.data.size)
+    compared = _PIXEL_METRIC in config.evaluate.metrics
+    pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8) if compared else torch.empty(0)
     with Progress("timing the metrics", None):
         return wall_seconds(lambda: _compute_metrics(config, real, fake, pixels, pixels), warm=False)
 
 
 def _compute_metrics(
-    config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor | None, fake_pixels: Tensor | None
+    config: Config, real: Tensor, fake: Tensor, real_pixels: Tensor, fake_pixels: Tensor
 ) -> dict[str, MetricResult]:
     names = [name for name in config.evaluate.metrics if name != _PIXEL_METRIC]
     found = dict(zip(names, compare_features(names, real, fake), strict=True))
-    if _PIXEL_METRIC in config.evaluate.metrics and real_pixels is not None and fake_pixels is not None:
+    if _PIXEL_METRIC in config.evaluate.metrics:
         found[_PIXEL_METRIC] = compare_pixels([_PIXEL_METRIC], real_pixels, fake_pixels)[0]
     return found
 
@@ -178,7 +173,7 @@ class _MetricsHook:
 
         RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
         """
-        self._measure(TRIAL_SAMPLES)
+        self.measure(TRIAL_SAMPLES)
         evaluate, width = self.config.evaluate, self._reference().shape[1]
         if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference()))) <= width:
             said = f"fid needs more than {width:,} samples with {self.features.name}, and here are {few:,}"
@@ -187,11 +182,8 @@ class _MetricsHook:
             warn(f"{said}; it is left out. kid holds at any number")
         return {}
 
-    def measure(self) -> dict[str, float]:
-        """Return values for the record by name, with their standard errors where known."""
-        return self._measure(self.config.evaluate.samples)
-
-    def _measure(self, count: int) -> dict[str, float]:
+    def measure(self, count: int) -> dict[str, float]:
+        """Return values for the record by name, of `count` samples, with their standard errors where known."""
         config, metrics = self.config, self.config.evaluate.metrics
         labels = proportional_labels(self.images.labels, count)
 
@@ -233,7 +225,6 @@ class EvaluationHook:
         self._context, self._config, self._dataset, self._previews = context, config, dataset, previews
         wanted = config.evaluate.metrics and config.evaluate.metrics_every >= 0
         self._metrics = _MetricsHook(config, dataset.train, previews, context.device) if wanted else None
-        self._warned: bool | None = None  # None: the record was not read yet
 
     def dry_run(self) -> None:
         if self._metrics is not None:
@@ -258,7 +249,7 @@ class EvaluationHook:
             return {}
         with self._context.heartbeat.during("measuring samples"):
             # Before the first step they would measure noise, so they are only tried out.
-            record = metrics.dry_run() if step == 0 else metrics.measure()
+            record = metrics.dry_run() if step == 0 else metrics.measure(self._config.evaluate.samples)
         recorder.event("measured", step, seconds=round(time.perf_counter() - started, 3), **record)
         return record
 
@@ -267,7 +258,8 @@ class EvaluationHook:
         context, config, dataset = self._context, self._config, self._dataset
         if config.trains_autoencoder or "held_out_loss" not in measured or len(dataset.held_out) < _MIN_HELD_OUT:
             return None
-        if self._has_warned():
+        # From the record, which also holds what a process before a resume has warned of.
+        if any(event.get("kind") == _OVERFITTING for event in read_events(context.folder.events)):
             return None
         metrics = [*read_metrics(context.folder.metrics), {"step": step, **measured}]
         record = RunRecord(context.folder.path, config, metrics)
@@ -279,14 +271,4 @@ class EvaluationHook:
         if train is None or held_out is None:
             return None
         finding = check_overfitting(record, self._previews.losses(train), self._previews.losses(held_out))
-        if finding.severity != "warning":
-            return None
-        self._warned = True
-        return finding
-
-    def _has_warned(self) -> bool:
-        """Return True if the record holds the warning, also of a process that the run was resumed from."""
-        if self._warned is None:
-            events = read_events(self._context.folder.events)
-            self._warned = any(event.get("kind") == _OVERFITTING for event in events)
-        return self._warned
+        return finding if finding.severity == "warning" else None

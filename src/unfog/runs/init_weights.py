@@ -16,8 +16,6 @@ from unfog.config.toml import update
 from unfog.config.validate import reason_of
 from unfog.config.values import format_spec, sanitize
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
-from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import UNetFolder, from_unet2d, unet2d_settings
 from unfog.models.autoencoder_settings import AutoencoderFolder
@@ -25,12 +23,12 @@ from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.intervals import Choice
 from unfog.process.run_folder import RunFolder, printable
 from unfog.reporting.progress import warn
+from unfog.runs.diffusers import objective_from_scheduler
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_tensors, sha256_of
 
 _CLASS_SPREAD = 0.02  # scale of random differences between new class embeddings, as other networks draw their rows
 _CLASSES, _AUGMENT, _BIAS = "class_embedding.weight", "augment_embedding.", "time_embedding.2.bias"
-_TARGETS: dict[str, Target] = {"epsilon": Eps(), "sample": X0(), "v_prediction": V()}
 
 
 class _WeightsSource(NamedTuple):
@@ -139,7 +137,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
     size = found.config.get("sample_size")
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
     if found.scheduler is not None and not known:
-        diffusion = _objective_from_scheduler(found.scheduler, diffusion)
+        diffusion = objective_from_scheduler(found.scheduler, diffusion)
     base = Config()
     data = replace(base.data, size=size if isinstance(size, int) and size >= 4 else 0, channels=channels)
     config = replace(base, network=network, diffusion=diffusion, data=data)
@@ -199,7 +197,7 @@ def _objective_choice(source: _WeightsSource, config: Config) -> Choice:
     if source.scheduler is not None:
         reason = "as given: that of the folder has no equivalent here"
         with suppress(RequestError):
-            trained = _objective_from_scheduler(source.scheduler, config.diffusion)
+            trained = objective_from_scheduler(source.scheduler, config.diffusion)
             reason = "as its scheduler_config.json says"
     before, now = ([format_spec(part) for part in (d.path, d.schedule, d.target)] for d in (trained, config.diffusion))
     if now != before:
@@ -263,38 +261,3 @@ def _fit_classes(
     state[_CLASSES] = none + difference
     reason = f"their embedding is new, as the weights have {before or 'no'} classes; it begins as that of no class"
     return [Choice("classes", wanted, reason)]
-
-
-def _objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> Diffusion:
-    """Return the objective of a scheduler_config.json of diffusers, and everything else, such as the weighting, of
-    `base`. RequestError if it has no equivalent here."""
-    # Missing keys have the defaults of diffusers' DDPMScheduler.
-    kind, steps = str(scheduler.get("_class_name", "DDPMScheduler")), scheduler.get("num_train_timesteps", 1000)
-    plain = replace(base, conditioning="timestep", scale_input=False)
-    if kind.startswith("FlowMatch"):
-        return replace(plain, path=Flow(), schedule=FlowUniform(), target=FlowVelocity())
-    if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM")) or scheduler.get("trained_betas"):
-        raise _untranslatable(kind, "has no equivalent that could be read off it")
-    if not isinstance(steps, int) or steps < 2:
-        raise _untranslatable(f"'s num_train_timesteps = {sanitize(steps)}", "is no number of steps")
-    betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
-    if betas == "linear":
-        ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
-        # Ours are stated for 1,000 steps.
-        first, last = (round(beta * steps / 1000, 12) for beta in ends)
-        schedule: Linear | Cosine = Linear(steps=steps, beta_start=first, beta_end=last, zero_terminal=zero)
-    elif betas == "squaredcos_cap_v2":
-        schedule = Cosine(steps=steps, zero_terminal=zero)
-    else:
-        known = "has no equivalent; there is linear and squaredcos_cap_v2"
-        raise _untranslatable(f"'s beta_schedule = {sanitize(betas)}", known)
-    predicted = scheduler.get("prediction_type", "epsilon")
-    if predicted not in _TARGETS:
-        known = f"has no equivalent; there is {', '.join(_TARGETS)}"
-        raise _untranslatable(f"'s prediction_type = {sanitize(predicted)}", known)
-    return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])
-
-
-def _untranslatable(what: str, reason: str) -> RequestError:
-    scheduler = f"the scheduler{what}" if what.startswith("'") else f"the scheduler {what}"
-    return RequestError(f"{scheduler} {reason}; give --path, --schedule and --target")

@@ -69,11 +69,7 @@ class TrainingHooks:
         """Store a snapshot of both EMAs, from which `posthoc_ema` rebuilds one of any length."""
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        """Restore the weights, EMAs and optimiser of a good checkpoint with `TrainState.roll_back_to`.
-
-        Returns:
-            The checkpoint's folder, from which the other ranks read their rows of a sharded state.
-        """
+        """Restore a good checkpoint with `TrainState.roll_back_to`. Returns its folder, which other ranks read too."""
         return ""
 
     def on_step_end(self, step: int) -> None:
@@ -86,7 +82,7 @@ class TrainingHooks:
         """Record the micro-batch size or gradient checkpointing with which training goes on."""
 
     def stop_requested(self) -> bool:
-        """Return whether the run should end as soon as it can; may raise `Interrupted` outside `defer_interrupts`."""
+        """Return True to end the run as soon as it can; may raise `Interrupted` outside `defer_interrupts`."""
         return False
 
     def save_requested(self) -> bool:

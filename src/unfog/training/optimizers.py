@@ -23,8 +23,7 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = torch.float32) -> torch.optim.Optimizer:
     """Return the optimiser of a network's parameters; Muon iterates in `fast`, for which bfloat16 suffices.
 
-    Raises:
-        RequestError: the optimiser cannot be built, or its state cannot be saved.
+    RequestError if the optimiser cannot be built, or its state cannot be saved.
     """
     method = settings.method
     if isinstance(method, Custom):
@@ -40,15 +39,10 @@ def _sharded_first(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """Return a fused AdamW; not fused for parameters on "meta", whose values come later."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=not any(p.is_meta for p in parameters),
-    )
+    # A fused one refuses parameters on "meta", whose values come later.
+    fused = not any(p.is_meta for p in parameters)
+    lr, betas, eps, decay = settings.lr, settings.betas, settings.eps, settings.weight_decay
+    return torch.optim.AdamW(parameters, lr, betas, eps, decay, fused=fused)
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -83,12 +77,8 @@ class MuonAdamW(torch.optim.Optimizer):
     ):
         self.fast = fast
         self._adamw = _build_adamw(others, settings)
-        defaults = {
-            "lr": settings.lr,
-            "weight_decay": settings.weight_decay,
-            "momentum": muon.momentum,
-            "rounds": muon.rounds,
-        }
+        own = {"momentum": muon.momentum, "rounds": muon.rounds}
+        defaults = {"lr": settings.lr, "weight_decay": settings.weight_decay, **own}
         super().__init__([{"params": matrices}, *self._adamw.param_groups], defaults)
 
     @torch.no_grad()
@@ -120,12 +110,8 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, means, momentum)
         stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
-        work = partial(orthogonalize, rounds=rounds)
-        made = (
-            map_full_matrices(stacked.to(self.fast), rows, work)
-            if is_sharded(parameters[0])
-            else work(stacked.to(self.fast))
-        )
+        work, fast = partial(orthogonalize, rounds=rounds), stacked.to(self.fast)
+        made = map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
         return made.to(stacked.dtype)
 
 
@@ -147,15 +133,14 @@ def orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
 def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     """Return the optimiser of a dotted path, after two steps with it on small tensors.
 
-    Raises:
-        RequestError: it does not exist, refuses the arguments, cannot step, or has state that cannot be saved.
+    RequestError if it does not exist, refuses the arguments, cannot step, or has state that cannot be saved.
     """
     kind: Callable[..., torch.optim.Optimizer] = method.load()
     keywords = method.keywords()
     if torch.optim.Optimizer not in getattr(kind, "__mro__", ()):
         raise RequestError(f"path = {method.path!r} is no torch.optim.Optimizer; give the class of one")
     with torch.random.fork_rng(devices=[]):
-        toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
+        toys = _toy_parameters()
         try:
             tried = kind(list(toys), lr=lr or 1e-3, **keywords)
             for _ in range(2):
@@ -168,6 +153,11 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
     return kind(parameters, lr=lr, **keywords)
 
 
+def _toy_parameters() -> nn.ParameterList:
+    """Return a kernel, a matrix and a bias."""
+    return nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
+
+
 def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None:
     """Take one step with a gradient of 0.1, and the learning rate set as the loop sets it."""
     for group in optimizer.param_groups:
@@ -178,12 +168,8 @@ def _step_once(optimizer: torch.optim.Optimizer, toys: nn.ParameterList) -> None
 
 
 def check_resumable(method: Custom) -> None:
-    """Check that an optimiser resumes from a checkpoint to the bit.
-
-    Raises:
-        RequestError: it does not, or cannot be used at all.
-    """
-    toys = nn.ParameterList([torch.ones(4, 2, 3, 3), torch.ones(4, 8), torch.ones(4)])
+    """RequestError unless an optimiser resumes from a checkpoint to the bit, or if it cannot be used at all."""
+    toys = _toy_parameters()
     with torch.random.fork_rng(devices=[]):
         one = build_custom(method, list(toys), 1e-3)
         for _ in range(2):
@@ -243,11 +229,10 @@ def load_optimizer_state(
 ) -> None:
     """Restore the values of `optimizer_tensors` and `optimizer_numbers`, copied unless `copies` is False.
 
-    Raises:
-        ValueError: they are of another network.
+    ValueError if they are of another network.
     """
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    order = dict(zip(held, range(len(held))))
+    held = (id(p) for group in optimizer.param_groups for p in group["params"])
+    order = {parameter: place for place, parameter in enumerate(held)}
     places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}
     state: dict[int, dict[str, Any]] = {}
     lists: dict[tuple[int, str], dict[int, Any]] = defaultdict(dict)

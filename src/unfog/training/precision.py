@@ -25,7 +25,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context for a forward pass."""
+        """Return the context of a forward pass."""
         if self.name == "fp32":
             return nullcontext()
         # The cache would keep casts of weights alive across the optimiser step of a captured graph; it gains nothing

@@ -56,18 +56,11 @@ def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def map_full_matrices(shards: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function to matrices [N, rows, C] that are sharded by rows. A collective.
+    """Apply a function of full matrices [1, rows, C] to matrices that are sharded by rows. A collective.
 
-    Each matrix is gathered on one rank only, so that the ranks share the work.
-
-    Args:
-        shards: [N, R, C], this rank's rows of each matrix.
-        rows: of a full matrix.
-        function: maps [1, rows, C] to the same shape.
-
-    Returns:
-        This rank's rows [N, R, C] of the results.
+    `shards` and the results are [N, R, C], this rank's rows of each matrix.
     """
+    # Each matrix is gathered on one rank only, so that the ranks share the work.
     size, (count, mine, columns) = dist.get_world_size(), shards.shape
     results, share = torch.empty_like(shards), -(-rows // size)
     for first in range(0, count, size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,7 @@ HELD_OUT_LOSS = "held_out_loss"
 
 def best_metric(settings_digests: Mapping[str, str]) -> str:
     """Return the name of the metric by which the best checkpoint is chosen."""
-    return _best(settings_digests).partition(":")[0]
-
-
-def _best(settings_digests: Mapping[str, str]) -> str:
-    return settings_digests.get("best", HELD_OUT_LOSS)
+    return settings_digests.get("best", HELD_OUT_LOSS).partition(":")[0]
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
@@ -45,12 +41,6 @@ class StateEntry(Protocol):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the values of `state_dict`."""
-
-
-@runtime_checkable
-class _Projectable(Protocol):
-    def project(self) -> None:
-        """Bring the weights back to the set that they must stay in, such as rows of unit length, in place."""
 
 
 class TrainState:
@@ -114,15 +104,8 @@ class TrainState:
     def register(self, name: str, entry: StateEntry, rolled_back: bool = False) -> None:
         """Add an entry to the checkpoint: its `state_dict` is stored in state.json under `name`.
 
-        Checkpoints that were written without it load, and leave the entry as it is.
-
-        Args:
-            name: key in state.json.
-            entry: what is stored.
-            rolled_back: restore the entry at a roll-back too, rather than at a resume only.
-
-        Raises:
-            ValueError: the name is taken.
+        Checkpoints that were written without it load, and leave the entry as it is. One that is `rolled_back` is
+        restored at a roll-back too, rather than at a resume only. ValueError if the name is taken.
         """
         if name in self.entries or name in self._own_progress():
             raise ValueError(f"{name} is a key of state.json already; register the entry under another name")
@@ -149,10 +132,10 @@ class TrainState:
             self.levels.add(torch.cat([loss.u for loss in losses]), torch.cat([loss.measured for loss in losses]))
 
     def project(self) -> None:
-        """Project the weights if the network asks for it."""
+        """Bring the weights back to the set that the network keeps them in, such as rows of unit length, in place."""
         # After the update and not in the forward pass, so that the EMA and checkpoints hold projected weights.
-        if isinstance(self.model, _Projectable):
-            self.model.project()
+        if project := getattr(self.model, "project", None):
+            project()
 
     def update_best(self, record: dict[str, Any]) -> bool:
         """Note the metrics measured after the last step. Returns whether the best checkpoint's metric improved."""
@@ -196,7 +179,8 @@ class TrainState:
         if self.levels is not None and digests.get("objective") != before.get("objective"):
             self.levels.load_state_dict(None)
         # Digests without "best" are of the held-out loss.
-        if digests["measure"] != before.get("measure") or _best(digests) != _best(before):
+        best = {of.get("best", HELD_OUT_LOSS) for of in (digests, before)}
+        if digests["measure"] != before.get("measure") or len(best) > 1:
             self.best = None
         self.settings_digests = digests
 
@@ -264,10 +248,7 @@ class TrainState:
             self.levels.load_state_dict(None)  # of a run that did not follow them
 
     def load_optimizer(self, moments: dict[str, Tensor], saved: dict[str, Any]) -> None:
-        """Restore the optimiser from its `tensors` and `progress`. ValueError if they are of another network.
-
-        The state of another kind of optimiser is of no use; then this one starts with none.
-        """
-        same = saved["method"] == self.method
-        numbers = saved["optimizer"] if same else {}
-        optim.load_optimizer_state(self.optimizer, self.model, moments if same else {}, numbers)
+        """Restore the optimiser from its `tensors` and `progress`. ValueError if they are of another network."""
+        if saved["method"] != self.method:  # the state of another kind of optimiser is of no use
+            moments, saved = {}, {"optimizer": {}}
+        optim.load_optimizer_state(self.optimizer, self.model, moments, saved["optimizer"])
