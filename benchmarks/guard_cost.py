@@ -35,8 +35,8 @@ from unfog.reporting.settings import Log
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop
+from unfog.training.divergence import DivergenceGuard
 from unfog.training.settings import Checkpoint, Evaluate, Preview
-from unfog.training.stability.divergence import DivergenceGuard
 
 spent: dict[str, float] = defaultdict(float)
 

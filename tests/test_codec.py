@@ -23,7 +23,7 @@ from unfog.pipeline.latents import _load_autoencoder, save_autoencoder
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.records import read_metrics
 from unfog.runs.resume import resume
-from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, psnr, standard_normal_kl
+from unfog.training.autoencoder_loss import AutoencoderLoss, _blur, _laplacian_pyramid, _standard_normal_kl, psnr
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +45,8 @@ def photos(tmp_path_factory):
 def test_divergence_is_that_of_torch_distributions():
     mean, logvar = torch.randn(2, 3, 5, 5), 3 * torch.randn(2, 3, 5, 5)
     expected = kl_divergence(Normal(mean, (0.5 * logvar).exp()), Normal(0.0, 1.0))
-    torch.testing.assert_close(standard_normal_kl(mean, logvar), expected, rtol=1e-5, atol=1e-5)
-    assert float(standard_normal_kl(torch.zeros(1), torch.zeros(1))) == 0
+    torch.testing.assert_close(_standard_normal_kl(mean, logvar), expected, rtol=1e-5, atol=1e-5)
+    assert float(_standard_normal_kl(torch.zeros(1), torch.zeros(1))) == 0
 
 
 def test_bands_add_up_to_the_image_and_are_linear():

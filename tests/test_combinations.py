@@ -42,9 +42,9 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_metrics
 from unfog.runs.dry_run import _shortened_evaluation
 from unfog.training.gradient import seed_generators
+from unfog.training.nan_debug import find_nan_source
 from unfog.training.precision import Precision
 from unfog.training.settings import Evaluate, Optimizer, PowerEma
-from unfog.training.stability.nan_debug import find_nan_source
 from unfog.training.state import TrainState
 
 pytestmark = pytest.mark.slow

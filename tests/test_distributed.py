@@ -31,7 +31,7 @@ from unfog.sharded_rng import rows_of
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
-from unfog.training.gradient import seed_generators, split_batch, with_own_seed
+from unfog.training.gradient import _with_own_seed, seed_generators, split_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -112,7 +112,7 @@ def test_the_randomness_of_a_part_is_that_of_its_rows():
 
 def test_parts_of_what_is_drawn_together_have_dropout_of_their_own():
     dropout, x = torch.nn.Dropout(0.5), torch.ones(2, 64)
-    first, again, other = (with_own_seed(dropout, 3, place)(x) for place in (8, 8, 12))
+    first, again, other = (_with_own_seed(dropout, 3, place)(x) for place in (8, 8, 12))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     seed_generators(3, 8)

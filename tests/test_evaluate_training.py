@@ -30,7 +30,7 @@ from unfog.planning.timing import _trial_steps
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs import evaluation_hook as measuring
-from unfog.runs.evaluation_hook import MIN_SAMPLES, TARGET_TIMES, _Costs, _fit_to_budget, _metrics_due
+from unfog.runs.evaluation_hook import _TARGET_TIMES, MIN_SAMPLES, _Costs, _fit_to_budget, _metrics_due
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.settings import Evaluate, Training
 
@@ -174,7 +174,7 @@ def test_what_is_affordable_is_used():
     config = Config(training=Training(images=64 * 3600), evaluate=Evaluate(metrics=("kid",), every=100))
     chosen, each = _fit_to_budget(config, 10**6, _Costs(0.1, 1e-3, 192), 180.0, lambda n, reference: n * 0.101)
     assert chosen.reference == 10_000
-    assert 0.9 * 170 < TARGET_TIMES * each <= 170
+    assert 0.9 * 170 < _TARGET_TIMES * each <= 170
     assert chosen.metrics_every in (700, 800)
 
 

@@ -25,9 +25,8 @@ SUBFOLDERS = {
     "data.sources": {""},
     "data.webdataset": {"", "sources"},
     "data.packs": {"", "sources"},
-    "training.stability": {""},
     "training.checkpoints": {""},
-    "training.distributed": {"", "checkpoints", "stability"},
+    "training.distributed": {"", "checkpoints"},
     "checks.images": {""},
     "checks.settings": {""},
 }

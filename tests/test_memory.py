@@ -17,8 +17,8 @@ from test_training import Diary, denoising, linear_state, reconstruction, run, w
 from unfog.errors import RunError
 from unfog.models.unet import UNetModel
 from unfog.training.loop import Intervals
-from unfog.training.noise_scale import noise_scale
-from unfog.training.stability.out_of_memory import is_out_of_memory
+from unfog.training.out_of_memory import is_out_of_memory
+from unfog.training.statistics import noise_scale
 
 pytestmark = pytest.mark.slow
 

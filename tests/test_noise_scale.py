@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from unfog.diffusion.objective import Loss
-from unfog.training.noise_scale import NoiseScale, batch_advice, noise_scale, squared_gradient_norm
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
+from unfog.training.statistics import NoiseScale, batch_advice, noise_scale, squared_gradient_norm
 
 CPU = torch.device("cpu")
 

@@ -110,7 +110,7 @@ def test_orthogonalised_applies_its_polynomial_to_the_singular_values(shape):
     a, b, c = optim._NEWTON_SCHULZ
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
-    torch.testing.assert_close(optim.orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(optim._orthogonalize(x, 5), u @ s.diag_embed() @ vt, rtol=1e-10, atol=1e-12)
     assert s.min() > 0.6
     assert s.max() < 1.25
 
@@ -122,7 +122,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
     theirs = [nn.Parameter(p.detach().reshape(len(p), -1).clone()) for p in ours]
     rest = nn.Parameter(torch.randn(5))
     settings = Optimizer(lr=0.02, weight_decay=0.1, method=Muon())
-    mine = optim.MuonAdamW(ours, [rest], settings, Muon(), torch.bfloat16)
+    mine = optim._MuonAdamW(ours, [rest], settings, Muon(), torch.bfloat16)
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     begun = [p.detach().clone() for p in theirs]
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_muon_moves_matrices_and_kernels_as_torch_does():
 def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
     torch.manual_seed(0)
     model = UNetModel(SIZES["tiny"], 1, 10, 9)
-    matrices, others = optim.split_for_muon(model)
+    matrices, others = optim._split_for_muon(model)
     names = {id(p): name for name, p in model.named_parameters()}
     apart = {names[id(p)] for p in others if p.ndim >= 2}
     assert apart == {"conv_in.weight", "conv_out.weight", "class_embedding.weight", "augment_embedding.weight"}
@@ -168,7 +168,7 @@ def test_muon_moves_as_far_as_adamw_and_leaves_the_rest_to_it():
 def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
     """Also where a hidden width is that of latents, or twice that, and where a told augmentation comes last."""
     model = build_model(SIZES[name], channels, 10, 9, 2 * channels)
-    held = {id(p) for p in optim.split_for_muon(model)[1]}
+    held = {id(p) for p in optim._split_for_muon(model)[1]}
     ends = {"class_embedding", "augment_embedding"} | set(
         ("patch_in", "patch_out") if name == "dit-tiny" else ("conv_in", "conv_out")
     )
@@ -177,7 +177,7 @@ def test_muon_leaves_the_ends_of_every_network_and_nothing_else(name, channels):
 
 def test_muon_leaves_the_first_and_the_last_matrix_of_any_other_network():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 3))
-    matrices, _ = optim.split_for_muon(model)
+    matrices, _ = optim._split_for_muon(model)
     assert [p.shape for p in matrices] == [(4, 4)]
     assert matrices[0] is model[1].weight
 

@@ -15,16 +15,16 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted, RequestError, RunError
+from unfog.training.divergence import DivergenceGuard
 from unfog.training.ema import Ema
-from unfog.training.gradient import seed_generators, split_range
+from unfog.training.gradient import _split_range, seed_generators
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import learning_rate
-from unfog.training.log_window import LogWindow, Stopwatch
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.precision import Precision
 from unfog.training.settings import FixedEma, Optimizer, PowerEma, Training
-from unfog.training.stability.divergence import DivergenceGuard
 from unfog.training.state import TrainState
+from unfog.training.statistics import LogWindow, Stopwatch
 
 CPU = torch.device("cpu")
 NEVER = Intervals(0, 0, 0, 0)
@@ -148,7 +148,7 @@ def test_noise_of_the_whole_batch_is_the_same_however_it_is_cut(microbatch):
 
 
 def test_micro_batches_cover_the_batch_once():
-    assert list(split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
+    assert list(_split_range(64, 8, 3)) == [(64, 3), (67, 3), (70, 2)]
 
 
 def test_stopped_and_continued_in_memory_is_bit_identical():
@@ -431,6 +431,17 @@ def test_guard_knows_what_is_usual():
     again = DivergenceGuard()
     again.load_state_dict(guard.state_dict())
     assert again == guard
+
+
+@pytest.mark.parametrize("damage", [{"recent": [math.nan]}, {"recent": None}, {"recent": ["high"]}])
+def test_a_damaged_state_leaves_the_guard_as_it_was(damage):
+    guard = DivergenceGuard(recent=[0.5], ordinary=1, roll_backs=2)
+    before = guard.state_dict()
+    with pytest.raises((ValueError, TypeError)):
+        guard.load_state_dict(DivergenceGuard(ordinary=7).state_dict() | damage)
+    with pytest.raises(KeyError):
+        guard.load_state_dict({"recent": [], "strange": 9})
+    assert guard.state_dict() == before
 
 
 def test_overflow_of_the_scale_is_told_apart_from_divergence():

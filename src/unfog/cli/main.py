@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(error, OSError):
             sys.stderr.write(f"unfog: {_in_a_line(str(error))}\n")
             sys.exit(1)
-        from unfog.training.stability.out_of_memory import is_out_of_memory
+        from unfog.training.out_of_memory import is_out_of_memory
 
         if is_out_of_memory(error):
             advice = "lower --microbatch: the effective batch stays the same; or choose a smaller --size or --network"

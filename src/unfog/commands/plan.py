@@ -40,8 +40,8 @@ from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
 from unfog.reporting.progress import format_bytes, plural, print_result
+from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import Precision
-from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 _OF_FINDING = ("code", "severity", "evidence", "remedy")

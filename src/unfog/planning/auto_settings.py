@@ -19,9 +19,9 @@ from unfog.planning.intervals import Choice, choose_intervals, with_intervals
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
+from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
-from unfog.training.stability.out_of_memory import microbatch_size
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from unfog.errors import Interrupted
 from unfog.reporting.progress import Progress, format_duration
 from unfog.training.hooks import Augmentation, Stream, Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
+from unfog.training.out_of_memory import microbatch_size
 from unfog.training.settings import Optimizer, Training
-from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 
 FLAT = 0.02

@@ -26,7 +26,7 @@ from unfog.reporting.findings import Finding
 from unfog.reporting.progress import Progress, format_duration
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
-from unfog.training.stability.out_of_memory import microbatch_size
+from unfog.training.out_of_memory import microbatch_size
 
 TIMED = 64
 """Images that steps are timed with, if none are decoded yet."""

@@ -1,4 +1,4 @@
-"""What runs share with diffusers: the objective of a scheduler there, and a comparison of a network with its export."""
+"""Counterparts in diffusers: the objective of a scheduler there, and the outputs of an exported network."""
 
 from __future__ import annotations
 

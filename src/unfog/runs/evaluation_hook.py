@@ -36,7 +36,7 @@ from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
-TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits
+_TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits
 _OVERFITTING = "overfitting"  # the kind of event
 _MIN_HELD_OUT = 8  # images; the gap to the training loss says little of fewer
 _PIXEL_METRIC = "sliced"  # compares pixels instead of features
@@ -106,11 +106,11 @@ def _fit_to_budget(
     reference = evaluate.reference or max(MIN_SAMPLES, min(affordable, _MAX_REFERENCE))
     reference = min(images, reference)
     left = allowed - reference * costs.features
-    wanted = int(left / TARGET_TIMES / max(costs.sample + costs.features, 1e-9))
+    wanted = int(left / _TARGET_TIMES / max(costs.sample + costs.features, 1e-9))
     samples = evaluate.samples or max(MIN_SAMPLES, min(wanted, _MAX_SAMPLES))
     each = once(samples, reference)
     # The metrics' own time is not in `wanted`, and grows faster than the number of samples.
-    while not evaluate.samples and samples > MIN_SAMPLES and TARGET_TIMES * each > left:
+    while not evaluate.samples and samples > MIN_SAMPLES and _TARGET_TIMES * each > left:
         samples = max(MIN_SAMPLES, samples * 2 // 3)
         each = once(samples, reference)
     times = int(left / max(each, 1e-9))

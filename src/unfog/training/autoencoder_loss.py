@@ -36,7 +36,7 @@ class AutoencoderLoss:
         Labels and augmentation are ignored. `u`, the noise level of a diffusion, is 1/2 for all.
         """
         image, mean, logvar = network(x0)
-        cost = self.reconstruction(image.float() - x0) + self.kl * standard_normal_kl(mean, logvar).mean((1, 2, 3))
+        cost = self.reconstruction(image.float() - x0) + self.kl * _standard_normal_kl(mean, logvar).mean((1, 2, 3))
         return Loss(cost, torch.full_like(cost, 0.5), self.reconstruction(x0).detach())
 
     def reconstruction(self, error: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class AutoencoderLoss:
         return cost
 
 
-def standard_normal_kl(mean: Tensor, logvar: Tensor) -> Tensor:
+def _standard_normal_kl(mean: Tensor, logvar: Tensor) -> Tensor:
     """KL(N(mean, exp(logvar)) || N(0, 1)) of each number (Kingma & Welling 2014, appendix B)."""
     return 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
 

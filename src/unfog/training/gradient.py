@@ -16,12 +16,11 @@ from unfog.errors import Interrupted
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
-from unfog.training.log_window import Stopwatch
-from unfog.training.noise_scale import squared_gradient_norm
+from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
-from unfog.training.stability.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
+from unfog.training.statistics import Stopwatch, squared_gradient_norm
 
 _OWN_SEED = 0x5EED  # distinguishes the seed of a split micro-batch from that of the batch that its noise is drawn for
 
@@ -44,7 +43,7 @@ class MicroBatch(NamedTuple):
         return self.images != self.rng_count
 
 
-def local_micro_batches(
+def _local_micro_batches(
     world: World, settings: Training, state: TrainState, rng_size: int
 ) -> tuple[list[MicroBatch], int]:
     """Return this rank's micro-batches of the next batch, and how many of them, from the first on, count.
@@ -75,13 +74,13 @@ def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) 
         share: positions of this rank.
         most: images of a micro-batch.
     """
-    for rng_first, rng_count in split_range(first, batch, rng_size):
+    for rng_first, rng_count in _split_range(first, batch, rng_size):
         start, stop = max(rng_first, share.start), min(rng_first + rng_count, share.stop)
-        for place, count in split_range(start, stop - start, most):
+        for place, count in _split_range(start, stop - start, most):
             yield MicroBatch(place, count, rng_first, rng_count)
 
 
-def split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
+def _split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (first position, count) of consecutive parts of `size` positions; the last may be smaller."""
     for start in range(first, first + count, size):
         yield start, min(size, first + count - start)
@@ -110,7 +109,7 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-def with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
+def _with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
     """Wrap a network so that its dropout gets a seed of this micro-batch's own.
 
     Dropout cannot be drawn for more images than go through the network, and with a common seed all parts of a split
@@ -163,7 +162,7 @@ class GradientComputer:
         # Noise and augmentation are drawn for the whole rng range, and this micro-batch takes its rows.
         with rows_of(batch.first - batch.rng_first, batch.rng_count) if batch.is_split else nullcontext():
             x0, condition = self.task.augment(pixels)
-            called = with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
+            called = _with_own_seed(network, self.settings.seed, batch.first) if batch.is_split else network
             with self.state.precision.autocast():
                 return self.task.loss_function(called, x0, label, condition)
 
@@ -178,7 +177,7 @@ class GradientComputer:
             Interrupted: a stop was requested. Half a batch is no loss: its randomness is a function of the position.
         """
         state, world = self.state, self.world
-        batches, own = local_micro_batches(
+        batches, own = _local_micro_batches(
             world, self.settings, state, rng_size or rng_batch_size(self.settings, state)
         )
         losses: list[Loss] = []

@@ -12,11 +12,11 @@ from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.learning_rate import learning_rate
-from unfog.training.log_window import Stopwatch
+from unfog.training.nan_debug import NanReport, find_nan_source
+from unfog.training.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.settings import Optimizer, Training
-from unfog.training.stability.nan_debug import NanReport, find_nan_source
-from unfog.training.stability.out_of_memory import microbatch_size, retry_with_smaller_micro_batches
 from unfog.training.state import TrainState
+from unfog.training.statistics import Stopwatch
 
 
 class Intervals(NamedTuple):
@@ -75,28 +75,28 @@ def train(
         while not hooks.stop_requested():
             # 0. What the last step left to do, also if an interruption and a resume lie between.
             with stopwatch.exclude():
-                roll_back_if_needed(training, state, hooks, reason)
+                _roll_back_if_needed(training, state, hooks, reason)
                 run_due_hooks(state, hooks, stopwatch, batch_size)
             if state.seen >= training.images:
                 return
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
             step = state.seen // batch_size
-            gradient = compute_gradient(training, state, hooks, computer)
+            gradient = _compute_gradient(training, state, hooks, computer)
 
             # 2. One update, or none, and everything that counts it.
             with hooks.defer_interrupts():
-                lr = set_learning_rate(settings, state, step)
+                lr = _set_learning_rate(settings, state, step)
                 # The loop's only wait for the device between logs.
                 result = reduce_step(training, state, gradient, hooks, world)
-                reason = update_weights(training, state, result, lr) or reason
+                reason = _update_weights(training, state, result, lr) or reason
                 last = step + 1 >= training.images // batch_size
                 state.due = settings.intervals.due(step + 1, last)
 
             # 3. Debugging of a step that was not finite, and what a person or a job manager asks for.
             if result.outcome == "skipped":
                 with stopwatch.exclude():
-                    reason = skip_step(training, state, hooks, result.norm_value, computer)
+                    reason = _skip_step(training, state, hooks, result.norm_value, computer)
             if hooks.save_requested() and "save" not in state.due:
                 state.due.append("save")
             hooks.on_step_end(step + 1)
@@ -105,7 +105,7 @@ def train(
         state.optimizer.zero_grad(set_to_none=True)
 
 
-def compute_gradient(
+def _compute_gradient(
     training: Training, state: TrainState, hooks: TrainingHooks, computer: GradientComputer
 ) -> Gradient:
     """Return the gradient of the next batch, with smaller micro-batches if memory does not suffice."""
@@ -116,7 +116,7 @@ def compute_gradient(
     return retry_with_smaller_micro_batches(training, state, hooks, lambda: computer.compute(hooks, rng_size), ranks)
 
 
-def set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> float:
+def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> float:
     """Set and return the learning rate of step `step`, halved by each roll-back so far."""
     steps = settings.training.images // settings.training.batch
     lr = learning_rate(settings.optimizer, step, steps) * state.guard.lr_scale
@@ -125,7 +125,7 @@ def set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> f
     return lr
 
 
-def update_weights(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:
+def _update_weights(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:
     """Take the optimiser's step if the gradient and the loss are finite, and count the step.
 
     Returns:
@@ -148,7 +148,7 @@ def update_weights(training: Training, state: TrainState, result: StepResult, lr
     return None
 
 
-def skip_step(
+def _skip_step(
     training: Training, state: TrainState, hooks: TrainingHooks, norm: float, computer: GradientComputer
 ) -> str:
     """Report a step that was skipped, and debug the first of several in a row. Returns the reason for a roll-back."""
@@ -156,7 +156,7 @@ def skip_step(
     try:
         if state.guard.skipped == 1:
             with computer.world.full_state(state, "model"):
-                replay = computer.world.run_on_main("replay", lambda: replay_step(training, state, computer))
+                replay = computer.world.run_on_main("replay", lambda: _replay_step(training, state, computer))
                 report = NanReport(*replay)
     except Interrupted:
         hooks.on_skipped_step(state, norm, None)  # now, because the step is counted already
@@ -169,7 +169,7 @@ def skip_step(
     return f"the gradient was not finite in {state.guard.skipped} steps in a row"
 
 
-def replay_step(training: Training, state: TrainState, computer: GradientComputer) -> NanReport:
+def _replay_step(training: Training, state: TrainState, computer: GradientComputer) -> NanReport:
     """Compute the last step again, to find what was not finite."""
     positions = range(state.seen - training.batch, state.seen)
     rng_size, most = rng_batch_size(training, state), microbatch_size(training, state)
@@ -178,7 +178,7 @@ def replay_step(training: Training, state: TrainState, computer: GradientCompute
     return find_nan_source(state, lambda *place: computer.forward(batches[place], state.model), list(batches))
 
 
-def roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingHooks, reason: str) -> None:
+def _roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingHooks, reason: str) -> None:
     """Restore the last good weights after `patience` anomalous steps, or if what is to be saved is not finite.
 
     Raises:

@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer, fast: torch.dtype = t
     if isinstance(method, Custom):
         return build_custom(method, _sharded_first(model), settings.lr)
     if isinstance(method, Muon):
-        return MuonAdamW(*split_for_muon(model), settings, method, fast)
+        return _MuonAdamW(*_split_for_muon(model), settings, method, fast)
     return _build_adamw(_sharded_first(model), settings)
 
 
@@ -45,7 +45,7 @@ def _build_adamw(parameters: list[nn.Parameter], settings: Optimizer) -> torch.o
     return torch.optim.AdamW(parameters, lr, betas, eps, decay, fused=fused)
 
 
-def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices for Muon, and all other parameters for AdamW.
 
     Embeddings, which are tables, go to AdamW, and so do the network's first and last layer, whose rows or columns are
@@ -60,7 +60,7 @@ def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     return [p for p in of if id(p) in matrices], [p for p in of if id(p) not in matrices]
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class _MuonAdamW(torch.optim.Optimizer):
     """Muon for parameters of two dimensions or more, and AdamW for the others, as one optimiser.
 
     One, so that the loss scaler, a skipped step and a roll-back treat both alike. A kernel [out, in, k, k] is the
@@ -110,12 +110,12 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, means, momentum)
         stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
-        work, fast = partial(orthogonalize, rounds=rounds), stacked.to(self.fast)
+        work, fast = partial(_orthogonalize, rounds=rounds), stacked.to(self.fast)
         made = map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
         return made.to(stacked.dtype)
 
 
-def orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
+def _orthogonalize(x: Tensor, rounds: int = 5) -> Tensor:
     """Set the singular values of matrices [N, R, C] to about one, by Newton-Schulz iteration.
 
     X <- a X + (b X X' + c (X X')^2) X, begun at X / |X|, where no singular value is above one (Jordan et al. 2024).

@@ -16,8 +16,8 @@ from unfog.reporting.progress import format_duration, plural
 from unfog.reporting.records import finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
-from unfog.training.noise_scale import batch_advice
-from unfog.training.noise_scale import noise_scale as ratio_of_means
+from unfog.training.statistics import batch_advice
+from unfog.training.statistics import noise_scale as ratio_of_means
 
 _WAITS, _STARVES = 0.05, 0.10
 """Shares of the time spent waiting for data from which on it is worth a word, and a warning."""

@@ -16,9 +16,9 @@ from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient, MicroBatch
 from unfog.training.hooks import TrainingHooks
+from unfog.training.nan_debug import NanReport
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
-from unfog.training.stability.nan_debug import NanReport
 from unfog.training.state import TrainState
 
 T = TypeVar("T")

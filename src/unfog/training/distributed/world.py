@@ -24,8 +24,8 @@ from unfog.training.checkpoints.writer import ShardStatusStore
 from unfog.training.distributed.fsdp import ShardedState
 from unfog.training.distributed.process_group import ProcessGroup, agree_on_name, local_world_size, world_size
 from unfog.training.distributed.watchdog import Watchdog
+from unfog.training.out_of_memory import is_out_of_memory
 from unfog.training.settings import Training
-from unfog.training.stability.out_of_memory import is_out_of_memory
 from unfog.training.state import TrainState
 
 

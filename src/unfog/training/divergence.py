@@ -11,7 +11,7 @@ _HISTORY = 64  # ordinary steps whose losses the threshold follows
 _MIN_HISTORY = 4  # fewer losses than this say nothing yet
 _MAX_RELATIVE_LOSS = 2.0  # the expected relative loss of a network that answers 0 is at most 1
 
-# Fields that state.json holds under other keys, which must keep loading.
+# Fields that state.json holds under other keys.
 _KEYS = {"anomalous": "strange", "skipped": "refused", "rollback_images": "anchor"}
 
 
@@ -73,8 +73,9 @@ class DivergenceGuard:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the values of `state_dict`. Raises ValueError, TypeError or KeyError for anything else."""
-        for name in asdict(self):
-            setattr(self, name, saved[_KEYS.get(name, name)])
-        self.recent = list(self.recent)
-        if not all(math.isfinite(value) for value in self.recent):
+        # Checked before anything is assigned, so that a damaged state leaves the guard as it was.
+        values = {name: saved[_KEYS.get(name, name)] for name in asdict(self)}
+        values["recent"] = list(values["recent"])
+        if not all(math.isfinite(value) for value in values["recent"]):
             raise ValueError("a relative loss is not finite")
+        vars(self).update(values)
