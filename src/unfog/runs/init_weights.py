@@ -50,11 +50,9 @@ class _InitialWeights(NamedTuple):
 
 
 def recipe_from_weights(base: Config, table: Mapping[str, Any]) -> Config:
-    """Return `base` with the network, size and objective of the weights that `table` names as init.
+    """Return the recipe `base` with the network, size and objective of the weights that `table` names as init, if any.
 
-    Args:
-        base: the recipe; returned unchanged if no weights are named.
-        table: settings given beside it, as a nested table; they are not applied.
+    `table` holds the settings given beside the recipe, nested; they are not applied.
     """
     init = replace(update(base.init, table.get("init", {}), "init"), sha256="")
     if not init.folder:
@@ -101,10 +99,7 @@ def adopt_latent_statistics(config: Config) -> Config:
 def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _WeightsSource:
     """Describe the weights at `init.folder`, without reading them.
 
-    Args:
-        init: names the folder and the checkpoint.
-        diffusion: the objective if the folder has none, or if it is `known`.
-        known: the objective is given, so that a scheduler without an equivalent does not matter.
+    `diffusion` is the objective if the folder has none, or if it is `known`: then a scheduler does not matter.
     """
     folder = Path(init.folder).expanduser()
     try:

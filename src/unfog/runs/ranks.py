@@ -113,8 +113,7 @@ class _WorkerHooks(StoppableHooks):
 def run_worker() -> None:
     """Train as a worker rank, to the end of the run or until rank 0 ends. RunError if this rank sees other images."""
     with init_world() as world:
-        nothing: dict[str, Any] = {}
-        received = world.broadcast_object(nothing)
+        received: dict[str, Any] = world.broadcast_object({})
         if not received:
             return
         config = from_toml(received["config"], Config())
@@ -158,13 +157,9 @@ def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: Wo
 def broadcast_config(
     world: World, checkpoints: Path, config: Config | None, failed_shards: Mapping[str, str] | None = None
 ) -> None:
-    """Send the worker ranks the configuration of the run, with none of its settings left open.
+    """Send the worker ranks the configuration of the run, with none of its settings left open; None if all is done.
 
-    Args:
-        world: the ranks.
-        checkpoints: the folder of checkpoints, which exists.
-        config: None if there is nothing to do.
-        failed_shards: name -> reason of the shards that the run continued without; None for a new run.
+    `checkpoints` is their folder, which exists. `failed_shards` are those that a resumed run went on without, by name.
     """
     lost = None if failed_shards is None else dict(failed_shards)
     place = str(checkpoints.absolute())

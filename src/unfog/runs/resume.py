@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from unfog.config.resume_rules import SAMPLING, check_changes, omit_tuned_settings, settings_digests
 from unfog.config.schema import LENGTH, Config
@@ -89,7 +89,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
 class _ResumePoint:
     """The state from which a run continues."""
 
-    saved: checkpoint.CheckpointInfo | None  # the newest whole checkpoint; None before the first
+    saved: CheckpointInfo | None  # the newest whole checkpoint; None before the first
     broken: list[checkpoint.BrokenCheckpoint]  # newer checkpoints that are damaged, and skipped
     config: Config  # the settings that trained the run so far, whatever was written into RUN/config.toml since
 
@@ -121,7 +121,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
 
     RunError if steps were trained, and no checkpoint of them is left.
     """
-    folder.checkpoints.mkdir(exist_ok=True)
+    folder.checkpoints.mkdir(exist_ok=True)  # a start that was killed may not have come so far
     rotation.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):
@@ -240,10 +240,8 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
 def find_replayable(folder: RunFolder, config: Config) -> tuple[CheckpointInfo, CheckpointInfo]:
     """Return the two newest whole checkpoints, older first. RequestError if the steps between cannot be repeated."""
     found, _ = checkpoint.list_checkpoints(folder.checkpoints)
-    whole: list[CheckpointInfo] = []
-    for saved in reversed(found):
-        if len(whole) < 2 and checkpoint.find_damage(saved) is None:
-            whole.insert(0, saved)
+    # Lazily, as looking for damage reads the whole checkpoint.
+    whole = list(islice((saved for saved in reversed(found) if checkpoint.find_damage(saved) is None), 2))[::-1]
     if len(whole) < 2:
         raise RequestError(f"{folder.checkpoints} holds {len(whole)} whole checkpoint(s); two are needed to compare")
     first, last = whole
@@ -266,7 +264,7 @@ def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
     for file, tensors in state.tensors().items():
         if not saved.holds(f"{file}.safetensors"):
             continue
-        mine: dict[str, Tensor] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        mine = {name: tensor.cpu() for name, tensor in tensors.items()}
         theirs = read_tensors(saved.folder / f"{file}.safetensors")
         for name in sorted(mine.keys() | theirs.keys()):
             if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):

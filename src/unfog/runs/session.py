@@ -130,14 +130,13 @@ class Session(StoppableHooks):
             f"{'finished' if done else 'stopped'} at step {self.step:,} after "
             f"{format_duration(self.recorder.seconds)}, of which checkpoints took {self.saver.stall_seconds:.1f} s"
         )
-        try:
+        try:  # the run is saved, so a report that fails must not make it one that failed
             write_report(self.context.folder.path)
         except OSError as error:
             warn(f"the report could not be written: {error}")
 
     def attach(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.saver = Saver(self.context, self.config, recorder)
+        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
 
     def _open_recorder(self) -> Recorder:
@@ -186,14 +185,8 @@ class Session(StoppableHooks):
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
             f"{training.precision} on {training.device}"
         )
-        self.recorder.event(
-            "started" if fresh else "resumed",
-            self.step,
-            steps=self.steps,
-            device=training.device,
-            parameters=parameters,
-            torch=torch.__version__,
-        )
+        facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}
+        self.recorder.event("started" if fresh else "resumed", self.step, **facts)
 
     def _dry_run_hooks(self) -> None:
         """Evaluate, preview and save before the first step, so that their errors surface in the first minute."""
@@ -280,9 +273,10 @@ class Session(StoppableHooks):
 
     def needs_final_save(self, state: TrainState) -> bool:
         """Return True if the run stops early and the newest checkpoint is older; nothing interrupts from here."""
-        if not self.done:
-            self.stop.silence()
-        return not self.done and self.saver.saved != (self.step, state.due)
+        if self.done:
+            return False
+        self.stop.silence()
+        return self.saver.saved != (self.step, state.due)
 
     def roll_back(self, state: TrainState, reason: str) -> str:
         return self.saver.roll_back(state, reason)

@@ -16,12 +16,12 @@ from unfog.training.sharded_tensors import to_local
 class Ema:
     """Average of a network's parameters, with copies of its buffers, on the network's device.
 
-    Starts as a copy of the network. The network's parameters and buffers must stay the same objects from then on,
-    because looking them up again would take half as long as an update.
+    Starts as a copy of the network, whose parameters and buffers must stay the same objects from then on.
     """
 
     def __init__(self, model: nn.Module, schedule: EmaSchedule):
         self.schedule = schedule
+        # Kept, because looking them up again would take half as long as an update.
         self._of: tuple[list[Tensor], list[Tensor]] = list(model.parameters()), list(model.buffers())
         self.parameters, self.buffers = ([tensor.detach().clone() for tensor in part] for part in self._of)
 

@@ -39,7 +39,6 @@ class MicroBatch(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Return whether noise is drawn for more images than these."""
         return self.images != self.rng_count
 
 
@@ -65,14 +64,9 @@ def _local_micro_batches(
 
 
 def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of the positions `share` of a batch, with at most `most` images each.
+    """Yield the micro-batches, of `most` images at most, of a rank's positions `share` of a batch.
 
-    Args:
-        first: position of the batch's first image.
-        batch: images of the batch.
-        rng_size: images whose noise is drawn together.
-        share: positions of this rank.
-        most: images of a micro-batch.
+    The batch has `batch` images from position `first` on. Noise is drawn for `rng_size` images together.
     """
     for rng_first, rng_count in _split_range(first, batch, rng_size):
         start, stop = max(rng_first, share.start), min(rng_first + rng_count, share.stop)
@@ -87,7 +81,7 @@ def _split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]
 
 
 def rng_batch_size(settings: Training, state: TrainState) -> int:
-    """Return the images whose noise is drawn together: a micro-batch of a single process, or the whole batch."""
+    """Return how many images' noise is drawn together: a micro-batch of a single process, or the whole batch."""
     return settings.batch if settings.noise == "batch" else microbatch_size(settings, state)
 
 
@@ -110,12 +104,10 @@ def _has_accelerator() -> bool:
 
 
 def _with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
-    """Wrap a network so that its dropout gets a seed of this micro-batch's own.
+    """Wrap a network so that its dropout gets a seed of this micro-batch's own."""
 
-    Dropout cannot be drawn for more images than go through the network, and with a common seed all parts of a split
-    batch would drop the same.
-    """
-
+    # Dropout cannot be drawn for more images than go through the network, and with a common seed all parts of a split
+    # batch would drop the same.
     def call(*inputs: Tensor | None) -> Any:
         seed_generators(seed ^ _OWN_SEED, first)
         return network(*inputs)
@@ -129,8 +121,7 @@ class Gradient(NamedTuple):
     micro_batches: list[MicroBatch]
     losses: list[Loss]
     first_square: Tensor | None
-    """Squared norm of the gradient of the first micro-batch, 0-d, if there were several; of those of all ranks where
-    the network is sharded. For the gradient noise scale."""
+    """Squared norm of the gradient of the first micro-batch, 0-d, if there were several; over all ranks if sharded."""
 
 
 @dataclass(frozen=True)
@@ -167,24 +158,18 @@ class GradientComputer:
                 return self.task.loss_function(called, x0, label, condition)
 
     def compute(self, hooks: TrainingHooks, rng_size: int | None = None) -> Gradient:
-        """Leave the gradient of the mean loss over the next batch in the parameters.
+        """Leave the gradient of the mean loss over the next batch in the parameters. Interrupted if `hooks` stop it.
 
-        Args:
-            hooks: may request a stop.
-            rng_size: images whose noise is drawn together; None follows from the settings and from memory.
-
-        Raises:
-            Interrupted: a stop was requested. Half a batch is no loss: its randomness is a function of the position.
+        Noise is drawn for `rng_size` images together; None follows from the settings and from memory.
         """
         state, world = self.state, self.world
-        batches, own = _local_micro_batches(
-            world, self.settings, state, rng_size or rng_batch_size(self.settings, state)
-        )
+        rng_size = rng_size or rng_batch_size(self.settings, state)
+        batches, own = _local_micro_batches(world, self.settings, state, rng_size)
         losses: list[Loss] = []
         first_square = None
         for batch in batches:
             if hooks.stop_requested():
-                raise Interrupted
+                raise Interrupted  # half a batch is no loss, as its randomness is a function of the position
             last, counts = len(losses) + 1 == len(batches), len(losses) < own
             with world.accumulate_gradients(self.network, more=not last):
                 losses.append(self._forward_backward(batch, last, counts))

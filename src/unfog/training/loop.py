@@ -59,10 +59,8 @@ def train(
 
     `state` is all that a resume needs: the order of images is a function of (seed, seen) and so is all randomness, so
     a run that was interrupted anywhere ends bit-identical to one that was not. Every rank calls this with rank 0's
-    state, and has the same state after each step.
-
-    Raises:
-        RunError: training diverged again after `training.rollbacks` roll-backs; the last good weights are saved.
+    state, and has the same state after each step. RunError if training diverged again after `training.rollbacks`
+    roll-backs; the last good weights are saved.
     """
     training, batch_size = settings.training, settings.training.batch
     stopwatch = Stopwatch()
@@ -126,11 +124,7 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
 
 
 def _update_weights(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:
-    """Take the optimiser's step if the gradient and the loss are finite, and count the step.
-
-    Returns:
-        The reason for a roll-back if the loss was anomalous, else None.
-    """
+    """Take the optimiser's step if gradient and loss are finite. Returns why to roll back if the loss was anomalous."""
     outcome = result.outcome
     accepted = outcome == "accepted"
     if accepted and result.first_square is not None:
@@ -181,8 +175,7 @@ def _replay_step(training: Training, state: TrainState, computer: GradientComput
 def _roll_back_if_needed(training: Training, state: TrainState, hooks: TrainingHooks, reason: str) -> None:
     """Restore the last good weights after `patience` anomalous steps, or if what is to be saved is not finite.
 
-    Raises:
-        RunError: that happened more than `rollbacks` times.
+    RunError if that happened more than `rollbacks` times.
     """
     with hooks.defer_interrupts():
         bad = state.non_finite() if "save" in state.due else None

@@ -25,16 +25,15 @@ class NanReport(NamedTuple):
 
     phase: str
     """"weights", "forward", "loss", "backward", or "unknown" if a replay of the step is finite or not possible."""
-    where: str
+    where: str = ""
     """Dotted name of the parameter or buffer ("weights"), of the first layer in order of execution ("forward"; "input"
     is what the network is given, "network" what it computes outside its layers), or of the parameter whose gradient is
-    the first not to be finite ("backward"); else empty."""
-    images: tuple[int, ...]
-    """Positions in the stream of the images that were hit, in order, at most 8; empty if all were, or if it is no
-    single image's doing."""
-    levels: tuple[float, ...]
+    the first not to be finite ("backward")."""
+    images: tuple[int, ...] = ()
+    """Positions in the stream of the images that were hit, in order, at most 8; empty if no single one is to blame."""
+    levels: tuple[float, ...] = ()
     """Noise quantile of each of `images`, in (0, 1), clean to noisy."""
-    every: bool
+    every: bool = False
     """Every image of the step is affected, so that the cause is the network rather than an image."""
     more: int = 0
     """Number of further parameters and buffers, or gradients, that are not finite ("weights", "backward")."""
@@ -65,7 +64,7 @@ def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[
     parameters are not finite. In fp16 the gradients are scaled as the scaler scales them now.
 
     Args:
-        state: as the skipped step left it; the network in the mode in which it was trained.
+        state: as the skipped step left it, the network in training mode.
         forward: computes the losses of one micro-batch again, with the randomness of its position and the autocast.
         passes: (first position, count) of each micro-batch of the step.
     """
@@ -76,7 +75,7 @@ def find_nan_source(state: TrainState, forward: Forward, passes: Sequence[tuple[
     except RuntimeError:
         # Out of memory, most likely, for the hooks keep a little more than training does. Not knowing why a step failed
         # must not end a run that could go on without it.
-        return NanReport("unknown", "", (), (), False)
+        return NanReport("unknown")
 
 
 class _Fault(NamedTuple):
@@ -93,10 +92,10 @@ def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int
     parameters = _not_finite(state.model.named_parameters())
     buffers = _not_finite(state.model.named_buffers())
     if parameters:
-        return NanReport("weights", parameters[0], (), (), True, len(parameters + buffers) - 1)
+        return NanReport("weights", parameters[0], every=True, more=len(parameters + buffers) - 1)
     batch = sum(count for _, count in passes)
     faults = (_examine(state, forward, *each, batch) for each in passes)
-    culprit = NanReport("unknown", "", (), (), False)
+    culprit = NanReport("unknown")
     for (first, _), fault in zip(passes, faults):
         if fault is not None:
             # In a pass of one image, all being hit says little. The passes before were well; those after are tried.
@@ -107,7 +106,7 @@ def _search(state: TrainState, forward: Forward, passes: Sequence[tuple[int, int
             break
     # Running statistics are not finite because an image went through them; other buffers hit every image.
     if buffers and not culprit.images:
-        return NanReport("weights", buffers[0], (), (), True, len(buffers) - 1)
+        return NanReport("weights", buffers[0], every=True, more=len(buffers) - 1)
     return culprit
 
 
@@ -134,10 +133,7 @@ def _examine(state: TrainState, forward: Forward, first: int, count: int, batch:
 
 
 class _Trace:
-    """Records, for each layer in order of execution and on the way back, which images are not finite.
-
-    Nothing is read from the device before the passes are done.
-    """
+    """Records, for each layer in order of execution and on the way back, which images are not finite, on the device."""
 
     def __init__(self, count: int, device: torch.device, hooks: ExitStack):
         self.count, self.device, self.hooks = count, device, hooks
@@ -148,6 +144,7 @@ class _Trace:
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Watch every module of `model` inside the `with`, and the gradients of their outputs until `hooks` close."""
+        # No longer than the forward pass: gradient checkpointing runs the modules once more in the backward pass.
         with ExitStack() as handles:
             for name, module in model.named_modules():
                 name = _plain(name)
@@ -184,11 +181,8 @@ class _Trace:
 
 def _first(noted: list[tuple[str, Tensor]]) -> tuple[str, list[bool]]:
     """Name and images of the first of `noted` that hits any; ("", []) if none does."""
-    if noted:
-        for (name, _), rows in zip(noted, torch.stack([rows for _, rows in noted]).tolist()):
-            if any(rows):
-                return name, rows
-    return "", []
+    found = torch.stack([rows for _, rows in noted]).tolist() if noted else []  # stacked, to wait for the device once
+    return next(((name, rows) for (name, _), rows in zip(noted, found) if any(rows)), ("", []))
 
 
 def _bad_gradients(state: TrainState, per_image: Tensor, batch: int) -> list[str]:
@@ -253,10 +247,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's input or output: a tensor, or lists, tuples and dicts of them."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for each in value:
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)
 
 

@@ -34,11 +34,7 @@ def retry_with_smaller_micro_batches(
 ) -> T:
     """Return the result of `attempt`, repeated with half the micro-batch each time that memory does not suffice.
 
-    The mean over the batch stays exact. Where noise is drawn for each micro-batch it is different noise from here on;
-    `state.microbatch`, which a checkpoint holds, makes that reproducible.
-
-    Raises:
-        RunError: not even one image fits.
+    The mean over the batch stays exact. RunError if not even one image fits.
     """
     while True:
         try:
@@ -57,6 +53,8 @@ def _halve_micro_batch(
     with hooks.defer_interrupts():
         state.optimizer.zero_grad(set_to_none=True)
         if now > 1:
+            # Noise that is drawn for each micro-batch is different from here on. A checkpoint holds this number, which
+            # makes that reproducible.
             state.microbatch = (now + 1) // 2
         elif not getattr(state.model, "checkpointing", True):
             # Slower by a third, so it comes last.
