@@ -60,15 +60,9 @@ def dry_run(
 ) -> list[Finding]:
     """Return a finding for each part of a run, rehearsal.*: fine with its cost, or fatal with the error.
 
-    Trackers are disabled. The random state of torch is left as it was. A request to `stop` raises Interrupted.
-
-    Args:
-        config: settings with none left open.
-        dataset: the images.
-        device: where the run will compute.
-        stop: polled between the parts.
-        folder: parent of the temporary folder, with space for as many checkpoints as a run keeps; None for the
-            system's.
+    No setting of `config` is open. `folder` is the parent of the temporary folder, with space for as many checkpoints
+    as a run keeps; None for the system's. Trackers are disabled. The random state of torch is left as it was. A request
+    to `stop`, polled between the parts, raises Interrupted.
     """
     before = resident_bytes()
     if device.type == "cuda":
@@ -149,8 +143,8 @@ class _DryRun:
                 session.run((), saved=saved)
             except Exception:
                 # The session writes its report after the last heartbeat, so nothing else can have failed then.
-                ended = "report" if pulse.activity == "finished" else ""
-                self.part = ended or _PART_OF_ACTIVITY.get(pulse.failed, "training")
+                ended = pulse.activity == "finished"
+                self.part = "report" if ended else _PART_OF_ACTIVITY.get(pulse.failed, "training")
                 raise
             if own():
                 self.stop.request(own.received or "a signal")
@@ -210,10 +204,10 @@ class _DryRun:
         moved, followed = _distance(model, self.initial), _distance(ema, self.initial)
         self.initial = []
         facts = {"updates": self.state.updates, "moved": moved, "average_moved": followed}
-        if not moved and not self.state.updates and self.config.training.precision == "fp16":
-            said = f"none of {self.steps} steps was taken, as every gradient was beyond what fp16 can hold"
-            return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
         if not moved:
+            if not self.state.updates and self.config.training.precision == "fp16":
+                said = f"none of {self.steps} steps was taken, as every gradient was beyond what fp16 can hold"
+                return Finding("rehearsal.ema", "warning", said, "--precision fp32, or bf16", facts)
             said = f"the weights are after {self.steps} steps what they were before"
             return Finding("rehearsal.ema", "fatal", said, "--lr 0 chooses a learning rate", facts)
         if not followed:
@@ -287,14 +281,12 @@ def _shortened(config: Config, steps: int) -> Config:
 
 def _shortened_evaluation(evaluate: Evaluate, steps: int) -> Evaluate:
     """Return settings with one evaluation, at the end, of as few samples as can be measured."""
-    if evaluate.every <= 0:
-        return replace(evaluate, every=-1)
-    evaluate = replace(evaluate, every=steps)
-    if not evaluate.metrics or evaluate.metrics_every < 0:
-        return evaluate
-    reference = min(evaluate.reference, MIN_SAMPLES)
+    every = steps if evaluate.every > 0 else -1
+    if every < 0 or not evaluate.metrics or evaluate.metrics_every < 0:
+        return replace(evaluate, every=every)
     # Some metrics reject so few samples, and could not choose the best checkpoint.
-    return replace(evaluate, samples=TRIAL_SAMPLES, reference=reference, metrics_every=steps, best="held_out_loss")
+    few = replace(evaluate, samples=TRIAL_SAMPLES, reference=min(evaluate.reference, MIN_SAMPLES), best="held_out_loss")
+    return replace(few, every=every, metrics_every=every)
 
 
 def _passed(part: str, said: str, **facts: Any) -> Finding:

@@ -114,7 +114,7 @@ def run_worker() -> None:
     """Train as a worker rank, to the end of the run or until rank 0 ends. RunError if this rank sees other images."""
     with init_world() as world:
         received: dict[str, Any] = world.broadcast_object({})
-        if not received:
+        if not received:  # the run is at its end already
             return
         config = from_toml(received["config"], Config())
         with StopSignals(quiet=True) as stop:

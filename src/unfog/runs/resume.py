@@ -221,7 +221,7 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     first, last = find_replayable(folder, config)
     state = build_state(config, choose_device(config.training.device))
     load_checkpoint(first.folder, state)
-    state.due = []
+    state.due = []  # these hooks have written their files already
     hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:
         hooks.progress = progress
@@ -262,7 +262,7 @@ def differing_tensors(state: TrainState, saved: CheckpointInfo) -> list[str]:
     """Return the names of the tensors of a state that are not those of a checkpoint, bit for bit."""
     different = []
     for file, tensors in state.tensors().items():
-        if not saved.holds(f"{file}.safetensors"):
+        if not saved.holds(f"{file}.safetensors"):  # a second EMA that the run began to keep later
             continue
         mine = {name: tensor.cpu() for name, tensor in tensors.items()}
         theirs = read_tensors(saved.folder / f"{file}.safetensors")

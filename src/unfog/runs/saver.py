@@ -110,7 +110,7 @@ class Saver:
     def poll(self) -> None:
         """Report what the writer has done. RunError if it failed."""
         if not self._writer.busy:
-            self._writer.wait(0)
+            self._writer.wait(0)  # raises what a write in the background has failed with
         self._report_events()
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class Session(StoppableHooks):
         self.state.adopt_settings(settings_digests(self.config))
         with self._open_recorder() as recorder:
             self.attach(recorder)
-            if saved is not None:
+            if saved is not None:  # otherwise a stop before the first step would save the same once more
                 self.saver.saved = (self.step, list(self.state.due))
             try:
                 self._announce(choices, findings, changes, fresh=saved is None)
@@ -159,6 +159,7 @@ class Session(StoppableHooks):
     def train(self) -> None:
         """Run the training loop to the end or until a stop. The caller's random state is left as it was."""
         device = self.state.precision.device
+        # The loop seeds torch's global generators for every micro-batch.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             run_training_loop(self.config, self.state, self.stream, self, self.context.world, self.sharded_from)
 

@@ -49,6 +49,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         resolve_metrics(auto, dataset.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)
+        # Before the folder becomes a run: what does not fit together raises here, and leaves no folder behind.
         session = Session(run, config, dataset, initial.state if initial else None)
         _create_run(session)
         write_data_files(session)

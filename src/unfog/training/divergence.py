@@ -53,7 +53,7 @@ class DivergenceGuard:
     def update(self, relative: float) -> bool:
         """Count a step by its relative loss, NaN if it was skipped. Returns whether it was ordinary."""
         self.skipped = self.skipped + 1 if math.isnan(relative) else 0
-        if not relative <= self.threshold():
+        if not relative <= self.threshold():  # not `>`, which is false of NaN
             self.anomalous += 1
             return False
         self.anomalous = 0
@@ -63,6 +63,7 @@ class DivergenceGuard:
 
     def record_roll_back(self, saved: dict[str, Any], images: int) -> None:
         """Count a roll-back to a checkpoint with the state `saved`, which had seen so many images."""
+        # Losses of before the divergence, as those since would raise the threshold.
         self.recent, self.anomalous, self.skipped, self.ordinary = list(saved["recent"]), 0, 0, 0
         self.rollback_images = images
         self.roll_backs += 1

@@ -45,6 +45,7 @@ class Ema:
         """Exchange the average and the network's weights; a second call restores them. See `swapped_into`."""
         for mine, theirs in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
             for i, tensor in enumerate(theirs):
+                # The parameters stay the same objects, which the optimiser and a compiled network refer to.
                 tensor.data, mine[i] = mine[i], tensor.data
 
     @contextmanager

@@ -48,7 +48,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
     warmup = max(settings.warmup, 1)
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return settings.lr * (step + 1) / warmup  # a first step at 0 would be wasted
     if settings.schedule == "cosine":
         return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
     if settings.schedule == "inverse-sqrt":

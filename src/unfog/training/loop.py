@@ -82,7 +82,8 @@ def train(
             step = state.seen // batch_size
             gradient = _compute_gradient(training, state, hooks, computer)
 
-            # 2. One update, or none, and everything that counts it.
+            # 2. One update, or none, and everything that counts it. An interrupt between the two would leave weights of
+            #    one step with the position of another.
             with hooks.defer_interrupts():
                 lr = _set_learning_rate(settings, state, step)
                 # The loop's only wait for the device between logs.
@@ -148,7 +149,7 @@ def _skip_step(
     """Report a step that was skipped, and debug the first of several in a row. Returns the reason for a roll-back."""
     report = None
     try:
-        if state.guard.skipped == 1:
+        if state.guard.skipped == 1:  # a replay takes a few times as long as the step
             with computer.world.full_state(state, "model"):
                 replay = computer.world.run_on_main("replay", lambda: _replay_step(training, state, computer))
                 report = NanReport(*replay)

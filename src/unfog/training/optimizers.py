@@ -54,6 +54,7 @@ def _split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     tables = {id(p) for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
     found = [(name, p) for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in tables]
     named = getattr(model, "ends", ())
+    # Most networks are built in the order of their layers.
     ends = [part for part in found if part[0].partition(".")[0] in named] or [*found[:1], *found[-1:]]
     matrices = {id(p) for _, p in found} - {id(p) for _, p in ends}
     of = _sharded_first(model)
@@ -178,7 +179,7 @@ def check_resumable(method: Custom) -> None:
         other = build_custom(method, list(again), 1e-3)
         load_optimizer_state(other, again, optimizer_tensors(one, toys), optimizer_numbers(one, toys))
         for optimizer, of in ((one, toys), (other, again)):
-            torch.manual_seed(0)  # as the loop does
+            torch.manual_seed(0)  # as the loop does, so that an optimiser with noise of its own passes
             _step_once(optimizer, of)
     if not all(torch.equal(p, q) for p, q in zip(toys, again)):
         raise RequestError(
@@ -231,6 +232,7 @@ def load_optimizer_state(
 
     ValueError if they are of another network.
     """
+    # A state dict of torch numbers the parameters in the order of the groups.
     held = (id(p) for group in optimizer.param_groups for p in group["params"])
     order = {parameter: place for place, parameter in enumerate(held)}
     places = {name: order[id(p)] for name, p in model.named_parameters() if id(p) in order}

@@ -49,9 +49,9 @@ def retry_with_smaller_micro_batches(
 def _halve_micro_batch(
     settings: Training, state: TrainState, hooks: TrainingHooks, error: Exception, ranks: int
 ) -> None:
-    now = min(microbatch_size(settings, state), -(-settings.batch // ranks))
+    now = min(microbatch_size(settings, state), -(-settings.batch // ranks))  # no more than a rank's share
     with hooks.defer_interrupts():
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)  # the attempt begins anew, and needs the memory
         if now > 1:
             # Noise that is drawn for each micro-batch is different from here on. A checkpoint holds this number, which
             # makes that reproducible.

@@ -21,7 +21,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device):
         self.name = name
         self.device = device
-        self.processes = 1  # that compute together
+        self.processes = 1  # that compute together, and sum gradients in an order of their own
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -96,7 +96,7 @@ class TrainState:
         self.entries: dict[str, StateEntry] = {}
         self._rolled_back: set[str] = set()
         self.register("scaler", precision.scaler, rolled_back=True)
-        self.register("guard", self.guard)
+        self.register("guard", self.guard)  # counts roll-backs, so that one must not restore it
         self.register("window", self.window)
         if levels is not None:
             self.register("levels", levels, rolled_back=True)
