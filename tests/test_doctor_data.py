@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from test_hostile_corpus import corpus  # noqa: F401
-from unfog.checks.images import pixel_statistics
+from unfog.checks.images import image_scan
+from unfog.checks.images.dataset_checks import recommended_size
 from unfog.checks.images.image_checks import check_images, quick_check_images
-from unfog.checks.images.pixel_statistics import scan_images
-from unfog.checks.images.size_checks import recommended_size
+from unfog.checks.images.image_scan import scan_images
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
@@ -169,7 +169,7 @@ def test_how_much_is_read_at_a_time_changes_nothing(
     clean: tuple[Path, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = scan_images(clean[1])
-    monkeypatch.setattr(pixel_statistics, "_PIECE_BYTES", 7 * 3 * 28 * 28)
+    monkeypatch.setattr(image_scan, "_PIECE_BYTES", 7 * 3 * 28 * 28)
     calls: list[tuple[int, int]] = []
     pieces = scan_images(clean[1], progress=lambda done, total: calls.append((done, total)))
     for a, b in zip(once.statistics, pieces.statistics):

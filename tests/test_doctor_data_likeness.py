@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from unfog.checks.images import duplicate_checks
-from unfog.checks.images.duplicate_checks import check_duplicates, find_duplicates
-from unfog.checks.images.near_duplicates import (
+from unfog.checks.images.duplicate_checks import (
     candidate_pairs,
+    check_duplicates,
     compare_thumbnails,
     connected_groups,
-    perceptual_hash,
-    thumbnails,
+    find_duplicates,
 )
-from unfog.checks.images.pixel_statistics import scan_images
+from unfog.checks.images.image_scan import perceptual_hash, scan_images, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data

@@ -14,9 +14,8 @@ from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
 from unfog.checks.settings.learning_rate_checks import ema_half_window, ema_share_before
 from unfog.checks.settings.machine_checks import check_precision
-from unfog.checks.settings.noise_checks import check_range, check_timesteps, evenly_spread_pixels
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
-from unfog.checks.settings.settings_checks import check_settings
+from unfog.checks.settings.settings_checks import check_range, check_settings, check_timesteps, evenly_spread_pixels
 from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.dataset import Dataset, ImageSet

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from unfog.checks.settings.length_checks import (
-    FOUNDING,
+    COMMON_LENGTHS,
     MILESTONES,
     PUBLISHED_RUNS,
     check_length,
@@ -48,7 +48,7 @@ def test_the_usual_table_is_computed_for_this_pace():
     rows = {
         (row[0], row[1]): row for row in training_length_guide(*case(10**6), seconds_per_step=0.64).figures[2].table[1:]
     }
-    assert len(rows) == len(FOUNDING)
+    assert len(rows) == len(COMMON_LENGTHS)
     assert rows["10,000 images", "64"][2:] == [
         "200,000", "12.8 million", "1,280", "1 day on a V100", "1 d 11 h"
     ]  # fmt: skip

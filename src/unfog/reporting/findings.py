@@ -23,6 +23,9 @@ Severity = Literal["fatal", "warning", "hint", "fine"]
 _SEVERITIES: dict[Severity, str] = {"fatal": "bold red", "warning": "yellow", "hint": "", "fine": ""}
 """Severities, worst first, with terminal styles: training is pointless; it will suffer; worth a thought; fine."""
 
+Case = tuple[bool, Severity, str, str]
+"""Whether it applies, severity, addition to the evidence, and remedy."""
+
 
 @dataclass(frozen=True, eq=False)
 class Figure:
@@ -59,6 +62,16 @@ class Finding:
     """Numbers of the evidence, as plain values for JSON."""
 
     figures: tuple[Figure, ...] = ()
+
+    @classmethod
+    def graded(
+        cls, code: str, evidence: str, *cases: Case, facts: Mapping[str, Any], figures: tuple[Figure, ...] = ()
+    ) -> Finding:
+        """Return the finding of the first case that applies, else one that is fine."""
+        for applies, severity, addition, remedy in cases:
+            if applies:
+                return cls(code, severity, evidence + addition, remedy, facts, figures)
+        return cls(code, "fine", evidence, facts=facts, figures=figures)
 
     def __str__(self) -> str:
         mark = "" if self.severity == "fine" else f"{self.severity}: "

@@ -1,54 +1,48 @@
-"""Checks of the images before training: the table of all of them, and the two ways to run them.
+"""Checks of the images before training: the two ways to run all of them, and the checks of pixel values.
 
-To add a check, write a function `(ImageScan, Config) -> Finding | None` in one of the modules beside this one, and give
-it a line in a table below, under the code of its finding. None means that the check does not apply.
+To add a check, write a function that returns a Finding here or in a module beside this one, and call it in
+`_run_checks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from unfog.checks.images import class_checks, decode_checks, exposure_checks, size_checks
+from unfog.checks.images import dataset_checks
 from unfog.checks.images.duplicate_checks import check_duplicates, find_duplicates
-from unfog.checks.images.pixel_statistics import ImageScan, Progress, scan_images
+from unfog.checks.images.image_scan import (
+    BLANK_DEVIATION,
+    ImageScan,
+    Progress,
+    format_percent,
+    format_share,
+    list_names,
+    scan_images,
+)
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.data.lazy import LazyPixels
-from unfog.reporting.findings import Finding
-
-Check = Callable[[ImageScan, Config], Finding | None]
-
-FILE_CHECKS: Mapping[str, Check] = {
-    "data.count": decode_checks.check_count,
-    "data.ledger": decode_checks.check_skipped_files,
-    "data.converted": decode_checks.check_conversions,
-    "data.sizes": size_checks.check_original_sizes,
-    "data.upscaled": size_checks.check_upscaling,
-    "data.crop": size_checks.check_crop,
-    "data.label_bounds": class_checks.check_labels,
-    "data.balance": class_checks.check_balance,
-    "data.layout": class_checks.check_folder_layout,
-}
-CONTENT_CHECKS: Mapping[str, Check] = {
-    "data.equal": exposure_checks.check_all_equal,
-    "data.range": exposure_checks.check_value_range,
-}
-PIXEL_CHECKS: Mapping[str, Check] = {
-    "data.blank": exposure_checks.check_blank,
-    "data.exposure": exposure_checks.check_exposure,
-    "data.grey_as_rgb": exposure_checks.check_grey,
-    "data.channels": exposure_checks.check_channels,
-    "data.sigma_data": exposure_checks.check_sigma_data,
-}
-# data.duplicates, data.near_duplicates and data.leakage share one search: duplicate_checks.check_duplicates.
+from unfog.diffusion.target import EdmF
+from unfog.diffusion.weighting import Edm
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import plural
 
 # Limits that keep the quick check within a fraction of a second.
 _QUICK_IMAGES = 1000
 _QUICK_BYTES = 16 * 2**20
 _QUICK_DECODED = 64
 _QUICK_SIDES = 50_000
+
+_MANY = 0.005  # share of blank images, or of badly exposed ones, that is a warning
+_EQUAL = 0.9  # share of images that are one and the same
+_DARK, _BRIGHT = 40, 215  # no part of an image is brighter, or darker
+_DIM, _PALE, _CONTRAST = 96, 160, 96  # 99% of all values are below, above, or within so many
+_GREY = 3.0  # levels by which the channels of a grey image differ after a colour conversion
+_SIGMA = 1.25  # factor by which sigma_data may be off
 
 
 def check_images(prepared: Dataset, config: Config, progress: Progress | None = None) -> list[Finding]:
@@ -69,15 +63,151 @@ def quick_check_images(prepared: Dataset, config: Config) -> list[Finding]:
 
 
 def _run_checks(scan: ImageScan, config: Config, progress: Progress | None = None) -> list[Finding]:
-    def run(checks: Mapping[str, Check]) -> list[Finding]:
-        return [finding for check in checks.values() if (finding := check(scan, config)) is not None]
-
-    files, content = run(FILE_CHECKS), run(CONTENT_CHECKS)
-    equal, value_range = content
+    equal, value_range = _check_all_equal(scan), _check_value_range(scan)
+    found = [*dataset_checks.check_dataset(scan, config), equal, value_range]
     # Of images that are black or all the same, the other statistics would only repeat that.
     if equal.severity != "fatal" and value_range.severity == "fine":
-        content += run(PIXEL_CHECKS)
+        found += [_check_blank(scan), _check_exposure(scan), *_check_grey(scan)]
+        found += [_check_channels(scan), _check_sigma_data(scan, config)]
     # A sample holds few of the duplicates, and images without content are all alike.
-    if scan.complete and not any(finding.severity == "fatal" for finding in content):
-        content += check_duplicates(scan, find_duplicates(scan, progress))
-    return [*files, *content]
+    if scan.complete and equal.severity != "fatal" and value_range.severity != "fatal":
+        found += check_duplicates(scan, find_duplicates(scan, progress))
+    return found
+
+
+def _check_all_equal(scan: ImageScan) -> Finding:
+    """Check that the training set is not one image many times."""
+    digests = scan.statistics.digest[scan.in_train]
+    _, first, counts = np.unique(digests, return_index=True, return_counts=True)
+    most, total = int(counts.max()), len(digests)
+    facts = {"different": len(counts), "looked_at": total}
+    if total < 2 or most < _EQUAL * total:
+        return Finding("data.equal", "fine", f"{len(counts):,} of {plural(total)} checked differ", facts=facts)
+    which = scan.rows[first[[counts.argmax()]]]
+    evidence = f"{format_share(most, total)} images checked are one and the same ({list_names(scan.names(which))})"
+    remedy = "give different images: there is nothing to learn from one"
+    return Finding("data.equal", "fatal", evidence, remedy, facts, (scan.images_figure(which, "The image"),))
+
+
+def _check_value_range(scan: ImageScan) -> Finding:
+    """Check that values use more than the lowest bits of 8."""
+    highest, lowest = int(scan.statistics.highest.max()), int(scan.statistics.lowest.min())
+    facts = {"lowest": lowest, "highest": highest}
+    if highest > 31:
+        return Finding("data.range", "fine", f"values are {lowest} to {highest} of 0 to 255", facts=facts)
+    bits, binary = max(1, highest.bit_length()), highest <= 1
+    kind = "0 to 1 stored in 8 bits, or masks" if binary else f"of {bits} bits stored in 8"
+    factor = 255 // ((1 << bits) - 1)
+    evidence = f"no value is above {highest} of 255, so all images look black: these look like values {kind}"
+    remedy = f"multiply by {factor} and save again: Image.fromarray((x * {factor}).astype('uint8'))"
+    figure = scan.images_figure(scan.rows[:12], "The first images")
+    return Finding("data.range", "fatal" if binary else "warning", evidence, remedy, facts, (figure,))
+
+
+def _check_blank(scan: ImageScan) -> Finding:
+    """Check for images of a single colour."""
+    remedy = "remove them; the model learns a blank image like any other"
+    return _exceptions(scan, "data.blank", scan.statistics.spread < BLANK_DEVIATION, "blank", remedy)
+
+
+def _check_exposure(scan: ImageScan) -> Finding:
+    """Check for images that are nearly black or nearly white."""
+    statistics = scan.statistics
+    content = statistics.spread >= BLANK_DEVIATION
+    dark, bright = content & (statistics.brightest < _DARK), content & (statistics.darkest > _BRIGHT)
+    kinds = [f"{which.sum():,} {name}" for name, which in (("dark", dark), ("pale", bright)) if which.any()]
+    description = f"nearly black or nearly white ({' and '.join(kinds)})"
+    return _exceptions(scan, "data.exposure", dark | bright, description, "brighten, darken or remove them")
+
+
+def _exceptions(scan: ImageScan, code: str, which: NDArray[np.bool_], description: str, remedy: str) -> Finding:
+    rows, total = scan.rows[which], len(scan.rows)
+    if not len(rows):
+        evidence = f"none of {plural(total)} is {description.split(' (')[0]}"
+        return Finding(code, "fine", evidence, facts={"images": 0})
+    names = scan.names(rows)
+    facts = {"images": len(rows), "looked_at": total, "names": names}
+    severity: Severity = "warning" if len(rows) >= _MANY * total else "hint"
+    evidence = f"{format_share(len(rows), total)} images are {description}: {list_names(names)}"
+    return Finding(code, severity, evidence, remedy, facts, (scan.images_figure(rows, "These images"),))
+
+
+def _check_grey(scan: ImageScan) -> list[Finding]:
+    """Check an RGB set for grey images."""
+    if scan.prepared.settings.channels == 1:
+        return []
+    grey = scan.statistics.tint <= _GREY
+    count, total = int(grey.sum()), len(grey)
+    facts: dict[str, Any] = {"grey": count, "looked_at": total}
+    if not count:
+        return [Finding("data.grey_as_rgb", "fine", f"all of {plural(total)} are in colour", facts=facts)]
+    minority_is_grey = count <= total / 2
+    rows = scan.rows[grey if minority_is_grey else ~grey]
+    names = facts["names"] = scan.names(rows)
+    figures: tuple[Figure, ...] = ()
+    if count == total:
+        evidence = f"all of {plural(total)} are grey, stored as RGB"
+        remedy = "use --data.channels 1: a third of the values"
+    elif minority_is_grey:
+        evidence = f"{format_share(count, total)} images are grey among coloured ones ({list_names(names)})"
+        remedy = "remove them if no grey images should be generated"
+    else:
+        evidence = f"only {format_share(len(rows), total)} images are in colour ({list_names(names)})"
+        remedy = "use --data.channels 1 if colour does not matter, or remove those"
+    if count < total:
+        figures = (scan.images_figure(rows, "The exceptions"),)
+    return [Finding("data.grey_as_rgb", "hint", evidence, remedy, facts, figures)]
+
+
+def _moments(scan: ImageScan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return mean and variance of each channel [C], in [-1, 1]."""
+    values = np.arange(256) / 127.5 - 1
+    weights = scan.histogram / scan.histogram.sum(1, keepdims=True)
+    mean = weights @ values
+    return mean, weights @ values**2 - mean**2
+
+
+def _check_channels(scan: ImageScan) -> Finding:
+    """Check that the values of the whole set are neither dark, nor pale, nor of little contrast."""
+    mean, variance = _moments(scan)
+    cumulative = scan.histogram.sum(0).cumsum() / scan.histogram.sum()
+    low, high = (int(np.searchsorted(cumulative, q)) for q in (0.01, 0.99))
+    names = ("red", "green", "blue") if len(mean) == 3 else ("grey",)
+    each = ", ".join(f"{n} {m:+.2f} ± {s:.2f}" for n, m, s in zip(names, mean, np.sqrt(variance)))
+    facts = {"mean": mean.tolist(), "std": np.sqrt(variance).tolist(), "low": low, "high": high}
+    x = np.arange(8, 256, 16) / 127.5 - 1
+    bins = scan.histogram.reshape(len(mean), 16, 16).sum(2) / scan.histogram.sum(1, keepdims=True)
+    chart = line_chart({n: (x, y) for n, y in zip(names, bins)}, "value in [-1, 1]", "share of pixels", zero_y=True)
+    figures = (Figure("Values", svg=chart),)
+    fault = ""
+    if high < _DIM:
+        fault = f"dark: 99% of all values are below {high} of 255"
+    elif low > _PALE:
+        fault = f"pale: 99% of all values are above {low} of 255"
+    elif high - low < _CONTRAST:
+        fault = f"of little contrast: 98% of all values lie from {low} to {high} of 255"
+    if not fault:
+        return Finding("data.channels", "fine", f"channels in [-1, 1]: {each}", facts=facts, figures=figures)
+    remedy = "stretch their levels in an image editor, all by the same factor, so that they reach 255"
+    return Finding("data.channels", "warning", f"the images are {fault} ({each})", remedy, facts, figures)
+
+
+def _check_sigma_data(scan: ImageScan, config: Config) -> Finding:
+    """Compare the standard deviation of the images with `diffusion.sigma_data`."""
+    mean, variance = _moments(scan)
+    diffusion, assumed = config.diffusion, config.diffusion.sigma_data
+    sigma, rms = float(np.sqrt(variance.mean())), float(np.sqrt((variance + mean**2).mean()))
+    facts = {"sigma_data": sigma, "root_mean_square": rms, "configured": assumed}
+    evidence = f"the standard deviation of the images (sigma_data) is {sigma:.2f}"
+    off = max(sigma / assumed, assumed / max(sigma, 1e-6))
+    if config.uses_latents:
+        evidence += f"; the network sees latents, which are scaled to the configured {assumed:g}"
+    elif not (isinstance(diffusion.target, EdmF) or isinstance(diffusion.weighting, Edm) or diffusion.scale_input):
+        evidence += f"; the {diffusion.target.kind} target does not use it"
+    elif off <= _SIGMA:
+        evidence += f", and {assumed:g} is configured"
+    else:
+        wrong = f"diffusion.sigma_data = {assumed:g} is {format_percent(off - 1)} off"
+        evidence += f", but {wrong}: noise levels get the wrong weights"
+        return Finding("data.sigma_data", "warning", evidence, f"use --diffusion.sigma-data {sigma:.2g}", facts)
+    return Finding("data.sigma_data", "fine", evidence, facts=facts)

@@ -34,7 +34,7 @@ def linear_learning_rate(
 
 def check_learning_rate(config: Config, parameters: int) -> Finding:
     """Compare the peak with the larger of two scaling rules, and the mean over the run with the smaller."""
-    batch, steps = config.training.batch, max(1, config.training.images // config.training.batch)
+    batch, steps = config.training.batch, _steps(config)
     given = parameters, batch, config.network or UNet(), config.optimizer.method
     by_root, by_line = (rule(*given) for rule in (default_learning_rate, linear_learning_rate))
     peak = config.optimizer.lr
@@ -46,55 +46,52 @@ def check_learning_rate(config: Config, parameters: int) -> Finding:
     above, below = peak / max(by_root, by_line), min(1.0, 2 * mean / peak if peak else 0) * peak / min(by_root, by_line)
     facts = {"lr": peak, "mean": mean, "square_root_rule": by_root, "linear_rule": by_line, "parameters": parameters}
     rules = f"the square-root rule gives {by_root:.2g}" + (f" and the linear one {by_line:.2g}" if batch != 64 else "")
-    said = f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}"
     remedy = f"--lr {by_root:.1g}"
-    if above >= _HOPELESS:
-        said += "; at this multiple a run stays finite but hardly learns"
-        return Finding("settings.lr", "fatal", said, remedy, facts)
-    if above >= _FAR_TOO_HIGH:
-        said += "; the loss may jump and samples get worse"
-        return Finding("settings.lr", "warning", said, f"{remedy}, or try `unfog find-lr`", facts)
-    if above > _HIGH:
-        said += "; short runs of small networks may bear it, others do not"
-        return Finding("settings.lr", "hint", said, f"{remedy}, or try `unfog find-lr`", facts)
-    if below < _NEARLY_ZERO:
-        return Finding("settings.lr", "fatal", f"{said}; the weights will hardly change", remedy, facts)
-    if below < _FAR_TOO_LOW:
-        said += f"; at {mean:.2g} on average training takes many times as long"
-        return Finding("settings.lr", "warning", said, remedy, facts)
-    if below < _LOW:
-        return Finding("settings.lr", "hint", f"{said}; stable but slow", remedy, facts)
-    return Finding("settings.lr", "fine", said, facts=facts)
+    search = f"{remedy}, or try `unfog find-lr`"
+    return Finding.graded(
+        "settings.lr",
+        f"lr {peak:.2g} for {parameters / 1e6:.2f}M parameters and batches of {batch}, where {rules}",
+        (above >= _HOPELESS, "fatal", "; at this multiple a run stays finite but hardly learns", remedy),
+        (above >= _FAR_TOO_HIGH, "warning", "; the loss may jump and samples get worse", search),
+        (above > _HIGH, "hint", "; short runs of small networks may bear it, others do not", search),
+        (below < _NEARLY_ZERO, "fatal", "; the weights will hardly change", remedy),
+        (below < _FAR_TOO_LOW, "warning", f"; at {mean:.2g} on average training takes many times as long", remedy),
+        (below < _LOW, "hint", "; stable but slow", remedy),
+        facts=facts,
+    )
 
 
 def check_warmup(config: Config) -> Finding:
     """Check that warm-up leaves most of the run at the peak learning rate."""
-    steps = max(1, config.training.images // config.training.batch)
-    warmup = config.optimizer.warmup
-    said = f"warm-up takes {warmup:,} of {steps:,} steps"
-    facts = {"warmup": warmup, "steps": steps}
+    steps, warmup = _steps(config), config.optimizer.warmup
     remedy = f"--optimizer.warmup {max(1, min(5000, steps // 20))}"
-    if warmup >= steps and warmup > 1:
-        said += f", so the learning rate ends at {100 * steps / warmup:.0f}% of its peak"
-        return Finding("settings.warmup", "warning", said, remedy, facts)
-    if warmup >= steps / 2 and warmup > 1:
-        return Finding("settings.warmup", "warning", f"{said}, which leaves little at the peak", remedy, facts)
-    return Finding("settings.warmup", "fine", said, facts=facts)
+    end = f", so the learning rate ends at {100 * steps / max(1, warmup):.0f}% of its peak"
+    return Finding.graded(
+        "settings.warmup",
+        f"warm-up takes {warmup:,} of {steps:,} steps",
+        (warmup >= steps and warmup > 1, "warning", end, remedy),
+        (warmup >= steps / 2 and warmup > 1, "warning", ", which leaves little at the peak", remedy),
+        facts={"warmup": warmup, "steps": steps},
+    )
 
 
 def check_ema(config: Config) -> Finding:
     """Check the window of the EMA: neither weights of the first tenth of the run, nor only the last few steps."""
-    steps = max(1, config.training.images // config.training.batch)
+    steps = _steps(config)
     early, half = ema_share_before(config.ema, steps // 10, steps), ema_half_window(config.ema, steps)
-    facts = {"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind}
     said = f"half of the EMA is from the last {half:,} of {steps:,} steps"
-    said += f", {format_number(100 * early)}% from the first tenth"
     remedy = "--ema power, whose window is a share of the run"
-    if early > 0.05 and steps >= 10:
-        return Finding("settings.ema", "warning", f"{said}, when the network had not learned much", remedy, facts)
-    if half < 10 and steps >= 200:
-        return Finding("settings.ema", "warning", f"{said}; that averages almost nothing", remedy, facts)
-    return Finding("settings.ema", "fine", said, facts=facts)
+    return Finding.graded(
+        "settings.ema",
+        f"{said}, {format_number(100 * early)}% from the first tenth",
+        (early > 0.05 and steps >= 10, "warning", ", when the network had not learned much", remedy),
+        (half < 10 and steps >= 200, "warning", "; that averages almost nothing", remedy),
+        facts={"first_tenth": early, "half_from_last": half, "steps": steps, "kind": config.ema.kind},
+    )
+
+
+def _steps(config: Config) -> int:
+    return max(1, config.training.images // config.training.batch)
 
 
 def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
@@ -125,25 +122,21 @@ def check_optimizer(config: Config) -> Finding:
     if isinstance(settings.method, Custom):
         said = f"{settings.method.path} with {', '.join(settings.method.arguments) or 'its own settings'}"
         return Finding("settings.optimizer", "fine", f"{said}, which is not checked", facts={})
-    (beta1, beta2), decay = settings.betas, settings.lr * settings.weight_decay
-    facts = {"betas": list(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
+    (beta1, beta2), eps, decay = settings.betas, settings.eps, settings.lr * settings.weight_decay
     muon = f"Muon with momentum {settings.method.momentum:g}, " if isinstance(settings.method, Muon) else ""
-    said = f"{muon}AdamW with betas {beta1:g} {beta2:g}, eps {settings.eps:g}, weight decay {settings.weight_decay:g}"
-    if beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9:
-        return Finding(
-            "settings.optimizer",
-            "warning",
-            f"{said}: beta2 forgets as fast as beta1, so the step size is unsteady",
-            "--optimizer.betas 0.9 0.999",
-            facts,
-        )
-    if settings.eps > 1e-5:
-        why = "gradients of a large network are smaller than eps, so their steps almost vanish"
-        return Finding("settings.optimizer", "warning", f"{said}: {why}", "--optimizer.eps 1e-8", facts)
-    if decay > 2e-3:
-        said += f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps"
-        return Finding("settings.optimizer", "warning", said, "--optimizer.weight-decay 0.01", facts)
-    return Finding("settings.optimizer", "fine", said, facts=facts)
+    unsteady = beta1**2 >= beta2 or beta1 > 0.98 or beta2 < 0.9
+    vanish = ": gradients of a large network are smaller than eps, so their steps almost vanish"
+    strong = decay > 2e-3
+    half_life = f": each weight loses half of itself in {math.log(2) / decay:,.0f} steps" if strong else ""
+    betas = ": beta2 forgets as fast as beta1, so the step size is unsteady"
+    return Finding.graded(
+        "settings.optimizer",
+        f"{muon}AdamW with betas {beta1:g} {beta2:g}, eps {eps:g}, weight decay {settings.weight_decay:g}",
+        (unsteady, "warning", betas, "--optimizer.betas 0.9 0.999"),
+        (eps > 1e-5, "warning", vanish, "--optimizer.eps 1e-8"),
+        (strong, "warning", half_life, "--optimizer.weight-decay 0.01"),
+        facts={"betas": list(settings.betas), "eps": eps, "weight_decay": settings.weight_decay},
+    )
 
 
 def check_clipping(config: Config) -> Finding:
@@ -156,14 +149,16 @@ def check_clipping(config: Config) -> Finding:
 
 def check_batch(config: Config, images: int) -> Finding:
     """Check that a batch is neither larger than the dataset nor too small for a useful gradient."""
-    batch, at_once = config.training.batch, config.training.microbatch or config.training.batch
-    facts = {"batch": batch, "microbatch": at_once, "images": images}
-    said = f"{batch} of {images:,} images a step"
+    batch = config.training.batch
+    facts = {"batch": batch, "microbatch": config.training.microbatch or batch, "images": images}
     if batch > max(8, images):
         said = f"a step of {batch} images takes each of the {images:,} about {format_number(batch / images)} times"
         remedy = f"--batch {max(8, images // 8 * 8)}, which takes less time a step"
         return Finding("settings.batch", "hint", f"{said}, in other noise", remedy, facts)
-    if batch < 8:
-        more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
-        return Finding("settings.batch", "hint", f"{said} make a gradient that is mostly noise", more, facts)
-    return Finding("settings.batch", "fine", said, facts=facts)
+    more = f"--batch 32 --microbatch {batch}, which takes no more memory, and --lr for it"
+    return Finding.graded(
+        "settings.batch",
+        f"{batch} of {images:,} images a step",
+        (batch < 8, "hint", " make a gradient that is mostly noise", more),
+        facts=facts,
+    )

@@ -16,12 +16,10 @@ from unfog.reporting.progress import format_duration, format_number
 _MANY_EPOCHS = 2000
 """Epochs after which a small set is memorized; DDPM's CIFAR-10, 50,000 images with dropout, had 2,048."""
 _SMALL_SET = 10_000
-_LOW_BATCH = 64  # of the founding table, which tells steps only
+_COMMON_BATCH = 64  # of the table of common lengths, which tells steps only
 
 
-class PublishedRun(NamedTuple):
-    """A run with known length and result."""
-
+class _Published(NamedTuple):
     what: str
     side: int
     pictures: int
@@ -32,21 +30,21 @@ class PublishedRun(NamedTuple):
 
 
 PUBLISHED_RUNS = (
-    PublishedRun("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
-    PublishedRun("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
-    PublishedRun(
+    _Published("Fashion-MNIST, 1M parameters", 28, 9_500, 5e4, "recognisable", "benchmarks/LEDGER.md"),
+    _Published("the same", 28, 9_500, 1e5, "FD 7.2, where real images have 1.7", "docs/decisions/0007"),
+    _Published(
         "emoji, 1M parameters", 32, 7_572, 1.4e5, "faces and flags only, the rest blots", "benchmarks/LEDGER.md"
     ),
-    PublishedRun("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
-    PublishedRun("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
-    PublishedRun("butterflies, 114M parameters", 128, 1_000, 5e4, "recognisable", "diffusers' training tutorial"),
-    PublishedRun("FFHQ, 62M parameters", 64, 70_000, 200e6, "FID 2.4", "Karras et al. 2022, table 7"),
-    PublishedRun("ImageNet, 296M parameters", 64, 1_281_167, 2500e6, "FID 1.4", "Karras et al. 2022, table 7"),
-    PublishedRun("CelebA-HQ, 114M parameters", 256, 30_000, 500e3 * 64, "published", "Ho et al. 2020, appendix B"),
-    PublishedRun("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
-    PublishedRun("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
+    _Published("CIFAR-10, 36M parameters", 32, 50_000, 800e3 * 128, "FID 3.2", "Ho et al. 2020, appendix B"),
+    _Published("CIFAR-10, 56M parameters", 32, 50_000, 200e6, "FID 1.8", "Karras et al. 2022, table 7"),
+    _Published("butterflies, 114M parameters", 128, 1_000, 5e4, "recognisable", "diffusers' training tutorial"),
+    _Published("FFHQ, 62M parameters", 64, 70_000, 200e6, "FID 2.4", "Karras et al. 2022, table 7"),
+    _Published("ImageNet, 296M parameters", 64, 1_281_167, 2500e6, "FID 1.4", "Karras et al. 2022, table 7"),
+    _Published("CelebA-HQ, 114M parameters", 256, 30_000, 500e3 * 64, "published", "Ho et al. 2020, appendix B"),
+    _Published("LSUN bedrooms, 114M parameters", 256, 3_033_042, 2.4e6 * 64, "FID 6.4", "Ho et al. 2020, appendix B"),
+    _Published("ImageNet, 675M parameters, latent", 256, 1_281_167, 7e6 * 256, "FID 2.3", "Peebles and Xie 2023"),
 )
-FOUNDING = (
+COMMON_LENGTHS = (
     ("10,000 images", 64, 10_000, 200_000, "1 day on a V100"),
     ("50,000 images", 64, 50_000, 500_000, "3 to 5 days"),
     ("1,000,000 images", 64, 1_000_000, 1_000_000, "2 to 3 weeks"),
@@ -63,7 +61,7 @@ MILESTONES: dict[str, tuple[Range, Range, Range]] = {
     "saturated": ((1e8, 2e8), (2e8, 2.5e9), (5e8, 1.8e9)),
 }
 """Images seen, from one kind of thing before one kind of background to everything there is, at sides up to 40, up to 96
-and beyond: from `KNOWN`, the upper ends of "recognisable" by proportion to the side, and for lack of better."""
+and beyond: from PUBLISHED_RUNS, the upper ends of "recognisable" by proportion to the side, and for lack of better."""
 
 
 def milestones(side: int) -> dict[str, Range]:
@@ -74,32 +72,29 @@ def milestones(side: int) -> dict[str, Range]:
 
 def check_length(config: Config, prepared: Dataset) -> Finding:
     """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
-    training, pictures = config.training, len(prepared.train)
-    wanted = milestones(config.data.size)["recognisable"]
-    epochs = training.images / pictures
-    steps = training.images // training.batch
-    facts = {"images": training.images, "steps": steps, "epochs": epochs, "recognisable_from": wanted[0]}
-    said = f"{training.images:,} images in {steps:,} steps, {format_number(epochs)} times the {pictures:,} there are"
-    by_heart, fresh = _MANY_EPOCHS * pictures, not config.init.folder
-    if fresh and by_heart < wanted[0]:
-        said += (
-            f"; {pictures} are too few: memorized after about {format_count(by_heart)}, before anything is recognisable"
-        )
-        remedy = "add images, hundreds at least: the model will only repeat these"
-        return Finding("settings.length", "warning", said, remedy, facts)
-    if fresh and training.images < wanted[0] / 2:
-        need = f"samples are recognisable after about {format_count(wanted[0])} to {format_count(wanted[1])} images"
-        remedy = f"--images {round(wanted[0])} or more; without a length it runs for an hour"
-        return Finding("settings.length", "warning", f"{said}; {need}", remedy, facts)
-    if epochs > _MANY_EPOCHS:
-        remedy = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
-        if pictures < _SMALL_SET:
-            said += "; a small set is memorized long before that, and samples become copies"
-            return Finding("settings.length", "warning", said, remedy, facts)
-        return Finding("settings.length", "hint", f"{said}; watch the held-out loss for a rise", remedy, facts)
-    if epochs < 1:
-        return Finding("settings.length", "hint", f"{said}; some images are never seen", "a longer run", facts)
-    return Finding("settings.length", "fine", said, facts=facts)
+    images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
+    low, high = milestones(config.data.size)["recognisable"]
+    epochs, by_heart = images / pictures, _MANY_EPOCHS * pictures
+    # Weights of another run have seen images before, so neither limit is known for them.
+    fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
+    repeats = (
+        f"; {pictures} are too few: memorized after about {format_count(by_heart)}, before anything is recognisable"
+    )
+    need = f"; samples are recognisable after about {format_count(low)} to {format_count(high)} images"
+    copies = "; a small set is memorized long before that, and samples become copies"
+    more = "add images, hundreds at least: the model will only repeat these"
+    longer = f"--images {round(low)} or more; without a length it runs for an hour"
+    shorter = f"--images {by_heart}, more images, --flip where left and right do not matter, or dropout"
+    return Finding.graded(
+        "settings.length",
+        f"{images:,} images in {images // batch:,} steps, {format_number(epochs)} times the {pictures:,} there are",
+        (fresh and by_heart < low, "warning", repeats, more),
+        (fresh and images < low / 2, "warning", need, longer),
+        (many and pictures < _SMALL_SET, "warning", copies, shorter),
+        (many, "hint", "; watch the held-out loss for a rise", shorter),
+        (epochs < 1, "hint", "; some images are never seen", "a longer run"),
+        facts={"images": images, "steps": images // batch, "epochs": epochs, "recognisable_from": low},
+    )
 
 
 def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: float | None = None) -> Finding:
@@ -107,12 +102,12 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
 
     Hours are left out where `seconds_per_step` is None.
     """
-    training, pictures, side = config.training, len(prepared.train), config.data.size
-    pace = seconds_per_step / training.batch if seconds_per_step else None
+    images, batch, pictures, side = config.training.images, config.training.batch, len(prepared.train), config.data.size
+    pace = seconds_per_step / batch if seconds_per_step else None
     guide = milestones(side)
     facts = {
-        "images": training.images,
-        "epochs": training.images / pictures,
+        "images": images,
+        "epochs": images / pictures,
         "seconds_per_image": pace,
         "milestones": {name: list(span) for name, span in guide.items()},
         "memorised_from": _MANY_EPOCHS * pictures,
@@ -120,35 +115,25 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     exhibits = (
         Figure(
             f"Images to be seen at {side} pixels",
-            table=_guide_rows(guide, training.images, training.batch, pictures, pace),
+            table=_guide_rows({**guide, "this run": (images, images)}, batch, pictures, pace),
             caption="The lower figure is for images of one kind, the higher for images of everything. These are "
             "orders of magnitude from other datasets and networks; trust the previews more.",
         ),
-        Figure(
-            "Sources",
-            table=[PublishedRun._fields, *([*map(_cell, known)] for known in PUBLISHED_RUNS)],
-        ),
+        Figure("Sources", table=[_Published._fields, *([*map(_cell, known)] for known in PUBLISHED_RUNS)]),
         Figure(
             "Common training lengths, at your speed",
-            table=_founding_rows(side, pace),
+            table=_common_rows(side, pace),
             caption="Steps of 64 images. Time is assumed to grow with the number of pixels for this network; "
             "larger images usually need a larger network, which takes longer.",
         ),
     )
     low, high = guide["recognisable"]
+    time = f" in {format_duration(images * pace)}" if pace else ""
+    place = "in addition to what its initial weights have seen" if config.init.folder else _place(images, guide)
     said = (
-        f"at {side} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} "
-        f"images and good after "
-    )
-    said += (
-        f"{format_count(guide['good'][0])} to {format_count(guide['good'][1])}; this run sees "
-        f"{format_count(training.images)}"
-    )
-    said += f" in {format_duration(training.images * pace)}" if pace else ""
-    said += (
-        ", in addition to what its initial weights have seen"
-        if config.init.folder
-        else f", {_place(training.images, guide)}"
+        f"at {side} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} images "
+        f"and good after {format_count(guide['good'][0])} to {format_count(guide['good'][1])}; "
+        f"this run sees {format_count(images)}{time}, {place}"
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=exhibits)
 
@@ -156,55 +141,36 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
 def _place(images: float, guide: dict[str, Range]) -> str:
     if images < guide["recognisable"][0]:
         return "too few for recognisable samples"
-    reached = [name for name, span in guide.items() if images >= span[1]]
     within = [name for name, span in guide.items() if span[0] <= images < span[1]]
     if within:
         return f"where samples become {within[-1]}"
-    return f"beyond where they become {reached[-1]}"
+    return f"beyond where they become {[name for name, span in guide.items() if images >= span[1]][-1]}"
 
 
-def _guide_rows(guide: dict[str, Range], images: int, batch: int, pictures: int, pace: float | None) -> list[list[str]]:
+def _guide_rows(spans: dict[str, Range], batch: int, pictures: int, pace: float | None) -> list[list[str]]:
     """Return the guide as a table that marks the milestones which a small set cannot reach."""
     rows = [["", "images", "steps", "epochs", "time"]]
-    spans = {**guide, "this run": (float(images), float(images))}
     for name, span in spans.items():
-        time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
-        epochs = [value / pictures for value in span]
-        often = _format_range([format_count(value) for value in epochs])
-        if epochs[0] > _MANY_EPOCHS:
-            often += ": memorized before"
-        rows.append(
-            [
-                name,
-                _format_range([*map(format_count, span)]),
-                _format_range([format_count(v / batch) for v in span]),
-                often,
-                time,
-            ]
+        images, steps, epochs = (
+            _format_range([format_count(value / unit) for value in span]) for unit in (1, batch, pictures)
         )
+        beyond = ": memorized before" if span[0] / pictures > _MANY_EPOCHS else ""
+        time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
+        rows.append([name, images, steps, epochs + beyond, time])
     return rows
 
 
-def _founding_rows(side: int, pace: float | None) -> list[list[str]]:
+def _common_rows(side: int, pace: float | None) -> list[list[str]]:
     rows = [["set", "side", "steps", "images", "epochs", "published time", "time at your speed"]]
-    for name, its_side, pictures, steps, told in FOUNDING:
-        images = steps * _LOW_BATCH
+    for name, its_side, pictures, steps, told in COMMON_LENGTHS:
+        images = steps * _COMMON_BATCH
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
-        cells = [
-            name,
-            str(its_side),
-            format_count(steps),
-            format_count(images),
-            format_count(images / pictures),
-            told,
-            time,
-        ]
-        rows.append(cells)
+        counts = [format_count(value) for value in (steps, images, images / pictures)]
+        rows.append([name, str(its_side), *counts, told, time])
     return rows
 
 
 def _format_range(ends: list[str]) -> str:
-    """Return "a to b", or "a" where both are equal."""
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 

@@ -1,16 +1,19 @@
-"""Checks of the machine: precision that the device supports, and disk space for checkpoints."""
+"""Checks of what the machine has to bear: precision, disk space, time of previews and evaluation, and checkpoints."""
 
 from __future__ import annotations
 
+import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from unfog.config.schema import Config
 from unfog.planning.disk import disk_space_needed
+from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.findings import Finding
-from unfog.reporting.progress import format_bytes
+from unfog.reporting.progress import format_bytes, format_duration, format_number
 from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.precision import DTYPES
 
@@ -18,46 +21,43 @@ _SIDE = {"cpu": 384, "cuda": 2048, "mps": 1024}  # of the matrices that are mult
 _ROUNDS = 5
 _SLOWER = 1.25
 """Times fp32 that a half precision may take before it is called slow; on a busy machine clocks are a little off."""
+_MOST_ASIDE = 0.2
+"""Share of the time that previews and evaluation may take."""
+_SHORT_RUN = 500
+"""Steps below which that share is only mentioned, as it is over soon."""
 
 
 def check_precision(config: Config, device: torch.device) -> Finding:
     """Measure whether the device computes in the precision of the run, and faster than in fp32."""
-    name = config.training.precision
+    finding, name = partial(Finding, "settings.precision"), config.training.precision
     dtype = DTYPES.get(name)
     if dtype is None:
-        return _fp32(device)
+        if _has_native_bf16(device):
+            return finding("hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast")
+        return finding("fine", f"fp32 on {device}")
     try:
         ours, fp32 = multiply_seconds(dtype, device), multiply_seconds(torch.float32, device)
     except RuntimeError as error:  # torch says so where a device has no such arithmetic
         reason = str(error).splitlines()[0]
-        return Finding(
-            "settings.precision", "fatal", f"{device} does not compute in {name}: {reason}", "--precision fp32"
-        )
-    facts = {"precision": name, "seconds": ours, "seconds_fp32": fp32, "times_fp32": ours / fp32}
-    compared = f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}"
-    if ours > _SLOWER * fp32:
-        remedy = f"--precision {'bf16' if name == 'fp16' and _bf16_pays(device, fp32) else 'fp32'}"
-        return Finding(
-            "settings.precision", "warning", f"{compared}, which has no fast {name} arithmetic", remedy, facts
-        )
-    if name == "fp16" and _bf16_pays(device, fp32):
-        remedy = "--precision bf16 needs no loss scaling, so no steps are skipped"
-        return Finding("settings.precision", "hint", f"{compared}, and bf16 is fast here as well", remedy, facts)
-    return Finding("settings.precision", "fine", compared, facts=facts)
+        return finding("fatal", f"{device} does not compute in {name}: {reason}", "--precision fp32")
+    slow, bf16 = ours > _SLOWER * fp32, name == "fp16" and _bf16_pays(device, fp32)
+    better = "--precision bf16" if bf16 else "--precision fp32"
+    return Finding.graded(
+        "settings.precision",
+        f"a {name} matrix product takes {ours / fp32:.2g} times as long as in fp32 on {device}",
+        (slow, "warning", f", which has no fast {name} arithmetic", better),
+        (bf16, "hint", ", and bf16 is fast here as well", f"{better} needs no loss scaling, so no steps are skipped"),
+        facts={"precision": name, "seconds": ours, "seconds_fp32": fp32, "times_fp32": ours / fp32},
+    )
 
 
-def _fp32(device: torch.device) -> Finding:
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return Finding(
-            "settings.precision", "hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast"
-        )
-    return Finding("settings.precision", "fine", f"fp32 on {device}")
+def _has_native_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _bf16_pays(device: torch.device, fp32: float) -> bool:
-    """Return True where bf16 is native to the device, or faster than fp32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cuda":  # older ones emulate it, at the speed of fp32 at best
+        return _has_native_bf16(device)
     return multiply_seconds(torch.bfloat16, device) < fp32
 
 
@@ -80,6 +80,7 @@ def multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
+    # The device computes while Python goes on, so a clock would time the call and not the product.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -90,14 +91,57 @@ def check_disk(config: Config, parameters: int, folder: Path) -> Finding:
     """Check that the checkpoints of the run fit on the disk of `folder`."""
     steps = config.training.images // config.training.batch
     room, free = disk_space_needed(parameters, config.checkpoint, steps, config.ema_snapshots), free_bytes(folder)
-    facts = {"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free}
-    most = format_bytes(room.checkpoints * room.checkpoint)
-    said = (
-        f"{room.checkpoints} checkpoints of {format_bytes(room.checkpoint)} make {most} at most, and "
-        f"{format_bytes(free)} are free"
-    )
+    one, most = format_bytes(room.checkpoint), format_bytes(room.checkpoints * room.checkpoint)
+    said = f"{room.checkpoints} checkpoints of {one} make {most} at most, and {format_bytes(free)} are free"
     said += f"; EMA snapshots take {format_bytes(room.snapshots)}" if room.snapshots else ""
-    if free > room.maximum:
-        return Finding("settings.disk", "fine", said, facts=facts)
     remedy = "free some space, give another --out, or lower --checkpoint.keep or raise --checkpoint.milestones"
-    return Finding("settings.disk", "fatal" if free < room.minimum else "warning", said, remedy, facts)
+    return Finding.graded(
+        "settings.disk",
+        said,
+        (free <= room.maximum and free < room.minimum, "fatal", "", remedy),
+        (free <= room.maximum, "warning", "", remedy),
+        facts={"checkpoint_bytes": room.checkpoint, "checkpoints": room.checkpoints, "free_bytes": free},
+    )
+
+
+def check_run_costs(config: Config, held_out: int, seconds_per_step: float | None) -> Finding:
+    """Check the share of the time that previews, evaluation and metrics take, by their forward passes."""
+    costs, steps = forward_passes(config, held_out), config.training.images // config.training.batch
+    whole = sum(costs.values())
+    shares = {name: cost / whole for name, cost in costs.items()}
+    percent = {name: f"{format_number(100 * share)}%" for name, share in shares.items()}
+    facts = {f"{name}_share": share for name, share in shares.items()}
+    said = f"previews take about {percent['preview']} of the time and evaluation {percent['evaluate']}"
+    if costs["metrics"]:
+        said += f", generating for metrics {percent['metrics']}"
+    if seconds_per_step:
+        spent = steps * seconds_per_step * (whole / costs["training"] - 1)
+        said, facts["seconds"] = f"{said}, {format_duration(spent)} in all", spent
+    if 1 - shares["training"] <= _MOST_ASIDE:
+        return Finding("settings.asides", "fine", said, facts=facts)
+    name = max(("preview", "evaluate", "metrics"), key=costs.__getitem__)
+    if name == "metrics":
+        remedy = f"a lower --evaluate.samples, or --evaluate.metrics-every {steps}: once, at the end"
+    else:
+        # Half of the share that all may take is for each of previews and evaluation, which run at both ends as well.
+        one, most = costs[name] / repetitions(getattr(config, name).every, steps), costs["training"] * _MOST_ASIDE / 2
+        interval = math.ceil(steps / max(1.0, most / one - 2))
+        remedy = f"--{name}.every {interval}" if 2 * one < most else f"a lower --{name}.images"
+    return Finding("settings.asides", "warning" if steps >= _SHORT_RUN else "hint", said, remedy, facts)
+
+
+def check_checkpoints(config: Config, seconds_per_step: float | None) -> Finding:
+    """Check how much training a crash can lose."""
+    every, steps = config.checkpoint.every, config.training.images // config.training.batch
+    lost = min(every, steps) if every > 0 else steps
+    hours = None if seconds_per_step is None else lost * seconds_per_step / 3600
+    said = f"a crash loses {lost:,} of {steps:,} steps at most"
+    said += "" if hours is None else f", {format_duration(hours * 3600)}"
+    long = steps > 2000 and lost > steps / 2 if hours is None else hours > 1
+    often = max(1, min(1000, int(1200 / seconds_per_step))) if seconds_per_step else 1000
+    return Finding.graded(
+        "settings.checkpoints",
+        said,
+        (long, "warning", "", f"--checkpoint.every {often}"),
+        facts={"every": every, "steps_to_lose": lost, "hours_to_lose": hours},
+    )

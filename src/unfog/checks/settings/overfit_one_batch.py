@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.findings import Figure, Finding, json_values
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
 from unfog.training.hooks import Task, TrainingHooks
@@ -64,7 +65,7 @@ def overfit_one_batch(
     """Overfit eight images in the real training loop, with the run's network, objective, optimiser and precision.
 
     Args:
-        config: settled.
+        config: resolved.
         state: fresh, and of no use afterwards.
         objective: that of the run.
         images: of which eight, evenly spread, are learned, each at a noise level of its own.
@@ -75,20 +76,16 @@ def overfit_one_batch(
     """
     lesson = replace(OverfitBatch.of(images, objective, state.precision.device, see), show=show)
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
-    drill = OverfitMonitor(lesson, seconds, steps, stop)
-    settings = replace(config.training, batch=lesson.count, microbatch=lesson.at_once, images=10**6 * lesson.count)
+    settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
+    optimizer = replace(config.optimizer, warmup=20, schedule="constant")
+    task = Task(lesson, lambda pixels: (see(pixels), None), lesson.loss)
     with Progress("overfitting eight images, step", steps) as progress:
-        drill.progress = progress
-        train(
-            LoopSettings(settings, replace(config.optimizer, warmup=20, schedule="constant")),
-            state,
-            Task(lesson, lambda pixels: (see(pixels), None), lesson.loss),
-            drill,
-        )
+        monitor = _OverfitMonitor(lesson, progress, seconds, steps, stop)
+        train(LoopSettings(settings, optimizer), state, task, monitor)
     if stop():
         raise Interrupted
     lesson.at_once = min(lesson.at_once, microbatch_size(settings, state))  # memory may not have sufficed even so
-    return _finding(config, state, lesson, drill)
+    return _finding(config, state, lesson, monitor)
 
 
 @dataclass(eq=False)
@@ -127,15 +124,11 @@ class OverfitBatch:
         u = (torch.arange(_IMAGES, device=device) + 0.5) / _IMAGES
         return cls(x0, pixels, label, u, noise, replace(objective, label_dropout=0.0))
 
-    @property
-    def count(self) -> int:
-        return len(self.x0)
-
     def batch(self, first: int, size: int) -> Batch:
-        self.place = first % self.count
+        self.place = first % _IMAGES
         part = slice(self.place, self.place + size)
         label = None if self.label is None else self.label[part]
-        return Batch(first, self.pixels[part], label, torch.arange(self.count)[part])
+        return Batch(first, self.pixels[part], label, torch.arange(_IMAGES)[part])
 
     def loss(self, network: nn.Module, x0: Tensor, label: Tensor | None, condition: Tensor | None = None) -> Loss:
         """Return the loss of the run's objective, with the fixed level and noise of each image."""
@@ -176,7 +169,7 @@ class OverfitBatch:
         was_training = network.training
         network.eval()
         with torch.inference_mode():
-            parts = [slice(first, first + self.at_once) for first in range(0, self.count, self.at_once)]
+            parts = [slice(first, first + self.at_once) for first in range(0, _IMAGES, self.at_once)]
             answer = [network(x[part], c_noise[part], None if label is None else label[part]) for part in parts]
         network.train(was_training)
         return torch.cat(answer)
@@ -198,33 +191,31 @@ class OverfitBatch:
         x_t = x_t / x_t.abs().amax((1, 2, 3), keepdim=True).clamp_min(1)
         rows = self.show(torch.cat([self.x0, x_t, guess]))
         pixels: Pixels = ((rows + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-        names = [name for name in ("images", "noisy", "denoised") for _ in range(self.count)]
-        return grid(pixels, columns=self.count, labels=names)
+        names = [name for name in ("images", "noisy", "denoised") for _ in range(_IMAGES)]
+        return grid(pixels, columns=_IMAGES, labels=names)
 
 
-class OverfitMonitor(TrainingHooks):
+class _OverfitMonitor(TrainingHooks):
     """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
-    def __init__(self, lesson: OverfitBatch, seconds: float, steps: int, stop: Callable[[], bool]):
-        self.lesson, self.steps, self.interrupted = lesson, steps, stop
+    def __init__(
+        self, lesson: OverfitBatch, progress: Progress, seconds: float, steps: int, interrupted: Callable[[], bool]
+    ):
+        self.lesson, self.progress, self.steps, self.interrupted = lesson, progress, steps, interrupted
         self.deadline = time.monotonic() + seconds
         self.blind = lesson.pixelwise_loss().cpu()
         self.first: Tensor
-        self.bar: Tensor
-        self.progress: Progress
         self.relative: list[float] = []
         """Loss of each step over that of the blind answer; the geometric mean over the images, as levels differ."""
         self.fallen: list[float] = []
         """The same over that of the first step, when the network still answered 0."""
 
     def on_step_end(self, step: int) -> None:
-        """Note the loss of the step."""
         loss = self.lesson.latest.clone()
         if not self.relative:
             self.first = loss
-            self.bar = torch.maximum(self.blind, _LEAST * loss)
-        self.relative.append(ratio(loss, self.bar))
-        self.fallen.append(ratio(loss, self.first))
+        self.relative.append(_ratio(loss, torch.maximum(self.blind, _LEAST * self.first)))
+        self.fallen.append(_ratio(loss, self.first))
         self.progress.update(step)
 
     @property
@@ -235,36 +226,27 @@ class OverfitMonitor(TrainingHooks):
         return statistics.median(self.relative[-5:]), statistics.median(self.fallen[-5:])
 
     def stop_requested(self) -> bool:
-        """When the images are learned, after enough steps, or when the time is up or the person wants to leave."""
         learned = len(self.relative) >= 5 and self.reached[0] < LEARNED
         late = len(self.relative) >= self.steps or time.monotonic() > self.deadline
         return learned or late or self.interrupted()
 
 
-def ratio(loss: Tensor, other: Tensor) -> float:
+def _ratio(loss: Tensor, other: Tensor) -> float:
     """Geometric mean of the ratios of losses [B]."""
     return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
 
 
-def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: OverfitMonitor) -> Finding:
-    steps, (relative, fallen) = len(drill.relative), drill.reached
+def _finding(config: Config, state: TrainState, lesson: OverfitBatch, monitor: _OverfitMonitor) -> Finding:
+    steps, (relative, fallen) = len(monitor.relative), monitor.reached
     facts: dict[str, Any] = {"steps": steps, "images": _IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
-    facts = {name: value if math.isfinite(value) else None for name, value in facts.items()}  # JSON has no infinity
-    facts |= {"lr": config.optimizer.lr, "precision": config.training.precision}
-    lr = f"lr {config.optimizer.lr:.2g}"
+    facts = json_values(facts) | {"lr": config.optimizer.lr, "precision": config.training.precision}
+    began = f"in {steps} steps of {_IMAGES} images at lr {config.optimizer.lr:.2g} the loss"
     went = f"fell to {format_number(100 * fallen)}% of" if fallen <= 1 else f"rose to {format_number(fallen)} times"
-    said = f"in {steps} steps of {_IMAGES} images at {lr} the loss {went} what it was at first"
-    exhibits = _example_figures(lesson, drill, state.model)
-
-    def finding(severity: Severity, evidence: str, remedy: str = "") -> Finding:
-        return Finding("rehearsal.overfit", severity, evidence, remedy, facts, exhibits)
-
+    said = f"{began} {went} what it was at first"
+    finding = partial(Finding, "rehearsal.overfit", facts=facts, figures=_figures(lesson, monitor, state.model))
     if steps and not math.isfinite(fallen):
-        refused = steps - state.updates
-        said = (
-            f"in {steps} steps of {_IMAGES} images at {lr} the loss became infinite, and {refused} steps were skipped"
-        )
-        return finding("fatal", said, "a lower --lr, or --precision fp32")
+        skipped = f"became infinite, and {steps - state.updates} steps were skipped"
+        return finding("fatal", f"{began} {skipped}", "a lower --lr, or --precision fp32")
     if (fallen > _FROZEN and steps >= _FROZEN_AFTER) or (fallen > STUCK and steps >= _STUCK_AFTER):
         remedy = "--lr 0 chooses a usual one; if it is no other than that, no gradient reaches the network: report it"
         return finding("fatal", f"{said}, so the network learns nothing", remedy if fallen <= 1.01 else "a lower --lr")
@@ -278,11 +260,11 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, drill: Ove
     return finding("hint", f"{said} when the time was up: it learns, but has not memorized them yet", remedy)
 
 
-def _example_figures(lesson: OverfitBatch, drill: OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
-    steps = range(1, len(drill.relative) + 1)
+def _figures(lesson: OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
+    steps = list(range(1, len(monitor.relative) + 1))
     curves = {
-        "of the first step": (list(steps), drill.fallen),
-        "of predicting each pixel alone": (list(steps), drill.relative),
+        "of the first step": (steps, monitor.fallen),
+        "of predicting each pixel alone": (steps, monitor.relative),
     }
     curve = line_chart(curves, "step", "loss, as a share", log_y=True)
     caption = "Eight images at noise levels from clean (left) to noisy, always with the same noise."

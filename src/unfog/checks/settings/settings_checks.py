@@ -1,83 +1,38 @@
-"""Checks of the settings of a run before it begins: the table of all of them, and how to run them.
+"""Checks of settings before training: all of them in order; network, input, noise levels, labels and held-out images.
 
-To add a check, write a function that returns a Finding in one of the modules beside this one, and give it a line in
-CHECKS, under the code of its finding.
+To add a check, write a function that returns a Finding here or in a module beside this one, and call it in
+`check_settings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from unfog.checks.settings import interval_checks, learning_rate_checks, length_checks, machine_checks, noise_checks
+from unfog.checks.settings import learning_rate_checks, length_checks, machine_checks
 from unfog.config.schema import Config
 from unfog.data.augmentation import CONDITIONS, Augment, to_model_range
-from unfog.data.dataset import Dataset
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.latents import Normalise
+from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.models.registry import build_model
 from unfog.reporting.findings import Finding
 
-
-@dataclass(frozen=True)
-class SettingsInput:
-    """Everything that a check of settings may look at."""
-
-    config: Config
-    """Resolved: network, learning rate, precision, length and intervals are chosen."""
-    prepared: Dataset
-    device: torch.device
-    seconds_per_step: float | None
-    """None where it was not measured."""
-    folder: Path
-    """Folder of the checkpoints, or one above it."""
-    parameters: int
-    """Number of weights of the network."""
-
-    @cached_property
-    def pixels(self) -> Tensor:
-        """Some training images, uint8 [B, C, H, W]."""
-        return noise_checks.evenly_spread_pixels(self.prepared.train)
-
-    @property
-    def network_input(self) -> Tensor:
-        """Some images as the network sees them, [B, C, H, W]."""
-        stored = noise_checks.evenly_spread_pixels(self.prepared.as_network_input.train)[:8]
-        config = self.config
-        if not config.uses_latents:
-            return to_model_range(stored)
-        latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
-        return latents.forward(stored[:, 0])
-
-
-CHECKS: Mapping[str, Callable[[SettingsInput], Finding]] = {
-    "settings.range": lambda x: noise_checks.check_range(x.pixels, Augment.from_settings(x.config.data)),
-    "settings.timesteps": lambda x: noise_checks.check_timesteps(x.config.diffusion),
-    "settings.terminal_snr": lambda x: noise_checks.check_terminal_signal(x.config),
-    "settings.input_scale": lambda x: noise_checks.check_input_scale(x.config.diffusion, x.network_input),
-    "settings.labels": lambda x: interval_checks.check_labels(x.config, x.prepared),
-    "settings.guidance": lambda x: interval_checks.check_guidance(x.config),
-    "settings.batch": lambda x: learning_rate_checks.check_batch(x.config, len(x.prepared.train)),
-    "settings.lr": lambda x: learning_rate_checks.check_learning_rate(x.config, x.parameters),
-    "settings.warmup": lambda x: learning_rate_checks.check_warmup(x.config),
-    "settings.optimizer": lambda x: learning_rate_checks.check_optimizer(x.config),
-    "settings.clip": lambda x: learning_rate_checks.check_clipping(x.config),
-    "settings.ema": lambda x: learning_rate_checks.check_ema(x.config),
-    "settings.length": lambda x: length_checks.check_length(x.config, x.prepared),
-    "settings.asides": lambda x: interval_checks.check_run_costs(
-        x.config, len(x.prepared.held_out), x.seconds_per_step
-    ),
-    "settings.held_out": lambda x: interval_checks.check_held_out(x.config, x.prepared),
-    "settings.sampler": lambda x: noise_checks.check_sampler(x.config),
-    "settings.checkpoints": lambda x: interval_checks.check_checkpoints(x.config, x.seconds_per_step),
-    "settings.precision": lambda x: machine_checks.check_precision(x.config, x.device),
-    "settings.disk": lambda x: machine_checks.check_disk(x.config, x.parameters, x.folder),
-}
+_IMAGES = 64  # images
+_MOST_SIGNAL = 0.07
+"""Signal at the noisiest level that goes unseen: Stable Diffusion's schedule ends at 0.068, DDPM's at 0.006."""
+_HOPELESS_SIGNAL = 0.5
+_LOUDEST = 3.0
+"""Root mean square of what a network is shown; VP and flow stay below 1, EDM on the VE path reaches 80 unscaled."""
+_FEW_STEPS, _FEW_DDPM_STEPS = 5, 50
+_FEW_HELD_OUT = 16
+_ENOUGH_TO_HOLD_OUT = 100
+"""Images, of fewer of which none is held out."""
 
 
 def check_settings(
@@ -87,18 +42,46 @@ def check_settings(
     seconds_per_step: float | None = None,
     folder: Path = Path(),
 ) -> list[Finding]:
-    """Run all checks, without a training step; see `SettingsInput` for the arguments.
+    """Run all checks, without a training step.
 
     Only settings.network is returned where the network does not fit the images.
+
+    Args:
+        config: resolved: network, learning rate, precision, length and intervals are chosen.
+        prepared: images.
+        device: device of the run.
+        seconds_per_step: None where it was not measured.
+        folder: folder of the checkpoints, or one above it.
     """
-    network = check_network(config, prepared)
+    network = _check_network(config, prepared)
     if network.severity == "fatal":
         return [network]
-    given = SettingsInput(config, prepared, device, seconds_per_step, folder, network.facts["parameters"])
-    return [network, *(check(given) for check in CHECKS.values())]
+    parameters, images = network.facts["parameters"], prepared.train
+    return [
+        network,
+        check_range(evenly_spread_pixels(images), Augment.from_settings(config.data)),
+        check_timesteps(config.diffusion),
+        _check_terminal_signal(config),
+        _check_input_scale(config.diffusion, _network_input(config, prepared)),
+        _check_labels(config, prepared),
+        _check_guidance(config),
+        learning_rate_checks.check_batch(config, len(images)),
+        learning_rate_checks.check_learning_rate(config, parameters),
+        learning_rate_checks.check_warmup(config),
+        learning_rate_checks.check_optimizer(config),
+        learning_rate_checks.check_clipping(config),
+        learning_rate_checks.check_ema(config),
+        length_checks.check_length(config, prepared),
+        machine_checks.check_run_costs(config, len(prepared.held_out), seconds_per_step),
+        _check_held_out(config, prepared),
+        _check_sampler(config),
+        machine_checks.check_checkpoints(config, seconds_per_step),
+        machine_checks.check_precision(config, device),
+        machine_checks.check_disk(config, parameters, folder),
+    ]
 
 
-def check_network(config: Config, prepared: Dataset) -> Finding:
+def _check_network(config: Config, prepared: Dataset) -> Finding:
     """Build the network, to check that it takes images of this size and these channels."""
     channels, height, width = prepared.as_network_input.train.pixels.shape[-3:]
     if config.network is None:
@@ -107,6 +90,7 @@ def check_network(config: Config, prepared: Dataset) -> Finding:
         config.network.check((height, width))
     except RequestError as error:
         return Finding("settings.network", "fatal", str(error), "--network small, or another --size")
+    # Initial weights are drawn from torch's global generator, which a check must leave as it is.
     with torch.random.fork_rng(devices=[]):
         told = CONDITIONS if config.data.augment else 0
         network = build_model(config.network, channels, len(config.classes), told)
@@ -114,3 +98,184 @@ def check_network(config: Config, prepared: Dataset) -> Finding:
     facts = {"parameters": parameters, "height": height, "width": width, "channels": channels}
     said = f"{parameters / 1e6:.2f}M parameters {config.network.layout(height, width)}"
     return Finding("settings.network", "fine", said, facts=facts)
+
+
+def evenly_spread_pixels(images: ImageSet) -> Tensor:
+    """Return evenly spread images of the set, uint8 [B, C, H, W]."""
+    index = np.unique(np.linspace(0, len(images) - 1, min(_IMAGES, len(images))).astype(np.int64))
+    return torch.from_numpy(np.ascontiguousarray(images.pixels.take(index, axis=0)))
+
+
+def _network_input(config: Config, prepared: Dataset) -> Tensor:
+    """Return some images as the network sees them, [B, C, H, W]."""
+    stored = evenly_spread_pixels(prepared.as_network_input.train)[:8]
+    if not config.uses_latents:
+        return to_model_range(stored)
+    latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
+    return latents.forward(stored[:, 0])
+
+
+def check_range(pixels: Tensor, augment: Augment) -> Finding:
+    """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 where they should be."""
+    with torch.random.fork_rng(devices=[]):
+        x0, _ = augment(pixels)
+    low, high, mean, std = (float(v) for v in (x0.min(), x0.max(), x0.mean(), x0.std()))
+    darkest, brightest = int(pixels.min()), int(pixels.max())
+    facts = {"images": len(pixels), "low": low, "high": high, "mean": mean, "std": std}
+    evidence = f"pixels from {darkest} to {brightest} of {len(pixels)} images become {low:.3f} to {high:.3f}"
+    # Jitter and the padding of rotated images stay inside the range without reaching its ends.
+    wrong_side = (darkest < 100 and low >= 0) or (brightest > 155 and high <= 0)
+    if x0.dtype != torch.float32 or not -1.001 <= low <= high <= 1.001 or wrong_side:
+        remedy = "the network expects float32 from -1 to 1; this is a bug: please report it"
+        return Finding("settings.range", "fatal", f"{evidence} ({x0.dtype})", remedy, facts)
+    return Finding("settings.range", "fine", f"{evidence}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
+
+
+def check_timesteps(diffusion: Diffusion) -> Finding:
+    """Check that training meets every timestep of a discrete schedule as a whole number, from 0 to T - 1."""
+    kind, count = diffusion.schedule.kind, diffusion.schedule.steps
+    if not count or diffusion.conditioning != "timestep":
+        values = _conditioning_values(diffusion, torch.linspace(1e-3, 1 - 1e-3, 999))
+        low, high = float(values.min()), float(values.max())
+        wrong = not (count or bool(torch.isfinite(values).all() and (values.diff() > 0).all()))
+        return Finding.graded(
+            "settings.timesteps",
+            f"the network gets noise levels as numbers from {low:.3g} to {high:.3g}",
+            (wrong, "fatal", ", which do not rise with the noise", "report it"),
+            facts={"from": low, "to": high},
+        )
+    values = _conditioning_values(diffusion, (torch.arange(4 * count) + 0.5) / (4 * count))
+    whole = values.round()
+    met = torch.unique(whole)
+    first, last = int(whole.min()), int(whole.max())
+    facts = {"steps": count, "met": len(met), "from": first, "to": last}
+    evidence = f"{len(met):,} of the {count:,} timesteps of the {kind} schedule are trained, {first} to {last}"
+    remedy = f"--schedule {kind}:steps=1000"
+    if not torch.allclose(values, whole, rtol=0, atol=0.01):
+        evidence = f"timesteps of the {kind} schedule are fractions, off by {(values - whole).abs().max():.2g}"
+        return Finding("settings.timesteps", "fatal", evidence, remedy, facts)
+    if torch.equal(met, torch.arange(count, dtype=met.dtype)):
+        return Finding("settings.timesteps", "fine", f"{evidence}, whole numbers", facts=facts)
+    return Finding("settings.timesteps", "fatal", evidence, remedy, facts)
+
+
+def _conditioning_values(diffusion: Diffusion, u: Tensor) -> Tensor:
+    return diffusion.network_input(torch.zeros(len(u), 1, 1, 1), diffusion.schedule(u))[1]
+
+
+def _check_terminal_signal(config: Config) -> Finding:
+    """Check how much of the image is left at the noise level where sampling starts from pure noise.
+
+    The network learns to read the brightness from that signal. In sampling it reads noise instead, so that all samples
+    have medium brightness (Lin et al. 2023, section 3.1).
+    """
+    noisiest = config.sampler.visits(config.diffusion.schedule)[:1]
+    alpha, sigma = (float(part) for part in config.diffusion.path(noisiest))
+    signal = alpha / (alpha**2 + sigma**2) ** 0.5
+    washed = ", so samples look washed out"
+    remedy = "let the schedule end in noise: --schedule cosine, or linear with its own beta_start and beta_end"
+    return Finding.graded(
+        "settings.terminal_snr",
+        f"{100 * signal:.2g}% of the image's amplitude is left at the level where sampling starts from pure noise",
+        (signal > _HOPELESS_SIGNAL, "fatal", washed, remedy),
+        (signal > _MOST_SIGNAL, "warning", washed, remedy),
+        facts={"logsnr": float(noisiest), "alpha": alpha, "sigma": sigma, "signal": signal},
+    )
+
+
+def _check_input_scale(diffusion: Diffusion, x0: Tensor) -> Finding:
+    """Check the root mean square of the network's input over all noise levels, for images x0 [B, C, H, W]."""
+    noise = torch.randn(x0[:1].shape, generator=torch.Generator().manual_seed(0))
+    loudness = []
+    for logsnr in diffusion.schedule(torch.linspace(1e-3, 1 - 1e-3, 33)):
+        level = logsnr.expand(len(x0))
+        shown, _ = diffusion.network_input(diffusion.add_noise(x0, noise, level), level)
+        loudness.append(float(shown.square().mean().sqrt()))
+    low, high = min(loudness), max(loudness)
+    return Finding.graded(
+        "settings.input_scale",
+        f"the network's input has a root mean square from {low:.2g} to {high:.2g} over the noise levels",
+        (high > _LOUDEST, "warning", ", which slows training", "--diffusion.scale-input"),
+        facts={"quietest": low, "loudest": high, "path": diffusion.path.kind},
+    )
+
+
+def _check_sampler(config: Config) -> Finding:
+    """Check that the sampler takes enough steps."""
+    kind, steps, fixed = config.sampler.kind, config.sampler.steps, config.sampler.kind != "adaptive"
+    how = f"{kind} in {steps} steps" if fixed else f"adaptive, with a tolerance of {config.sampler.tolerance}"
+    # Tuned noise levels were chosen for so few steps.
+    blurred = fixed and steps <= _FEW_STEPS and config.sampler.grid != "tuned"
+    noisy = kind == "ddpm" and steps < _FEW_DDPM_STEPS
+    return Finding.graded(
+        "settings.sampler",
+        f"samples are generated by {how}",
+        (blurred, "hint", ", which leaves samples blurred", "--sampler.steps 20"),
+        (noisy, "hint", ", which leaves noise in samples", "--sampler.kind dpmpp, or --sampler.steps 250"),
+        facts={"kind": kind, "steps": steps},
+    )
+
+
+def _check_held_out(config: Config, prepared: Dataset) -> Finding:
+    """Check that enough images are held out for a meaningful held-out loss."""
+    held, trained = len(prepared.held_out), len(prepared.train)
+    used, levels = min(held, config.evaluate.images), config.evaluate.levels
+    facts = {"held_out": held, "used": used, "levels": levels}
+    if config.evaluate.every < 0:
+        return Finding("settings.held_out", "fine", "evaluation is switched off", facts=facts)
+    if not held and trained < _ENOUGH_TO_HOLD_OUT:
+        said = f"none of {trained} images is held out, as a small set needs all for training; judge by the samples"
+        return Finding("settings.held_out", "fine", said, facts=facts)
+    if not held:
+        said = "nothing is held out, so memorization would go unnoticed"
+        return Finding("settings.held_out", "hint", said, "--data.held-out 0.05", facts)
+    share = min(0.5, math.ceil(100 * _FEW_HELD_OUT / (held + trained)) / 100)
+    remedy = f"--evaluate.images {min(64, held)}" if held >= _FEW_HELD_OUT else f"--data.held-out {share:g}"
+    return Finding.graded(
+        "settings.held_out",
+        f"the held-out loss is over {used} images at {levels} noise levels each",
+        (used < _FEW_HELD_OUT, "hint", ", too few for a reliable loss", remedy),
+        facts=facts,
+    )
+
+
+def _check_guidance(config: Config) -> Finding:
+    """Check that guidance has an effect and that labels are learned."""
+    guidance, dropout = config.guidance, config.label_dropout
+    facts = {"guidance": guidance, "label_dropout": dropout, "classes": len(config.classes)}
+    if not config.classes:
+        return Finding("settings.guidance", "fine", "no classes", facts=facts)
+    if dropout == 1:
+        said = "label_dropout = 1 hides every label, so classes are not learned"
+        return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
+    if guidance != 1 and dropout == 0:
+        said = f"guidance = {guidance:g} has no effect, as the network never sees an image without its class"
+        return Finding("settings.guidance", "warning", said, "--label-dropout 0.1", facts)
+    if guidance > 10:
+        said = f"guidance = {guidance:g} oversaturates colours and leaves little variety"
+        return Finding("settings.guidance", "hint", said, "--guidance 1.5", facts)
+    if dropout > 0.5:
+        said = f"{100 * dropout:.0f}% of the images lose their class, so classes are learned slowly"
+        return Finding("settings.guidance", "hint", said, "--label-dropout 0.1", facts)
+    used = f"guidance {guidance:g}, {100 * dropout:.0f}% of labels hidden in training"
+    return Finding("settings.guidance", "fine", used, facts=facts)
+
+
+def _check_labels(config: Config, prepared: Dataset) -> Finding:
+    """Check that every label is a class of the network."""
+    rows, sets = len(config.classes), [images for images in (prepared.train, prepared.held_out) if len(images)]
+    found = [images.labels for images in sets if images.labels is not None]
+    if not rows and found:
+        said = "the images have labels, and the network has no classes"
+        return Finding("settings.labels", "fatal", said, "--data.labels none")
+    if not rows:
+        return Finding("settings.labels", "fine", "no classes")
+    labels = np.concatenate(found) if found else np.array([-1])
+    low, high = int(labels.min()), int(labels.max())
+    wrong = len(found) != len(sets) or low < 0 or high >= rows
+    return Finding.graded(
+        "settings.labels",
+        f"labels {low} to {high} for {rows} classes and the null class",
+        (wrong, "fatal", "", "--data.labels folders reads them again"),
+        facts={"classes": rows, "lowest": low, "highest": high},
+    )

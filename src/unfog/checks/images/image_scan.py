@@ -1,30 +1,45 @@
-"""One pass over the pixels of a dataset: a few statistics of each image, and the histogram of all values."""
+"""One pass over the pixels of a dataset: statistics and a perceptual hash of each image; figures of example images."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.checks.images.near_duplicates import Floats, Hashes, Indices, luma, perceptual_hash, thumbnails
 from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.lazy import LazyPixels
+from unfog.reporting.findings import Figure
+from unfog.reporting.image_grids import Pixels, grid
+from unfog.text import sanitize
 
+Floats = NDArray[np.float32]
+Indices = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
 Progress = Callable[[int, int], None]
 
 MOST_NAMES = 2000
 """Largest number of names in the facts of a finding."""
 
+BLANK_DEVIATION = 2.0
+"""Standard deviation, of 255, below which an image is blank and cannot be compared."""
+
+_SIDE = 16  # of a thumbnail, in pixels, at most
 _SMALL_SIDE = 8  # of the thumbnail that is kept of each image
+_FREQUENCIES = 8
+_DEAD_ZONE = 0.02  # share of the norm of the spectrum: what is about 0 counts as 0 however it is rounded
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+
 _PIECE_BYTES = 4 * 2**20  # of pixels that a thread reads at a time
 _MAX_THREADS = 16
+_LARGEST = 96  # pixels that a larger image is shrunk to in a figure
+_LETTERS = 24
 
 
 class PixelStatistics(NamedTuple):
@@ -34,7 +49,7 @@ class PixelStatistics(NamedTuple):
     """Equal for equal pixels."""
 
     hash: Hashes
-    """See `near_duplicates.perceptual_hash`."""
+    """See `perceptual_hash`."""
 
     small: NDArray[np.uint8]
     """Brightness, [N, 8, 8]."""
@@ -89,7 +104,45 @@ class ImageScan:
 
     def pixels(self, rows: Indices) -> NDArray[np.uint8]:
         """Read uint8 [n, C, H, W]."""
-        return _read(self.prepared, np.asarray(rows, np.int64))
+        return _read(self.prepared, rows)
+
+    def images_figure(self, rows: Indices, title: str) -> Figure:
+        """Show the first 24 images of `rows`."""
+        return Figure(title, grid(self._small_images(rows[:24]), columns=12))
+
+    def groups_figure(self, groups: Sequence[Indices], title: str, caption: str = "") -> Figure:
+        """Show up to six images of each of the first eight groups, a row each, labelled by the first image's name."""
+        first = [group[:6] for group in groups[:8]]
+        labels = [_name_end(sanitize(self.name(group[0]))) for group in first for _ in group]
+        return Figure(title, grid(self._small_images(np.concatenate(first)), columns=6, labels=labels), caption=caption)
+
+    def _small_images(self, rows: Indices) -> Pixels:
+        """Return the images as uint8 [n, H, W, C]."""
+        order = np.argsort(rows)  # reads a file from front to back
+        pixels = np.empty_like(found := self.pixels(rows[order]))
+        pixels[order] = found
+        if pixels.shape[-1] > _LARGEST:
+            pixels = np.rint(thumbnails(pixels, _LARGEST)).astype(np.uint8)
+        return pixels.transpose(0, 2, 3, 1)
+
+
+def _name_end(name: str) -> str:
+    return name if len(name) <= _LETTERS else f"…{name[1 - _LETTERS :]}"  # names of a set differ at their end
+
+
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as "a.png, b.png, c.png, ..."."""
+    return ", ".join([*map(sanitize, names[:most]), *["..."] * (len(names) > most)])
+
+
+def format_share(part: int, whole: int) -> str:
+    """Return "34 of 100 (34%)"."""
+    return f"{part:,} of {whole:,} ({format_percent(part / max(whole, 1))})"
+
+
+def format_percent(fraction: float) -> str:
+    """Return a fraction as "34%", "1.2%" or "0.05%"."""
+    return f"{100 * fraction:.2g}%" if fraction < 0.0995 else f"{100 * fraction:.0f}%"
 
 
 def scan_images(
@@ -109,16 +162,26 @@ def scan_images(
         pixels = _read(prepared, here)
         return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
 
-    for done, (statistics, counts) in enumerate(_in_threads(scan, range(0, len(rows), piece)), 1):
-        parts.append(statistics)
-        histogram += counts
-        if progress:
-            progress(min(done * piece, len(rows)), len(rows))
+    starts = range(0, len(rows), piece)
+    # Threads suffice: NumPy and image decoders release the interpreter lock.
+    pool = ThreadPoolExecutor(min(_MAX_THREADS, _cores(), max(1, len(starts))))
+    try:
+        for done, (statistics, counts) in enumerate(pool.map(scan, starts), 1):
+            parts.append(statistics)
+            histogram += counts
+            if progress:
+                progress(min(done * piece, len(rows)), len(rows))
+    finally:
+        pool.shutdown(cancel_futures=True)  # `progress` raises where somebody wants to leave
     # Which files are unusable is known only now that lazily decoded images were read.
     usable = _usable(prepared, rows)
     statistics = PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
     complete = len(rows) == len(prepared.train) + len(prepared.held_out)
     return ImageScan(prepared, rows[usable], statistics, histogram, complete, most_sides)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def unusable_files(prepared: Dataset) -> list[SkippedFile]:
@@ -157,19 +220,6 @@ def _stratified(total: int, count: int) -> Indices:
     return edges[:-1] + inside.astype(np.int64)
 
 
-_Result = tuple[PixelStatistics, NDArray[np.int64]]
-
-
-def _in_threads(task: Callable[[int], _Result], starts: range) -> Iterator[_Result]:
-    # Threads suffice: NumPy and image decoders release the interpreter lock.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(min(_MAX_THREADS, cores, max(1, len(starts))))
-    try:
-        yield from pool.map(task, starts)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
     train = len(prepared.train)
     inside = rows < train
@@ -177,9 +227,9 @@ def _read(prepared: Dataset, rows: Indices) -> NDArray[np.uint8]:
         return _read_set(prepared.train, rows)
     if not inside.any():
         return _read_set(prepared.held_out, rows - train)
-    first, second = _read_set(prepared.train, rows[inside]), _read_set(prepared.held_out, rows[~inside] - train)
-    pixels = np.empty((len(rows), *first.shape[1:]), np.uint8)
-    pixels[inside], pixels[~inside] = first, second
+    pixels = np.empty((len(rows), *prepared.train.pixels.shape[1:]), np.uint8)
+    pixels[inside] = _read_set(prepared.train, rows[inside])
+    pixels[~inside] = _read_set(prepared.held_out, rows[~inside] - train)
     return pixels
 
 
@@ -209,3 +259,52 @@ def _statistics(pixels: NDArray[np.uint8]) -> PixelStatistics:
 
 def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.stack([np.bincount(pixels[:, c].ravel(), minlength=256) for c in range(pixels.shape[1])])
+
+
+def thumbnails(pixels: NDArray[np.uint8] | Floats, side: int = _SIDE) -> Floats:
+    """Average over a grid of at most `side` x `side` cells: [N, C, H, W] -> float32 [N, C, h, w], in the same scale."""
+    result: NDArray[Any] = pixels
+    for axis in (3, 2):
+        size = result.shape[axis]
+        cells = min(side, size)
+        if size % cells:
+            edges = np.arange(cells) * size // cells
+            widths = np.diff(np.append(edges, size)).astype(np.float32)
+            sums = np.add.reduceat(result, edges, axis, dtype=np.float32)
+            result = sums / (widths[:, None] if axis == 2 else widths)
+            continue
+        step = size // cells  # adding every step-th pixel is several times faster than a mean over so short an axis
+        parts = [result[:, :, :, k::step] if axis == 3 else result[:, :, k::step] for k in range(step)]
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            total += part
+        result = total / np.float32(step)
+    return np.asarray(result, np.float32)
+
+
+def luma(x: Floats) -> Floats:
+    """Return the brightness of RGB or grey: [N, C, h, w] -> [N, h, w]."""
+    return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
+
+
+def perceptual_hash(thumbs: Floats) -> Hashes:
+    """Hash thumbnails [N, C, h, w] to uint64 [N]: the signs of the low frequencies of the brightness."""
+    bright = luma(thumbs)
+    waves = [_cosines(side) for side in bright.shape[1:]]
+    spectrum = np.einsum("ky,nyx,lx->nkl", waves[0], bright, waves[1], optimize=True).reshape(len(bright), -1)
+    spectrum = spectrum[:, _by_frequency()]
+    spectrum /= np.maximum(np.linalg.norm(spectrum, axis=1, keepdims=True), 1e-6)
+    bits = np.ascontiguousarray(spectrum > _DEAD_ZONE)
+    return np.packbits(bits, axis=1).view(">u8")[:, 0].astype(np.uint64)
+
+
+def _cosines(side: int) -> Floats:
+    """Return the first rows of the DCT-II matrix, [k, side]."""
+    k = np.arange(_FREQUENCIES + 1)[:, None]
+    return np.cos(np.pi * k * (2 * np.arange(side) + 1) / (2 * side)).astype(np.float32)
+
+
+def _by_frequency() -> Indices:
+    """Return the 64 lowest of 9 x 9 frequencies without the mean, lowest first."""
+    y, x = np.divmod(np.arange((_FREQUENCIES + 1) ** 2), _FREQUENCIES + 1)
+    return np.argsort(y * y + x * x, kind="stable")[1:65]
