@@ -133,7 +133,8 @@ def _time_costs(config: Config, images: ImageSet, features: Features, device: to
 
 
 def _metric_seconds(config: Config, samples: int, reference: int, width: int) -> float:
-    """Return the seconds that the metrics take for so many samples, measured with random features."""
+    """Return the seconds that the metrics take for so many samples."""
+    # Of random features, as the time depends on their number and width alone.
     generator = torch.Generator().manual_seed(0)
     real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
     shape = (samples, config.data.channels, config.data.size, config.data.size)

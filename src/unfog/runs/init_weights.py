@@ -130,6 +130,7 @@ def _in_diffusers(folder: Path, diffusion: Diffusion, known: bool) -> _WeightsSo
     found = UNetFolder.open(folder)
     network, channels, _ = unet2d_settings(found.config)
     size = found.config.get("sample_size")
+    # diffusers also writes [height, width]; the two have to be equal here.
     size = size[0] if isinstance(size, list) and size[:1] * len(size) == size != [] else size
     if found.scheduler is not None and not known:
         diffusion = objective_from_scheduler(found.scheduler, diffusion)
@@ -209,6 +210,7 @@ def _fit_to_run(
         rows = source.unet2d.get("num_class_embeds")
         # Our export has one more row than classes, for no class; a model trained in diffusers has not.
         state = from_unet2d(source.unet2d, state, null_class=wanted > 0 and rows == wanted + 1).state
+    # Weights are trained in fp32, whatever the file holds.
     state = {
         name: tensor.float() for name, tensor in state.items() if not name.startswith(_AUGMENT) or config.data.augment
     }

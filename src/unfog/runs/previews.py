@@ -92,6 +92,7 @@ class Previews:
             except Exception as error:
                 if not is_out_of_memory(error) or batch == 1:
                     raise
+            # Outside the clause, where the error's traceback no longer refers to the tensors of the attempt.
             self._batch = (batch + 1) // 2
             warn(f"memory did not suffice for {batch} samples at once; previews and metrics go on with {self._batch}")
 

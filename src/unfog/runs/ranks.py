@@ -143,6 +143,7 @@ def _check_visible(folder: Path, what: str, world: World) -> None:
 
 def _train_worker(config: Config, dataset: Dataset, stop: StopSignals, world: World) -> None:
     device = device_for(config)
+    # Ranks on one machine compute on devices of their own; the configuration names that of rank 0.
     own_config = replace(config, training=replace(config.training, device=str(device)))
     state = build_state(own_config, device, home=world.init_device(config.training.shard, device))
     stream = ImageStream(dataset.as_network_input.train, config.training.seed)

@@ -75,6 +75,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
+        # Only now, as all that can be refused is refused above.
         folder.write_config(resumed)
         point.discard_later_files(folder)
         if config.fingerprint != point.config.fingerprint or not (folder.path / DATA_FILE).exists():

@@ -67,7 +67,7 @@ class Saver:
         started, step = time.perf_counter(), self._step(state)
         with self._stop.defer_interrupts():
             self.saved = (step, list(state.due))
-            if bad := state.non_finite():
+            if bad := state.non_finite():  # writing it would delete an older checkpoint, which is whole
                 self.recorder.warn(
                     step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole"
                 )
@@ -138,7 +138,7 @@ class Saver:
             )
         with self._stop.defer_interrupts():
             roll_back(good.folder, state)
-            self._snapshots.wait()
+            self._snapshots.wait()  # one that is still being written is of the steps that are undone
             posthoc_ema.remove_after(self.folder.averages, good.step)
             lr = self.config.optimizer.lr * state.guard.lr_scale
             skipped = [good.images, state.seen]

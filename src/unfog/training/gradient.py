@@ -173,6 +173,7 @@ class GradientComputer:
             last, counts = len(losses) + 1 == len(batches), len(losses) < own
             with world.accumulate_gradients(self.network, more=not last):
                 losses.append(self._forward_backward(batch, last, counts))
+            # A single micro-batch gives no second batch size, which the noise scale compares with.
             first = len(losses) == 1 < len(batches)
             if world.shards is not None and (first or last):
                 world.shards.reduce_unsharded_gradients(state.model)
@@ -192,4 +193,4 @@ class GradientComputer:
         mean = loss.per_image.sum() / self.settings.batch
         with world.explain_out_of_memory(last):
             self.state.precision.backward(mean if world.size == 1 else mean * (float(counts) * world.size))
-        return loss.detached()
+        return loss.detached()  # kept until the log, without its graph

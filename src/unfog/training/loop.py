@@ -101,7 +101,7 @@ def train(
             hooks.on_step_end(step + 1)
             stopwatch.images += batch_size
     except Interrupted:
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)  # the sum over half a batch; a resume begins the step anew
 
 
 def _compute_gradient(

@@ -140,10 +140,10 @@ def build_custom(method: Custom, parameters: list[nn.Parameter], lr: float) -> t
     keywords = method.keywords()
     if torch.optim.Optimizer not in getattr(kind, "__mro__", ()):
         raise RequestError(f"path = {method.path!r} is no torch.optim.Optimizer; give the class of one")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
         toys = _toy_parameters()
         try:
-            tried = kind(list(toys), lr=lr or 1e-3, **keywords)
+            tried = kind(list(toys), lr=lr or 1e-3, **keywords)  # 0 stands for a rate that is chosen later
             for _ in range(2):
                 _step_once(tried, toys)
         except Exception as error:  # foreign code may raise anything
@@ -215,6 +215,7 @@ def optimizer_numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     for i, group in enumerate(optimizer.param_groups):
         for key, usual in optimizer.defaults.items():
             value = group.get(key)
+            # The loop sets the learning rate anew in every step.
             if key != "lr" and isinstance(value, int | float) and value != usual:
                 found[f"/{i}/{key}"] = value
     # JSON has no infinity.
@@ -241,7 +242,7 @@ def load_optimizer_state(
     groups = optimizer.state_dict()["param_groups"]  # the current settings, not the saved ones
     for full, value in {**tensors, **others}.items():
         key, _, name = full.partition("/")
-        value = float(value) if isinstance(value, str) else value
+        value = float(value) if isinstance(value, str) else value  # JSON holds infinity as text
         if not key:
             i, _, setting = name.partition("/")
             groups[int(i)][setting] = value

@@ -22,6 +22,7 @@ class Precision:
         self.name = name
         self.device = device
         self.processes = 1  # that compute together, and sum gradients in an order of their own
+        # bf16 needs none: it has the exponents of fp32, so that no gradient underflows.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -226,6 +226,7 @@ class EmaSnapshots:
         """Return the schedule of the second EMA, or None."""
         if self.every < 0 or not isinstance(ema, PowerEma):
             return None
+        # Half of a width below 0.02 would be out of the bounds of a width.
         return PowerEma(self.second or (ema.width / 2 if ema.width >= 0.02 else 2 * ema.width))
 
 
