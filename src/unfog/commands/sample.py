@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from unfog.config.run_requests import SampleRequest
+from dataclasses import fields
+
+from unfog.config.run_requests import SampleRequest, SamplingRequest
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
 from unfog.process.run_folder import RunFolder, unused_path
 
@@ -24,11 +26,11 @@ def main(request: SampleRequest) -> int:
     report_dropped_levels(stored.sampler, sampler)
     strip = DenoisingStrip(run.config.diffusion.schedule, run.decode) if request.strip else None
     label = f"sampling from step {run.checkpoint.step:,}" if request.ema is None else "sampling"
-    same = ("n", "steps", "seed", "label", "guidance", "sampler", "batch", "guidance_interval", "image", "mask")
-    options = {name: getattr(request, name) for name in (*same, "strength", "repeats", "precision")}
+    settings = {f.name: getattr(request, f.name) for f in fields(SamplingRequest)}
+    inputs = {name: getattr(request, name) for name in ("label", "image", "mask")}
     guide = request.guide if request.guide_checkpoint is None else request.guide_checkpoint
     with Progress(label, request.n) as progress:
-        images = run.sample(**options, guide=guide, progress=progress.update, observe=strip)
+        images = run.sample(**settings, **inputs, guide=guide, progress=progress.update, observe=strip)
     if sampler.kind == "adaptive":
         say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or unused_path(run.path / "pictures")

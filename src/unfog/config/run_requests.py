@@ -22,30 +22,51 @@ METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
+class SamplingRequest:
+    """Settings of `unfog sample` and of `Run.sample`."""
 
-    Image i of a seed is the same for every -n.
-    """
-
-    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 16
     """Number of images."""
-    out: Path | None = None
-    """New folder for the images. Default: a new one in the run folder."""
     seed: int = 0
     """Seed of the noise. Another seed gives other images."""
     steps: int | None = None
     """Sampling steps. More are slower and more accurate. Default: the run's."""
     sampler: Kind | None = None
     """Sampler. Default: the run's."""
-    label: tuple[str, ...] = ()
-    """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     guidance: float | None = None
     """Classifier-free guidance scale: above 1, images follow their class more closely. Default: the run's."""
     guidance_interval: tuple[float, float] | None = None
     """Guide only while the share of noise is in this interval, such as 0.2 0.75: 0 is the image, 1 pure noise."""
+    batch: int = 64
+    """Images per batch. Lower it when memory is short."""
+    precision: SamplingPrecision = "fp32"
+    """Precision of the network. bf16 is faster where the hardware supports it, and changes images slightly."""
+    strength: float | None = None
+    """Amount of change to --image: 0 keeps it, 1 ignores it. Default: 0.6, or 1 with a mask."""
+    repeats: int | None = None
+    """Passes over each part of the steps with a mask. More blend better. Default: 10."""
+
+    def __post_init__(self) -> None:
+        if self.guidance_interval is not None:
+            check_guidance_interval(self.guidance_interval)
+        for name, value in (("n", self.n), ("batch", self.batch)):
+            if value < 1:
+                raise RequestError(f"{name} = {value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class SampleRequest(SamplingRequest):
+    """Generate images from RUN: numbered PNGs and grid.png. The run knows its network, sampler and classes.
+
+    Image i of a seed is the same for every -n.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")] = field(kw_only=True)
+    """Folder of the run."""
+    out: Path | None = None
+    """New folder for the images. Default: a new one in the run folder."""
+    label: tuple[str, ...] = ()
+    """Classes by name, or by number where no class has that name; images cycle through them. Default: all classes."""
     guide: Annotated[str | None, tyro.conf.arg(metavar="RUN[:STEP]")] = None
     """Weaker run to guide away from, such as one of a smaller network (autoguidance)."""
     guide_checkpoint: Annotated[int | None, tyro.conf.arg(metavar="STEP")] = None
@@ -58,34 +79,24 @@ class SampleRequest:
     """Step of the checkpoint. Default: the newest whole one."""
     best: bool = False
     """Use the best checkpoint that was kept, by held-out loss or the run's evaluate.best."""
-    batch: int = 64
-    """Images per batch. Lower it when memory is short."""
-    precision: SamplingPrecision = "fp32"
-    """Precision of the network. bf16 is faster where the hardware supports it, and changes images slightly."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps."""
-    strip: bool = False
-    """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
     image: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Start from this image instead of pure noise."""
     mask: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Mask of the same size: white areas are regenerated, the rest of --image stays as it is."""
-    strength: float | None = None
-    """Amount of change to --image: 0 keeps it, 1 ignores it. Default: 0.6, or 1 with a mask."""
-    repeats: int | None = None
-    """Passes over each part of the steps with a mask. More blend better. Default: 10."""
+    strip: bool = False
+    """Also write strip.png: x_t and the predicted x0 of the first image at several steps."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.strip and self.image is not None:
             raise RequestError("--strip shows sampling from noise; leave it away, or --image")
         _check_one_checkpoint(self.best, self.checkpoint)
         if self.guide is not None and self.guide_checkpoint is not None:
             raise RequestError(f"--guide {self.guide} and --guide-checkpoint both name a guide; give one of them")
-        if self.guidance_interval is not None:
-            check_guidance_interval(self.guidance_interval)
-        for name, value, least in (("n", self.n, 1), ("batch", self.batch, 1), ("checkpoint", self.checkpoint or 0, 0)):
-            if value < least:
-                raise RequestError(f"{name} = {value} must be at least {least}")
+        if (self.checkpoint or 0) < 0:
+            raise RequestError(f"checkpoint = {self.checkpoint} must be at least 0")
 
 
 @dataclass(frozen=True)

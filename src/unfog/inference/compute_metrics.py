@@ -30,10 +30,10 @@ from unfog.inference.evaluation_files import Evaluation, EvaluationSetup, Genera
 from unfog.inference.loaded_run import LoadedRun
 from unfog.inference.memorization import (
     DRAWN,
+    FEWEST,
     UnseenImages,
     check_memorization_by_features,
     check_memorization_by_pixels,
-    enough_images,
 )
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
@@ -179,7 +179,7 @@ def _search_copies(
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     some = samples[0:DRAWN].transpose(0, 2, 3, 1)
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
-    if not enough_images(dataset):
+    if len(dataset.train) < FEWEST:
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}

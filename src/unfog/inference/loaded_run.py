@@ -82,11 +82,25 @@ class LoadedRun:
         network = build_network(self.config)
         if self.ema is not None:
             load_ema_weights(network, self.folder, self.ema, step)
-        elif self.weights == "ema":
-            load_default_ema_weights(network, self.folder, self.config, saved)
-        else:
+        elif self.weights == "raw":
             load_weights(saved.folder, "model", network)
+        elif not self._load_swept_ema(network, saved):
+            load_weights(saved.folder, "ema", network)
         return network.to(self.device).eval()
+
+    def _load_swept_ema(self, network: nn.Module, saved: CheckpointInfo) -> bool:
+        """Load the EMA of the width that `unfog ema-sweep` chose; return False if there is none, or its own."""
+        width, own = swept_width(self.path), self.config.ema
+        if width is None or (isinstance(own, PowerEma) and own.width == width):
+            return False
+        kept = list_snapshots(self.folder.averages)
+        try:
+            # A run that was stopped between two snapshots is sampled as of the last one.
+            load_ema_weights(network, self.folder, width, min(saved.step, kept[-1].step) if kept else None)
+        except (RequestError, RunError) as error:
+            warn(f"the EMA width of {SWEEP_FILE} is not used, but that of the checkpoint: {error}")
+            return False
+        return True
 
     @property
     def path(self) -> Path:
@@ -110,11 +124,7 @@ class LoadedRun:
 def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: int | None) -> Mixture:
     """Load the EMA of this width into a network, and return how it is composed of snapshots.
 
-    Args:
-        network: of the run.
-        folder: the run, with its snapshots.
-        width: of the EMA.
-        step: of the EMA; None is the last snapshot.
+    `step` is that of the EMA; None is the last snapshot.
 
     Raises:
         RequestError: it cannot be rebuilt: no snapshots, too few of them, or a step after the last.
@@ -126,20 +136,6 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     except RuntimeError as error:
         raise RunError(f"the snapshots in {folder.averages} are of another network: {str(error)[:120]} ...") from None
     return mix
-
-
-def load_default_ema_weights(network: nn.Module, folder: RunFolder, config: Config, saved: CheckpointInfo) -> None:
-    """Load the EMA of a checkpoint into a network; of the width that `unfog ema-sweep` chose, if it was run."""
-    width = swept_width(folder.path)
-    if width is not None and not (isinstance(config.ema, PowerEma) and config.ema.width == width):
-        kept = list_snapshots(folder.averages)
-        try:
-            # A run that was stopped between two snapshots is sampled as of the last one.
-            load_ema_weights(network, folder, width, min(saved.step, kept[-1].step) if kept else None)
-            return
-        except (RequestError, RunError) as error:
-            warn(f"the EMA width of {SWEEP_FILE} is not used, but that of the checkpoint: {error}")
-    load_weights(saved.folder, "ema", network)
 
 
 def swept_width(run: Path) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,58 +11,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
+from unfog.data.dataset import Dataset, ImageSet, PixelArray, evenly_spaced
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, labelled_strip
 
-_SIDE = 16
-"""Images are compared as averages at this side, so that a shift by a pixel hardly counts."""
-_NEIGHBOURS = 50
-"""The nearest is compared with so many of the next ones (Carlini et al. 2023, section 4.2), of few images with a sixth
-of them: all others would be those of other kinds as well, from which even an unseen picture is far."""
-COPY = 0.5
-"""A picture is taken for a copy if its nearest is less than so many times as far as the next ones are on average."""
-_RELATED, _LOWEST, _NEARER = 0.1, 0.05, 0.4
-"""Where more than the first share of unseen images have such a near relative, that tells nothing; a copy is then what
-comes nearer than all but the second share of them by the third factor. Pictures without the noise that photographs
-have come 0.7 times as near."""
-_SAME = 0.5
-"""Levels of 255 below which two images count as the same."""
 FEWEST = 4
 """Fewest training images for a comparison: among fewer, all are near."""
-_MOST = 100_000
-"""Most training images that are searched; of more, as many evenly spread."""
-_SHOWN = 8
-CHUNK = 2048
-_REAL = 256
-"""Number of real images that show how near unseen images usually are."""
 DRAWN = 500
 """Generated images that are checked, at most."""
-_ENOUGH = 20
-"""Fewest held-out images for a comparison."""
-
-
-class Images(Protocol):
-    """uint8 [N, C, H, W], in memory or read on the way."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any) -> Any: ...
+COPY = 0.5
+"""Ratio of distances below which a generated image is a copy: the nearest training image over the next ones."""
+_SIDE = 16  # images are compared as averages at this side, so that a shift by a pixel hardly counts
+# Next ones that the nearest is compared with (Carlini et al. 2023, section 4.2). Of few images only a sixth: all others
+# would be those of other kinds as well, from which even an unseen image is far.
+_NEIGHBOURS = 50
+# Where more than the first share of unseen images have so near a relative, that tells nothing. A copy is then what
+# comes nearer than all but the second share of them by the third factor. Drawings without the noise that photographs
+# have come 0.7 times as near.
+_RELATED, _LOWEST, _NEARER = 0.1, 0.05, 0.4
+_SAME = 0.5  # levels of 255 below which two images count as the same
+_MOST = 100_000  # training images that are searched; of more, as many evenly spread
+_SHOWN = 8
+CHUNK = 2048
+_REAL = 256  # real images that show how near unseen images usually are
+_ENOUGH = 20  # fewest held-out images for a comparison
 
 
 class NearestImages(NamedTuple):
-    """The training images near to each of N pictures."""
+    """The training images near to each of N images."""
 
     distance: Tensor
     """float32 [N, K], ascending: root mean square difference in levels of 0 to 255."""
     image: Tensor
-    """int64 [N, K]: which training images."""
+    """int64 [N, K]: row of the training image."""
 
     @property
     def ratio(self) -> Floats:
-        """[N] in [0, 1]: distance of the nearest over the mean of the next ones. About 1 where there is nothing
-        particular about the nearest one, and near 0 for a copy of it."""
+        """[N] in [0, 1]: distance of the nearest over the mean of the next ones; near 0 for a copy, else about 1."""
         rest = self.distance[:, 1:].double().mean(1)
         return (self.distance[:, 0].double() / rest.clamp_min(1e-9)).clamp(0, 1).numpy()
 
@@ -76,7 +62,7 @@ def _pixel_features(pixels: Tensor) -> Tensor:
 
 def find_nearest(
     queries: Tensor,
-    images: Images,
+    images: PixelArray,
     rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> NearestImages:
@@ -84,26 +70,22 @@ def find_nearest(
 
     Args:
         queries: uint8 [Q, C, H, W].
-        images: those to search, of the same shape.
-        rows: which of the images each query itself is, so that it is not found, -1 for none; None: none of them.
-        progress: told how many images are searched.
+        images: uint8 [N, C, H, W], in memory or read on the way.
+        rows: row of each query among the images, so that it does not find itself; -1, or None for all, if it has none.
+        progress: called with the number of images searched.
     """
-    looked_at = evenly_spaced(len(images), _MOST)
-    kept = 1 + min(_NEIGHBOURS, max(2, len(looked_at) // 6))
-    wanted = _pixel_features(queries)
-    own = None if rows is None else torch.tensor(rows)[:, None]
+    searched = evenly_spaced(len(images), _MOST)
+    kept, own, wanted = _neighbours_of(len(searched)), _own_rows(queries, rows), _pixel_features(queries)
     best = torch.full((len(queries), 0), 0.0)
     index = torch.zeros(len(queries), 0, dtype=torch.int64)
-    for first in range(0, len(looked_at), CHUNK):
-        chosen = looked_at[first : first + CHUNK]
+    for first in range(0, len(searched), CHUNK):
+        chosen = searched[first : first + CHUNK]
         chunk = torch.from_numpy(np.ascontiguousarray(images[chosen]))
         distance = torch.minimum(
             _distances(wanted, _pixel_features(chunk)), _distances(wanted, _pixel_features(chunk.flip(3)))
         )
         here = torch.from_numpy(chosen).expand(len(queries), -1)
-        if own is not None:
-            distance = distance.masked_fill(here == own, torch.inf)
-        best, index = torch.cat([best, distance], 1), torch.cat([index, here], 1)
+        best, index = torch.cat([best, distance.masked_fill(here == own, torch.inf)], 1), torch.cat([index, here], 1)
         best, order = best.topk(min(kept, best.shape[1]), largest=False)
         index = index.gather(1, order)
         progress(first + len(chosen))
@@ -115,16 +97,21 @@ def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int
 
     Distances have the scale of the extractor; mirrored copies are found only by an extractor that ignores mirroring.
     """
-    kept = 1 + min(_NEIGHBOURS, max(2, len(reference) // 6))
-    own = None if rows is None else torch.tensor(rows)[:, None]
-    found = []
+    own, every, found = _own_rows(queries, rows), torch.arange(len(reference))[None], []
     for first in range(0, len(queries), CHUNK // 8):
         part = slice(first, first + CHUNK // 8)
-        distance = _distances(queries[part], reference)
-        if own is not None:
-            distance = distance.masked_fill(torch.arange(len(reference))[None] == own[part], torch.inf)
-        found.append(distance.topk(min(kept, len(reference) - (own is not None)), largest=False))
+        distance = _distances(queries[part], reference).masked_fill(every == own[part], torch.inf)
+        found.append(distance.topk(_neighbours_of(len(reference)), largest=False))
     return NearestImages(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+
+
+def _neighbours_of(count: int) -> int:
+    """Return how many neighbours are kept of each query: the nearest, and the next ones that it is compared with."""
+    return 1 + min(_NEIGHBOURS, max(2, count // 6))
+
+
+def _own_rows(queries: Tensor, rows: Sequence[int] | None) -> Tensor:
+    return torch.full((len(queries), 1), -1) if rows is None else torch.tensor(rows)[:, None]
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -143,23 +130,23 @@ def check_memorization(
     searched: int,
     same: float = _SAME,
 ) -> Finding:
-    """run.memorised.
+    """Make the finding run.memorised.
 
     Args:
-        drawn: pictures, uint8 [N, H, W, C].
+        drawn: generated images, uint8 [N, H, W, C].
         found: the training images nearest to them.
-        unseen: the same of real images that are not among those searched, or with themselves left out.
-        matches: the training image nearest to each drawn picture, [N, H, W, C].
-        what: what `unseen` are, for people: "held-out images".
-        searched: how many training images were searched.
-        same: distance below which two are the same picture.
+        unseen: those nearest to real images that are not searched, or do not find themselves.
+        matches: the training image nearest to each generated image, [N, H, W, C].
+        what: name of the unseen images in messages: "held-out images".
+        searched: number of training images searched.
+        same: distance below which two images are the same.
     """
     ratio, usual = found.ratio, unseen.ratio
-    limit, (share, expected, certain) = COPY, copy_shares(found, unseen, COPY, same)
+    limit, (share, expected, certain) = COPY, _copy_shares(found, unseen, COPY, same)
     related = expected
     if not certain and related > _RELATED:
         limit = min(COPY, _NEARER * float(np.quantile(usual, _LOWEST)))
-        share, expected, certain = copy_shares(found, unseen, limit, same)
+        share, expected, certain = _copy_shares(found, unseen, limit, same)
     copies = round(share * len(ratio))
     facts = {
         "copies": copies,
@@ -172,27 +159,24 @@ def check_memorization(
         "median_ratio_of_unseen": float(np.median(usual)),
         "training_images": searched,
     }
-    exhibits = (_pairs_figure(drawn, matches, ratio), _ratio_figure(ratio, usual, what, limit))
-    evidence = (
-        f"{copies} of {len(ratio)} generated images copy a training image (nearest at less than {limit:.2g} of the "
-        f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
-    )
-    remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
-    if certain and share - expected >= 0.1:
-        return Finding("run.memorised", "warning", evidence, remedy, facts, exhibits)
-    if certain and copies > 1:
-        return Finding("run.memorised", "hint", evidence, remedy, facts, exhibits)
+    figures = (_pairs_figure(drawn, matches, ratio), _ratio_figure(ratio, usual, what, limit))
+    clearly_more = share - expected >= 0.1
+    if certain and (clearly_more or copies > 1):
+        evidence = (
+            f"{copies} of {len(ratio)} generated images copy a training image (nearest at less than {limit:.2g} of the "
+            f"distance of the next ones; so is {expected:.0%} of {len(usual)} {what}), of {searched:,} searched"
+        )
+        remedy = "train on more images, for fewer steps, or with --flip and dropout (--network small:dropout=0.1)"
+        return Finding("run.memorised", "warning" if clearly_more else "hint", evidence, remedy, facts, figures)
     evidence = (
         f"generated images are about as near to training images as {what}: the nearest is at "
         f"{facts['median_ratio']:.2f} of the distance of the next ones, and at {facts['median_ratio_of_unseen']:.2f} "
         f"for {len(usual)} {what}, of {searched:,} searched"
     )
-    return Finding("run.memorised", "fine", evidence, "", facts, exhibits)
+    return Finding("run.memorised", "fine", evidence, "", facts, figures)
 
 
-def copy_shares(
-    found: NearestImages, unseen: NearestImages, limit: float, same: float = _SAME
-) -> tuple[float, float, bool]:
+def _copy_shares(found: NearestImages, unseen: NearestImages, limit: float, same: float) -> tuple[float, float, bool]:
     """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
 
     A copy has a ratio below `limit`, or is the same image.
@@ -267,11 +251,6 @@ def check_memorization_by_features(
     # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
     return check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
-
-
-def enough_images(prepared: Dataset) -> bool:
-    """Return True where there are enough training images to tell copies from similar images."""
-    return len(prepared.train) >= FEWEST
 
 
 def _split_queries(both: NearestImages, count: int) -> tuple[NearestImages, NearestImages]:

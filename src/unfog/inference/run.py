@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfog.config.run_requests import EvaluationRequest
-from unfog.config.toml import of_type, update
+from unfog.config.run_requests import EvaluationRequest, SamplingRequest
+from unfog.config.schema import Config
+from unfog.config.toml import update
+from unfog.config.validate import path_text
 from unfog.diffusion.denoiser import Denoiser
-from unfog.diffusion.sampler import Kind, Observe
+from unfog.diffusion.sampler import Observe
 from unfog.errors import RequestError
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, parse_labels
 from unfog.pipeline.image_files import ImageInput, build_edit
 from unfog.reporting.image_grids import Pixels
 from unfog.training.precision import DTYPES
-from unfog.training.settings import SamplingPrecision
 
 if TYPE_CHECKING:
     from unfog.inference.evaluation_files import Evaluation
-from pathlib import Path
 
-from unfog.config.schema import Config
-from unfog.config.validate import path_text
+Guide = LoadedRun | str | PathLike[str] | int
+"""A weaker run, loaded, or its folder, "RUN" or "RUN:STEP"; or the step of another checkpoint of the same run."""
 
 
 class Run(LoadedRun):
@@ -36,21 +37,14 @@ class Run(LoadedRun):
     def sample(
         self,
         n: int = 16,
-        steps: int | None = None,
-        seed: int = 0,
+        *,
         label: Sequence[str | int] | str | int = (),
-        guidance: float | None = None,
-        sampler: Kind | None = None,
-        batch: int = 64,
-        progress: Callable[[int], None] = lambda done: None,
-        observe: Observe | None = None,
-        guidance_interval: Sequence[float] | None = None,
-        guide: LoadedRun | str | PathLike[str] | int | None = None,
+        guide: Guide | None = None,
         image: ImageInput | None = None,
         mask: ImageInput | None = None,
-        strength: float | None = None,
-        repeats: int | None = None,
-        precision: SamplingPrecision = "fp32",
+        progress: Callable[[int], None] = lambda done: None,
+        observe: Observe | None = None,
+        **settings: Any,
     ) -> Pixels:
         """Generate n images, uint8 [n, H, W, C], from noise or from `image`.
 
@@ -58,64 +52,56 @@ class Run(LoadedRun):
 
         Args:
             n: number of images.
-            steps: of the sampler; None is the run's setting.
-            seed: of the noise.
             label: class names (text) or numbers (integers, from 0) that the images cycle through; () is all classes.
-            guidance: scale; 1 is none, None is the run's setting. Samples move away from what the network generates
-                without a class (classifier-free guidance), or from what `guide` generates.
-            sampler: None is the run's setting.
-            batch: images per forward pass.
-            progress: called with the number of images done.
-            observe: called before each sampling step of the first batch.
-            guidance_interval: the lowest and highest share of noise, sigma / (alpha + sigma), with guidance; None is
-                the run's setting.
-            guide: a weaker network, given the same class: the step of another checkpoint of this run, or another run,
-                or the folder of one, with ":" and a step where it is not the newest.
+            guide: a weaker network, given the same class; samples move away from what it generates. Without one,
+                guidance moves them away from what the network generates without a class.
             image: file, or uint8 [H, W] or [H, W, C], brought to the run's size as training images are; the samples
                 are variations of it.
             mask: file, or uint8 or bool of the image's height and width: only what is white is generated, to match
                 the rest, which stays as it is to the bit.
-            strength: share of the sampler's steps by which noise is added to the image, 0 to 1; None is 0.6, and 1
-                with a mask.
-            repeats: times that each stretch of steps is repeated with a mask; None is 10.
-            precision: of the network. Samples in bf16 differ slightly; `evaluate` measures whether they are worse.
+            progress: called with the number of images done.
+            observe: called before each sampling step of the first batch.
+            settings: seed, steps, sampler, guidance, guidance_interval, batch, precision, strength, repeats: see
+                `config.run_requests.SamplingRequest`.
 
         Raises:
             RequestError: a setting, an image or a mask is not valid, or the guide does not fit or does not exist.
         """
+        request = update(SamplingRequest(), {"n": n, **settings}, "")
         words = list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
         labels = parse_labels(words, self.classes)
-        interval = self.config.guidance_interval if guidance_interval is None else guidance_interval
-        interval = of_type(tuple[float, float], interval, "guidance_interval")
-        weaker, scale = self._resolve_guidance(guide, guidance)
-        if guidance_interval is not None and scale == 1:
-            raise RequestError("guidance_interval needs guidance, and 1 is none; give --guidance 2, or leave it away")
-        precision = of_type(SamplingPrecision, precision, "precision")
-        weaker = weaker and replace(weaker, dtype=DTYPES.get(precision))
-        n, seed, batch = (of_type(int, v, name) for name, v in (("n", n), ("seed", seed), ("batch", batch)))
-        chosen = self.sampler(sampler, steps)
-        settings = GenerationSettings(n, chosen, labels, seed, scale, batch, interval, precision=precision)
-        edit = build_edit(self.config, image, mask, strength, repeats)
+        weaker, scale = self._resolve_guidance(guide, request)
+        generation = GenerationSettings(
+            request.n,
+            self.sampler(request.sampler, request.steps),
+            labels,
+            request.seed,
+            scale,
+            request.batch,
+            request.guidance_interval or self.config.guidance_interval,
+            precision=request.precision,
+        )
+        edit = build_edit(self.config, image, mask, request.strength, request.repeats)
         if edit and observe:
             raise RequestError("observe sees the steps from noise to image; leave it away, or the image")
         calls: list[int] = []
         samples = generate_images(
-            self.network, self.config, settings, progress, observe, guide=weaker, calls=calls.append, edit=edit
+            self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
         )
         self.calls = max(calls)
         return samples
 
-    def _resolve_guidance(
-        self, guide: LoadedRun | str | PathLike[str] | int | None, guidance: float | None
-    ) -> tuple[Denoiser | None, float]:
+    def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
         """Return the guide, if there is one, and the guidance scale."""
         weaker = None if guide is None else open_guide(self, guide)
         # Without a guide, a scale makes sense only for a network that was trained to go without its class.
         usual = self.config.usual_guidance if weaker is None else self.config.guidance
-        scale = usual if guidance is None else of_type(float, guidance, "guidance")
-        if weaker is not None and scale == 1:
+        scale = usual if request.guidance is None else request.guidance
+        if scale == 1 and weaker is not None:
             raise RequestError("guidance = 1 makes no use of a guide; give --guidance 2, or leave the guide away")
-        return weaker, scale
+        if scale == 1 and request.guidance_interval is not None:
+            raise RequestError("guidance_interval needs guidance, and 1 is none; give --guidance 2, or leave it away")
+        return weaker and replace(weaker, dtype=DTYPES.get(request.precision)), scale
 
     def evaluate(self, metrics: Sequence[str] | str = (), n: int = 0, **settings: Any) -> Evaluation:
         """Compute metrics of this run, as `unfog evaluate` does, or read those that the run folder has already.
@@ -137,12 +123,8 @@ class Run(LoadedRun):
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))
 
 
-def open_guide(run: LoadedRun, guide: LoadedRun | str | PathLike[str] | int) -> Denoiser:
-    """Return the denoiser that guides `run`, on its device.
-
-    Args:
-        run: generates the samples.
-        guide: the step of one of its checkpoints; or another run, loaded, or its folder, "RUN" or "RUN:STEP".
+def open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
+    """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
 
     Raises:
         RequestError: there is no such run or checkpoint, it generates other images, or it is `run` itself.
