@@ -22,7 +22,6 @@ from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
 from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
-from unfog.evaluation.features import Features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
@@ -46,8 +45,11 @@ from unfog.training.distributed.world import World
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
 _MOST_HELD_OUT = 1000  # held-out images of the loss
 _MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
-LEVELS = 64
-"""Network calls per image for the bits; with 64 the bound is within a percent."""
+LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
+
+
+_FeaturesOfBoth = tuple[Tensor | None, Tensor | None]
+"""Of the real images and of the samples, float32 [N, D]; None if no metric needs features."""
 
 
 class ImageRows:
@@ -78,10 +80,10 @@ def compute_metrics(
     generation = _describe_generation(run, setup)
     metrics, copies = list[MetricResult](), list[dict[str, Any]]()
     if samples is not None:
-        real, fake = _features_of_both(setup, samples, world)
+        both = _features_of_both(setup, samples, world)
         if world.is_main:
-            metrics += _sample_metrics(setup, samples, real, fake)
-            copies += _search_copies(setup, dataset, samples, real, fake, out)
+            metrics += _sample_metrics(setup, samples, both)
+            copies += _search_copies(setup, dataset, samples, both, out)
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup, dataset)
@@ -112,26 +114,23 @@ def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, An
     }
 
 
-def _features_of_both(
-    setup: EvaluationSetup, samples: GeneratedSamples, world: World
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return features of the real images and of the samples; None if no metric needs them."""
+def _features_of_both(setup: EvaluationSetup, samples: GeneratedSamples, world: World) -> _FeaturesOfBoth:
+    """Return features of the real images and of the samples, computed by all ranks; None if no metric needs them."""
     features = setup.features
     if features is None:
         return None, None
-    rows = ImageRows(setup.reference, setup.rows)
-    real = _features_by_all_ranks(rows, features, _reference_key(setup), world, "real images")
-    return real, _features_by_all_ranks(samples, features, samples.folder.name, world, "samples")
 
+    def compute(pixels: PixelSource, key: str, what: str) -> Tensor:
+        with Progress(f"{features.name} of {what}", len(pixels)) as progress:
 
-def _features_by_all_ranks(pixels: PixelSource, features: Features, key: str, world: World, what: str) -> Tensor:
-    with Progress(f"{features.name} of {what}", len(pixels)) as progress:
+            def update(done: int, total: int) -> None:
+                progress.total = total
+                progress.update(done)
 
-        def update(done: int, total: int) -> None:
-            progress.total = total
-            progress.update(done)
+            return compute_features(pixels, features, key, update, world.rank, world.size, world.barrier)
 
-        return compute_features(pixels, features, key, update, world.rank, world.size, world.barrier)
+    real = compute(ImageRows(setup.reference, setup.rows), _reference_key(setup), "real images")
+    return real, compute(samples, samples.folder.name, "samples")
 
 
 def _reference_key(setup: EvaluationSetup) -> str:
@@ -140,13 +139,13 @@ def _reference_key(setup: EvaluationSetup) -> str:
 
 
 def _sample_metrics(
-    setup: EvaluationSetup, samples: GeneratedSamples, real: Tensor | None, fake: Tensor | None
+    setup: EvaluationSetup, samples: GeneratedSamples, features_of: _FeaturesOfBoth
 ) -> list[MetricResult]:
     """Return the metrics of the samples, in the order of `setup.metrics`."""
     found: dict[str, list[MetricResult]] = {}
     names = [name for name in setup.metrics if name not in (*PIXEL_METRICS, *LOSSES)]
     with Progress("computing metrics", None):
-        features = setup.features
+        features, (real, fake) = setup.features, features_of
         if features is not None and real is not None and fake is not None and names:
             known = compute_statistics(real, features, _reference_key(setup)) if "fid" in names else None
             # In one call, as the metrics share distances and statistics.
@@ -169,12 +168,7 @@ def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples)
 
 
 def _search_copies(
-    setup: EvaluationSetup,
-    dataset: Dataset,
-    samples: GeneratedSamples,
-    real: Tensor | None,
-    fake: Tensor | None,
-    out: Path,
+    setup: EvaluationSetup, dataset: Dataset, samples: GeneratedSamples, features_of: _FeaturesOfBoth, out: Path
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     some = samples[0:DRAWN].transpose(0, 2, 3, 1)
@@ -183,7 +177,7 @@ def _search_copies(
         return []
     with Progress("searching copies", len(dataset.train)) as progress:
         found = {"pixels": check_memorization_by_pixels(some, dataset, progress.update)}
-    features = setup.features
+    features, (real, fake) = setup.features, features_of
     if features is not None and real is not None and fake is not None and setup.reference is dataset.train:
         unseen = compute_features(UnseenImages(dataset).pixels, features)
         name = features.name if features.name != "pixels" else "small pixels"
@@ -195,7 +189,7 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     """Save the image of the nearest pairs, and return the search as it is stored."""
     name = f"nearest-{by.replace(' ', '-')}.png"
     picture = finding.figures[0].image
-    assert picture is not None, "the pairs are always shown"
+    assert picture is not None, "the first figure shows the pairs"
     save_png(out / name, picture)
     return {
         "by": by,
@@ -213,20 +207,18 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) 
         held_out = _held_out_set(dataset, run, _MOST_HELD_OUT)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
-            advance = _adder(progress)
-            losses = held_out_losses(run.network, config, held_out, batch, advance)
-            found.append(held_out_loss(losses))
+            losses = held_out_losses(run.network, config, held_out, batch, progress.advance)
+            found.append(_held_out_loss(losses))
             if setup.against is not None:
-                other = run.load_network(
-                    checkpoint.find_checkpoint(run.folder.checkpoints, setup.against), setup.against
-                )
-                others = held_out_losses(other, config, held_out, batch, advance)
-                found.append(held_out_difference(losses, others, setup.against))
+                saved = checkpoint.find_checkpoint(run.folder.checkpoints, setup.against)
+                other = run.load_network(saved, setup.against)
+                others = held_out_losses(other, config, held_out, batch, progress.advance)
+                found.append(_held_out_difference(losses, others, setup.against))
     if "bits" in setup.metrics:
         held_out = _held_out_set(dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
-            seed, advance = setup.generation.seed, _adder(progress)
-            found.append(bits_per_value(run.network, config, held_out, batch, seed, advance))
+            seed = setup.generation.seed
+            found.append(bits_per_value(run.network, config, held_out, batch, seed, progress.advance))
     return found
 
 
@@ -236,18 +228,6 @@ def _held_out_set(dataset: Dataset, run: LoadedRun, most: int) -> HeldOut:
     return held_out
 
 
-def _adder(progress: Progress) -> Callable[[int], None]:
-    """Return a function that advances the progress by its argument."""
-    done = 0
-
-    def add(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.update(done)
-
-    return add
-
-
 def held_out_losses(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, progress: Callable[[int], None]
 ) -> Tensor:
@@ -255,13 +235,12 @@ def held_out_losses(
     return held_out.losses(build_loss_at(network, config), batch, progress=progress)[0]
 
 
-def held_out_loss(losses: Tensor) -> MetricResult:
-    """Return the mean loss, with the confidence interval for the choice of images."""
+def _held_out_loss(losses: Tensor) -> MetricResult:
     note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
     return _as_metric("held_out", mean_over_images(losses), note)
 
 
-def held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
+def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:
     """Return how much higher the loss is than that of another checkpoint, paired by image."""
     difference = paired_difference(losses, others)
     sure = abs(difference.value) > Z * difference.error
@@ -278,6 +257,7 @@ def bits_per_value(
     for first in range(0, len(held_out.x0), batch):
         x0 = held_out.x0[first : first + batch]
         label = None if held_out.label is None else held_out.label[first : first + batch]
+        # Noise by the number of the image, so that the batch size does not change the result.
         source = NoiseSource(seed, range(first, first + len(x0)), (x0.shape[1], x0.shape[2], x0.shape[3]), x0.device)
         guess = partial(denoiser, label=label)
         found.append(bits_per_dim(guess, config.diffusion, x0, LEVELS, source.draw).cpu())
@@ -287,7 +267,7 @@ def bits_per_value(
 
 
 def _as_metric(name: str, mean: MeanEstimate, note: str) -> MetricResult:
-    if math.isnan(mean.error):
+    if math.isnan(mean.error):  # of a single image
         return MetricResult(name, mean.value, None, None, None, mean.n, 0, "none", "none", note)
     low, high = mean.value - Z * mean.error, mean.value + Z * mean.error
     return MetricResult(name, mean.value, low, high, mean.error, mean.n, 0, "none", "none", note)

@@ -21,7 +21,6 @@ from unfog.inference.compute_metrics import compute_metrics, forget_sample_featu
 from unfog.inference.evaluation_files import (
     ARITHMETIC,
     FORMAT,
-    HELD_OUT,
     Evaluation,
     EvaluationSetup,
     GeneratedSamples,
@@ -124,7 +123,7 @@ def _load_reference(
     run: LoadedRun, request: EvaluationRequest, dataset: Dataset, stop: StopSignals
 ) -> tuple[ImageSet, str]:
     """Return the real images to compare with, and their name. RequestError if there are too few."""
-    if request.reference == HELD_OUT:
+    if request.reference == "held-out":
         images, name = dataset.held_out, "held-out images"
     elif request.reference:
         data = replace(run.config.data, held_out=0.0, labels="none")

@@ -29,7 +29,6 @@ from unfog.training.distributed.world import World
 FORMAT = 1
 ARITHMETIC = 2
 """Version of the computation of metrics; results of another version are computed again."""
-HELD_OUT = "held-out"
 
 
 class EvaluationSetup(NamedTuple):
@@ -70,26 +69,17 @@ class Evaluation:
         rows: list[tuple[str, ...]] = [("metric", "value", "95% interval", "n", "reference", "features", "resize")]
         rows += [_table_row(one) for one in self.measured]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        notes = [f"{one.metric}: {one.note}" for one in self.measured if one.note]
         return [
-            f"step {self.step:,}: {self.how}",
-            *table,
-            *notes,
+            f"step {self.step:,}: {', '.join(f'{name} {value}' for name, value in self.drawn.items())}",
+            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows),
+            *(f"{one.metric}: {one.note}" for one in self.measured if one.note),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]
 
-    @property
-    def how(self) -> str:
-        """Settings of the samples, as text."""
-        return ", ".join(f"{name} {value}" for name, value in self.drawn.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
-
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, (json.dumps(self.to_dict(), indent=2, allow_nan=False) + os.linesep).encode())
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + os.linesep
+        write_atomic(path, text.encode())
 
     @classmethod
     def read(cls, path: Path) -> Evaluation | None:
@@ -134,11 +124,6 @@ class GeneratedSamples:
             parts.append(samples[max(0, first - start) : last - start])
         return np.concatenate(parts) if parts else np.zeros((0, 1, 1, 1), np.uint8)
 
-    @property
-    def grid(self) -> Pixels:
-        """The first samples, [N, H, W, C], to look at."""
-        return self[0:64].transpose(0, 2, 3, 1)
-
     def missing(self) -> list[int]:
         """Return the number of the first sample of each missing chunk."""
         return [start for start in range(0, self.count, self.chunk) if self._load(start) is None]
@@ -150,7 +135,7 @@ class GeneratedSamples:
     def generate_missing(
         self, generate: Callable[[int, int], Pixels], world: World, progress: Callable[[int], None] = lambda done: None
     ) -> None:
-        """Generate the missing chunks, dealt out to the ranks in turn; return when all are there.
+        """Generate the missing chunks, each rank its share; return when all are there.
 
         Args:
             generate: (first sample, count) -> uint8 [n, H, W, C].
@@ -171,10 +156,6 @@ class GeneratedSamples:
             raise RunError(
                 f"{self._file(left[0])} is missing, which another rank has written; all ranks must share the run folder"
             )
-
-    @property
-    def bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def _size(self, start: int) -> int:
         return min(self.chunk, self.count - start)

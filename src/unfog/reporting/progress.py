@@ -139,6 +139,10 @@ class Progress:
         elif self._printed is None or now - self._shown >= _plain_interval(now - self._started):
             self._print(now)
 
+    def advance(self, count: int) -> None:
+        """Note that `count` more units are done."""
+        self.update(self._done + count)
+
     def close(self) -> None:
         """Take the live line away, or print the last plain line if it was not."""
         now = time.monotonic()
