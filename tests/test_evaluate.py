@@ -295,7 +295,7 @@ def test_two_checkpoints_are_compared_on_the_same_noise(run):
         ({"metrics": "kid", "against": 6}, "--against compares held-out losses"),
         ({"metrics": "kid", "features": "nothing.pt"}, "cannot be read"),
         ({"steps": 0}, "steps"),
-        ({"metrics": "fid", "n": 30, "features": "pixels"}, "fid is refused: 30 pictures .* the 192 .*--metrics kid"),
+        ({"metrics": "fid", "n": 30, "features": "pixels"}, "fid is refused: 30 images .* the 192 .*--metrics kid"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run, asked, said):

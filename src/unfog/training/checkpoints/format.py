@@ -34,7 +34,7 @@ MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
 EMA2 = "ema2.safetensors"
 LARGEST_JSON = 2**20  # bytes; ours have a few thousand
-SHARDING = "DCP_SHARDING_INFO"
+SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the metadata of a file
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
 
@@ -63,15 +63,14 @@ class CheckpointInfo(NamedTuple):
     """Metric of the best checkpoint, such as held_out_loss or kid, and a digest of its settings."""
     value: float | None
     """Value of that metric, or None if it was not measured at this step."""
+    made_on: str
+    """`Precision.describe_machine`; an equal machine repeats the run to the bit."""
+    files: dict[str, CheckpointFile]
 
     @property
     def metric(self) -> str:
         """Name of the metric by which the best checkpoint is chosen."""
         return self.chosen_by.partition(":")[0]
-
-    made_on: str
-    """`Precision.describe_machine`; an equal machine repeats the run to the bit."""
-    files: dict[str, CheckpointFile]
 
     def holds(self, name: str) -> bool:
         """Return whether it has this file, such as ema2.safetensors, in one piece or as shards."""
@@ -116,7 +115,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """Read a checkpoint's manifest. Raises one of several exceptions, mostly ValueError, if it is not valid."""
+    """Read a checkpoint's manifest. Raises ValueError, OSError, KeyError or another if it is not valid."""
     if folder.is_symlink():
         raise ValueError("the folder is a link")
     manifest = read_json(folder / MANIFEST)
@@ -150,7 +149,8 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object. Raises ValueError if it is not one, OSError if it cannot be read."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe would be waited for
+    # Reading a pipe would wait for ever; a link may lead out of the run.
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         raise ValueError("not a plain file")
     with path.open("rb") as file:
         data = file.read(LARGEST_JSON + 1)
@@ -208,13 +208,11 @@ def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[Broken
 
 
 def find_checkpoint(
-    checkpoints: Path,
-    which: int | Literal["best"] | None,
-    tell: Callable[[str], None] = lambda broken: None,
+    checkpoints: Path, which: int | Literal["best"] | None, tell: Callable[[str], None] = lambda broken: None
 ) -> CheckpointInfo:
     """Return the intact checkpoint of a step, the best one for "best", or the newest for None.
 
-    `tell` is called with a message for each broken checkpoint that the newest was looked for among.
+    `tell` is called with a message for each broken checkpoint that is newer than the newest intact one.
 
     Raises:
         RequestError: there is no such checkpoint.
@@ -251,15 +249,11 @@ def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int
     That is the newest rollback checkpoint. But if fewer than `patience` ordinary steps have followed the last
     roll-back, its weights may be bad already, and the one before it is chosen, if there is one.
     """
-    guard = state.guard
+    guard, limits = state.guard, [state.seen]
     if guard.roll_backs and guard.ordinary < patience:
-        before = _newest_rollback_checkpoint(checkpoints, guard.rollback_images - 1)
-        return (
-            before
-            or _newest_rollback_checkpoint(checkpoints, guard.rollback_images)
-            or _newest_rollback_checkpoint(checkpoints, state.seen)
-        )
-    return _newest_rollback_checkpoint(checkpoints, state.seen)
+        limits = [guard.rollback_images - 1, guard.rollback_images, state.seen]
+    found = (_newest_rollback_checkpoint(checkpoints, images) for images in limits)
+    return next((one for one in found if one is not None), None)
 
 
 def shard_name(file: str, rank: int, size: int) -> str:

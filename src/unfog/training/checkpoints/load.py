@@ -42,14 +42,7 @@ class _Rows(NamedTuple):
 
 
 class TensorFile:
-    """The tensors of a file or of its shards, memory-mapped.
-
-    Args:
-        path: of the file; see `shard_paths`.
-
-    Raises:
-        RunError: it cannot be read, or rows are missing.
-    """
+    """The tensors of a file or of its shards, memory-mapped. RunError if it cannot be read, or rows are missing."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -113,10 +106,11 @@ class TensorFile:
             found: Tensor = some.get_slice(name)[:0] if self.shapes[name] else some.get_tensor(name)
             return found.dtype
 
-    def kind(self, name: str) -> tuple[str, int]:
-        """Return the dtype of a tensor as safetensors names it, and its size in bytes."""
-        made = self._pieces[name][0].file.get_slice(name).get_dtype()
-        return made, self._dtype(name).itemsize * math.prod(self.shapes[name])
+    def header_entry(self, name: str, begin: int) -> dict[str, Any]:
+        """Return the entry of a full tensor in a safetensors header whose data begins at byte `begin`."""
+        shape, kind = self.shapes[name], self._pieces[name][0].file.get_slice(name).get_dtype()
+        size = self._dtype(name).itemsize * math.prod(shape)
+        return {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + size]}
 
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy all stored tensors into `tensors`. Raises ValueError if names or shapes differ."""
@@ -130,25 +124,20 @@ class TensorFile:
 
 
 def write_merged(path: Path, out: Path) -> None:
-    """Merge the shards of a file into one, with no more than one tensor in memory.
-
-    safetensors itself writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
-    without dimensions.
-
-    Args:
-        path: of the file; see `shard_paths`.
-        out: written under another name first, and renamed when complete.
+    """Merge the shards of `path` into the file `out`, with no more than one tensor in memory.
 
     Raises:
         RunError: it cannot be read.
         OSError: it cannot be written.
     """
+    # By hand: safetensors writes only what is all in memory, and torch's `consolidate_safetensors_files` loses tensors
+    # without dimensions.
     stored, begin = TensorFile(path), 0
-    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, shape in stored.shapes.items():
-        dtype, size = stored.kind(name)
-        told[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin := begin + size]}
-    head = json.dumps(told).encode()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name in stored.shapes:
+        header[name] = stored.header_entry(name, begin)
+        begin = header[name]["data_offsets"][1]
+    head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)  # aligns the tensors
     partial = out.with_name(f".partial-{out.name}")
     with partial.open("wb") as file:
@@ -173,11 +162,7 @@ def roll_back(folder: Path, state: TrainState) -> None:
 
 
 def load_tensors(folder: Path, state: TrainState) -> None:
-    """Load weights, EMAs and optimiser state into `state`; of a sharded state, only this rank's rows are read.
-
-    Raises:
-        RunError: they do not fit.
-    """
+    """Load weights, EMAs and moments into `state`, of a sharded one this rank's rows. RunError if they do not fit."""
     _load_into(folder, "model", state.model.state_dict())
     _load_into(folder, "ema", state.ema.state_dict(state.model))
     if state.second_ema is not None:
@@ -212,10 +197,8 @@ def load_weights(folder: Path, kind: str, network: nn.Module) -> None:
 
 
 def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-    """Load the weights of a checkpoint into tensors. Raises RunError if they are of another network."""
-    stored = TensorFile(folder / f"{kind}.safetensors")
     try:
-        stored.load_into(tensors)
+        TensorFile(folder / f"{kind}.safetensors").load_into(tensors)
     except ValueError as error:
         raise RunError(
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "

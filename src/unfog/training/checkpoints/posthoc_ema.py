@@ -30,13 +30,13 @@ from torch import Tensor
 from unfog.errors import RequestError, RunError
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
+from unfog.training.sharded_tensors import all_finite
 from unfog.training.state import TrainState
 
 Floats = npt.NDArray[np.float64]
-METADATA_KEY = "averages"
-"""Key of a file's metadata. A single one, because safetensors writes several in no fixed order."""
-MAX_PROFILE_ERROR = 0.25
-"""Distance between profiles beyond which nothing is rebuilt. The error of the weights is about thirty times smaller."""
+METADATA_KEY = "averages"  # a single one, because safetensors writes several in no fixed order
+# Distance between profiles beyond which nothing is rebuilt. The error of the weights is about thirty times smaller.
+_MAX_PROFILE_ERROR = 0.25
 
 
 class EmaSnapshotFile(NamedTuple):
@@ -108,8 +108,6 @@ def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
 def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | None = None) -> Mixture:
     """Return the mixture for an EMA of this width at a step; None is that of the last snapshot.
 
-    A step between two snapshots is moved to the one before, because no snapshot holds the weights since then.
-
     Raises:
         RequestError: the width is out of range, the step is after the last, or too few snapshots lie before it.
     """
@@ -124,11 +122,12 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
     if not kept[0].step <= step <= last.step:
         raise RequestError(f"step = {step} must be from {kept[0].step} to {last.step}, as snapshots are of these")
     used = [one for one in kept if one.step <= step]
+    # Of the snapshot before the step: no snapshot holds the weights since then.
     step, end = used[-1].step, float(used[-1].updates)
     pairs = [(one, number) for one in used for number in range(len(one.widths))]
     gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
     weights, error = coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
-    if error > MAX_PROFILE_ERROR:
+    if error > _MAX_PROFILE_ERROR:
         raise RequestError(
             f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
             f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"
@@ -138,9 +137,9 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
 
 @torch.no_grad()
 def rebuild(mix: Mixture) -> dict[str, Tensor]:
-    """Sum a mixture to the EMA, float32 by the network's names; in float64, one tensor at a time.
+    """Sum a mixture to the EMA, float32 by the network's names; buffers are those of the newest snapshot.
 
-    Buffers are those of the newest snapshot. Raises RunError if a snapshot cannot be read.
+    Raises RunError if a snapshot cannot be read.
     """
     paths = {one.path for one, _, _ in mix.terms}
     try:
@@ -152,6 +151,7 @@ def rebuild(mix: Mixture) -> dict[str, Tensor]:
             if kind == "buffer":
                 averaged[name] = files[newest].get_tensor(full)
             elif kind == "0":
+                # In float64, as weights of the sum cancel; one tensor at a time, to spare memory.
                 total = torch.zeros(files[newest].get_slice(full).get_shape(), dtype=torch.float64)
                 for one, number, weight in mix.terms:
                     total.add_(files[one.path].get_tensor(f"{number}/{name}").double(), alpha=weight)
@@ -172,10 +172,8 @@ class EmaSnapshot(NamedTuple):
 
 
 def snapshot_interval(every: int, step: int) -> int:
-    """Return the steps between snapshots: `every`, doubled until at most MAX_EMA_SNAPSHOTS lie before `step`.
-
-    A function of position, so that an interrupted run keeps the same snapshots.
-    """
+    """Return the steps between snapshots: `every`, doubled until at most MAX_EMA_SNAPSHOTS lie before `step`."""
+    # A function of position alone, so that an interrupted run keeps the same snapshots.
     while every > 0 and step // every > MAX_EMA_SNAPSHOTS:
         every *= 2
     return every
@@ -200,9 +198,7 @@ def take_ema_snapshot(state: TrainState, step: int) -> EmaSnapshot:
 def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
     """Cast to float16, except tensors with values that would be infinite there."""
     halves = [tensor.to(torch.float16) for tensor in tensors]
-    # Stacked, because each value that is read makes the host wait for the device.
-    finite = torch.stack([half.isfinite().all() for half in halves]).tolist()
-    return [half if good else tensor for half, good, tensor in zip(halves, finite, tensors)]
+    return [half if good else tensor for half, good, tensor in zip(halves, all_finite(halves), tensors)]
 
 
 def write_snapshot(taken: EmaSnapshot, folder: Path) -> None:

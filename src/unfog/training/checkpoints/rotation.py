@@ -33,7 +33,7 @@ def _remove_checkpoint(folder: Path) -> None:
     folder.rename(aside)
     if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside, ignore_errors=True)
-    else:  # what somebody put in its place
+    else:  # a person put a link or a file in its place
         aside.unlink()
 
 
@@ -42,6 +42,7 @@ def replace_checkpoint(partial: Path, folder: Path) -> None:
     if not os.path.lexists(folder):
         partial.rename(folder)
         return
+    # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
     aside = folder.with_name(f".replaced-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)

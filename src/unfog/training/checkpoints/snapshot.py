@@ -68,18 +68,17 @@ def take_snapshot(
     held = state.tensors()
     shared = any(is_sharded(tensor) for tensors in held.values() for tensor in tensors.values())
     rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
-    for tensors in held.values():
-        for name in [n for n, t in tensors.items() if (not len(to_local(t)) if is_sharded(t) else rank > 0)]:
-            del tensors[name]
-    rows = {
-        file: {n: first_local_row(t) for n, t in tensors.items() if is_sharded(t)} for file, tensors in held.items()
-    }
-    copies = {
-        file: {
-            n: to_local(t).detach().to("cpu", copy=not state.in_host_memory).contiguous() for n, t in tensors.items()
-        }
-        for file, tensors in held.items()
-    }
+    copies: dict[str, dict[str, Tensor]] = {file: {} for file in held}
+    rows: dict[str, dict[str, int]] = {file: {} for file in held}
+    for file, tensors in held.items():
+        for name, tensor in tensors.items():
+            local = to_local(tensor)
+            # The last ranks may hold no rows, and what is not sharded is the same on every rank.
+            if not len(local) if is_sharded(tensor) else rank > 0:
+                continue
+            copies[file][name] = local.detach().to("cpu", copy=not state.in_host_memory).contiguous()
+            if is_sharded(tensor):
+                rows[file][name] = first_local_row(tensor)
     seconds, machine = time.perf_counter() - started, state.precision.describe_machine()
     facts = (anchor, for_best, config, machine, seconds, rows if shared else None, rank, size)
     return Snapshot(step, copies, state.progress(), *facts)
@@ -88,7 +87,7 @@ def take_snapshot(
 def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
     """Write a checkpoint and read it back. Raises OSError if that fails, and then leaves nothing.
 
-    It is written to a hidden folder, synced, verified and renamed, so a crash leaves the others as they were.
+    A crash leaves the others as they were: files are written to a hidden folder, synced, verified, and then renamed.
     """
     folder, partial = checkpoints / f"{snapshot.step:08d}", checkpoints / f".partial-{snapshot.step:08d}"
     try:
@@ -126,15 +125,13 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
     """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
     written = []
     if snapshot.rank == 0:
-        (folder / checkpoint.STATE).write_text(json.dumps(snapshot.progress, allow_nan=False))
+        (folder / checkpoint.STATE).write_bytes(json.dumps(snapshot.progress, allow_nan=False).encode())
         (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
         written += [folder / checkpoint.STATE, folder / checkpoint.CONFIG]
     for file, tensors in snapshot.tensors.items():
         path = folder / shard_name(file, snapshot.rank, snapshot.size)
-        if snapshot.first_rows is None:
-            save_file(tensors, path)
-        else:
-            save_file(tensors, path, shard_metadata(tensors, snapshot.first_rows[file]))
+        rows = None if snapshot.first_rows is None else _shard_metadata(tensors, snapshot.first_rows[file])
+        save_file(tensors, path, rows)
         written.append(path)
     for path in written:
         path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
@@ -148,16 +145,17 @@ def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
 
 
 def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
+    progress = snapshot.progress
     manifest: dict[str, Any] = {
         "format": checkpoint.FORMAT if snapshot.size == 1 else checkpoint.FORMAT_SHARDED,
         "step": snapshot.step,
-        "images": snapshot.progress["seen"],
+        "images": progress["seen"],
         "anchor": snapshot.anchor,
         "for_best": snapshot.for_best,
-        "held_out_loss": snapshot.progress["last"].get("held_out_loss"),
-        "chosen_by": snapshot.progress["keys"].get("best", HELD_OUT_LOSS),
-        "value": snapshot.progress["last"].get(best_metric(snapshot.progress["keys"])),
-        "measure": snapshot.progress["keys"].get("measure", ""),
+        "held_out_loss": progress["last"].get("held_out_loss"),
+        "chosen_by": progress["keys"].get("best", HELD_OUT_LOSS),
+        "value": progress["last"].get(best_metric(progress["keys"])),
+        "measure": progress["keys"].get("measure", ""),
         "made_on": snapshot.made_on,
         "files": dict(sorted(files.items())),
     }
@@ -173,10 +171,10 @@ def verify_files(snapshot: Snapshot, folder: Path) -> None:
             raise OSError(f"{path.name} does not read back as it was written")
     if snapshot.rank > 0:
         return
-    if (folder / checkpoint.STATE).read_text() != json.dumps(snapshot.progress):
-        raise OSError(f"{checkpoint.STATE} does not read back as it was written")
-    if (folder / checkpoint.CONFIG).read_bytes() != snapshot.config.encode():
-        raise OSError(f"{checkpoint.CONFIG} does not read back as it was written")
+    expected = {checkpoint.STATE: json.dumps(snapshot.progress).encode(), checkpoint.CONFIG: snapshot.config.encode()}
+    for name, content in expected.items():
+        if (folder / name).read_bytes() != content:
+            raise OSError(f"{name} does not read back as it was written")
 
 
 def _errno_of(text: str) -> int:
@@ -185,25 +183,22 @@ def _errno_of(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk.
+def _shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
+    """Return a shard's metadata in torch's format: where the rows of each tensor begin in the full tensor."""
+    starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
+    offsets = {name: {"saved_offsets": start} for name, start in starts.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
 
-    Also drops a file's cached pages where the system allows it, so that verification reads the disk.
-    """
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     if path.is_file():
         with path.open("r+b") as file:
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
+            if hasattr(os, "posix_fadvise"):  # drops the cached pages, so that verification reads the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     elif os.name != "nt":  # Windows keeps folders by itself, and cannot open them
         descriptor = os.open(path, os.O_RDONLY)
         with suppress(OSError):  # some network file systems refuse
             os.fsync(descriptor)
         os.close(descriptor)
-
-
-def shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]) -> dict[str, str]:
-    """Return a shard's metadata in torch's format: where the rows of each tensor begin in the full tensor."""
-    starts = {n: [first_rows.get(n, 0), *[0] * (t.ndim - 1)] if t.ndim else [] for n, t in tensors.items()}
-    told = {name: {"saved_offsets": start} for name, start in starts.items()}
-    return {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(told)}

@@ -26,10 +26,10 @@ from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.snapshot import FileEntry, Snapshot
 from unfog.training.settings import Checkpoint
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 RETRY = 1.0  # seconds between attempts
-TRIES = 3  # for errors other than a full disk, which may pass on a network file system
-RETRY_BLINDLY = 30.0  # seconds; under a quota, the free space that the system reports does not count
+_TRIES = 3  # for errors other than a full disk, which may pass on a network file system
+_RETRY_BLINDLY = 30.0  # seconds; under a quota, the free space that the system reports does not count
 _POLL_SECONDS = 0.05
 _VISIBLE_SECONDS = 30.0  # that a network file system may take to show files of another machine
 
@@ -126,9 +126,9 @@ class CheckpointWriter:
                     elif not write_shard(taken, self.checkpoints, post, self._give_up):
                         return None
                 except OSError as error:
-                    if error.errno not in NO_ROOM:
+                    if error.errno not in _NO_ROOM:
                         failures += 1
-                        if failures == TRIES or self._give_up.wait(RETRY):
+                        if failures == _TRIES or self._give_up.wait(RETRY):
                             raise
                         continue
                 else:
@@ -140,7 +140,7 @@ class CheckpointWriter:
                     self._tell("disk_full", taken, needed=taken.bytes, free=free_bytes(self.checkpoints))
                     if post is not None and taken.rank > 0:  # the first process says so, and waits as well
                         post.set(taken.rank, {"full": "no space left"})
-                while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > RETRY_BLINDLY):
+                while not (free_bytes(self.checkpoints) > taken.bytes or time.perf_counter() - tried > _RETRY_BLINDLY):
                     if self._give_up.wait(RETRY):
                         return None
                 if self._give_up.wait(RETRY):
@@ -161,12 +161,7 @@ def free_bytes(folder: Path) -> int:
 
 
 class ShardStatusStore:
-    """Status of each rank's shard files of one checkpoint, for rank 0.
-
-    Args:
-        store: torchrun's, by a connection of its own.
-        name: unique to this checkpoint.
-    """
+    """Status of each rank's shard files of one checkpoint, for rank 0, under a name in torchrun's store."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
@@ -185,16 +180,7 @@ class ShardStatusStore:
 def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give_up: threading.Event) -> bool:
     """Write this rank's shard files; rank 0 publishes the checkpoint when all ranks have written theirs.
 
-    May be repeated after an OSError.
-
-    Args:
-        taken: this rank's rows.
-        checkpoints: the existing folder of checkpoints.
-        post: status of the ranks.
-        give_up: set to stop waiting for other ranks.
-
-    Returns:
-        False if `give_up` was set.
+    May be repeated after an OSError. Returns False if `give_up` was set.
 
     Raises:
         OSError: it could not be written here; another process waits for room.
@@ -215,7 +201,7 @@ def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give
             return False
         files |= theirs
     for path in partial.iterdir():
-        if path.name not in files:  # of an attempt before
+        if path.name not in files:  # left by an earlier attempt
             path.unlink()
     snapshot.publish_checkpoint(taken, partial, folder, files)
     return True

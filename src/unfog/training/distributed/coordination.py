@@ -24,7 +24,7 @@ from unfog.training.state import TrainState
 T = TypeVar("T")
 
 
-class RankStatus(NamedTuple):
+class _RankStatus(NamedTuple):
     """Numbers that each rank contributes to a step's decisions, all-reduced with the losses."""
 
     norm: float
@@ -100,7 +100,7 @@ class CoordinatedHooks(TrainingHooks):
     def all_reduce_step(
         self, settings: Training, state: TrainState, gradient: Gradient, norm: Tensor
     ) -> tuple[list[Loss], Tensor, Tensor]:
-        """Return the losses of the whole batch, the norm of its gradient, and each rank's `RankStatus` as a row."""
+        """Return the losses of the whole batch, the norm of its gradient, and each rank's `_RankStatus` as a row."""
         self.world.set_phase("agreeing", state.seen // settings.batch)
         first, square = gradient.micro_batches[0], gradient.first_square
         counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
@@ -113,23 +113,18 @@ class CoordinatedHooks(TrainingHooks):
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
         status = torch.cat([norms, to_device(torch.tensor(told, dtype=norm.dtype), norm.device)])
         batches, losses = gradient.micro_batches, gradient.losses
-        loss, statuses = all_reduce_losses(self.world, state.seen, settings.batch, batches, losses, status)
+        loss, statuses = _all_reduce_losses(self.world, state.seen, settings.batch, batches, losses, status)
         # Rank 0's norm, to the bit; not finite if any rank's is not, so that all ranks skip the step.
         return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
     def apply_statuses(self, values: Sequence[float], statuses: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
-        """Adopt the decisions that follow from all statuses.
+        """Adopt the decisions that follow from the statuses [size, 6], of which `values` are the numbers on the host.
 
-        Args:
-            values: numbers of `statuses`, read from the device.
-            statuses: `RankStatus` of each rank, [size, 6].
-            state: gets the smallest micro-batch size of all ranks.
-
-        Returns:
-            Images of the first micro-batch and squared norm of its gradient, over the ranks that count.
+        `state` gets the smallest micro-batch size of all ranks. Returns images of the first micro-batch and squared
+        norm of its gradient, over the ranks that count.
         """
-        width = len(RankStatus._fields)
-        ranks = [RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
+        width = len(_RankStatus._fields)
+        ranks = [_RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
         self.stopping = any(rank.stop for rank in ranks)
         self.saving = bool(ranks[0].save)
         smallest = min((int(rank.microbatch) for rank in ranks if rank.microbatch), default=0)
@@ -218,18 +213,13 @@ def _allow_interrupts(hooks: TrainingHooks) -> Iterator[None]:
         around.__enter__()
 
 
-def all_reduce_losses(
+def _all_reduce_losses(
     world: World, first: int, batch: int, batches: Sequence[MicroBatch], losses: Sequence[Loss], status: Tensor
 ) -> tuple[Loss, Tensor]:
     """All-reduce the losses of a batch and the ranks' statuses in one message, without waiting for the device.
 
-    Args:
-        world: the ranks.
-        first: position of the batch's first image.
-        batch: images of the batch.
-        batches: this rank's micro-batches; those outside its share of the batch do not count.
-        losses: of each micro-batch.
-        status: this rank's `RankStatus`.
+    `first` is the position of the batch's first image, and `batch` their number. Of this rank's micro-batches and their
+    losses, those outside its share of the batch do not count.
 
     Returns:
         The losses of the whole batch in order, and the statuses [size, len(status)].
@@ -244,10 +234,10 @@ def all_reduce_losses(
     statuses[world.rank] = status
     # Every rank adds zeros to the numbers of others, so each number arrives to the bit.
     flat = world.all_reduce(torch.cat([rows.flatten(), statuses.flatten()]))
-    rows, statuses = flat[: rows.numel()].view_as(rows), flat[rows.numel() :].view_as(statuses)
+    measured, u, null_loss, importance = flat[: rows.numel()].view_as(rows)
     even = all(loss.importance is None for loss in losses)
-    measured, u, null_loss, importance = rows
-    return Loss(measured, u, null_loss, None, None if even else importance), statuses
+    reduced = Loss(measured, u, null_loss, None, None if even else importance)
+    return reduced, flat[rows.numel() :].view_as(statuses)
 
 
 def _sum_losses(losses: Sequence[Loss]) -> tuple[Tensor, Tensor]:

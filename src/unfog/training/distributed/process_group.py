@@ -45,21 +45,16 @@ class ProcessGroup:
 
     @property
     def has_own_gpu(self) -> bool:
-        """Return whether each rank of this machine has a GPU of its own."""
-        return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """True where each rank of this machine has a GPU of its own."""
+        return torch.cuda.device_count() >= local_world_size()
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, which writes files and logs for all."""
+        """True on rank 0, which writes files and logs for all."""
         return self.rank == 0
 
     def init_process_group(self, device: torch.device, timeout: float) -> None:
-        """Initialise torch's process group: NCCL between GPUs, gloo otherwise.
-
-        Args:
-            device: on which this rank computes.
-            timeout: seconds after which a rank that hangs ends the others.
-        """
+        """Initialise torch's process group: NCCL between GPUs, gloo otherwise. The watchdog gets the `timeout`."""
         if self._store is None or self._watchdog is None or self._begun:
             return
         self.barrier()  # rank 0 may have prepared for longer than torch's process group waits
@@ -183,10 +178,8 @@ def _failure_message(error: BaseException) -> dict[str, str]:
 
 def is_lost_process(error: BaseException) -> bool:
     """Return whether this is how torch reports that another process is gone, or does not answer."""
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in message or "nccl" in message
-    )
+    named = any(name in str(error).lower() for name in ("gloo", "nccl"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named)
 
 
 def local_world_size() -> int:
@@ -221,14 +214,9 @@ def processes_per_device(device: torch.device) -> int:
 
 
 def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
-    """Agree on a prefix for keys in the store that no earlier attempt has used: torchrun keeps its store at a restart.
-
-    Rank 0 publishes a name. The other ranks answer under it with a token of their own, until they find that token in
-    rank 0's list. So entries of an earlier attempt mislead nobody.
-
-    Raises:
-        RunError: some are not there in time.
-    """
+    """Agree on a prefix for keys in the store that no earlier attempt has used. RunError if some ranks do not come."""
+    # torchrun keeps its store at a restart. Rank 0 publishes a name, and the others answer under it with a token of
+    # their own until they find that token in rank 0's list, so that entries of an earlier attempt mislead nobody.
     token, until, known = uuid.uuid4().hex, time.monotonic() + timeout, ""
     if rank == 0:
         store.set("now", token)

@@ -38,8 +38,7 @@ def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], t
 
     Args:
         signs: the last heartbeat of each rank.
-        unheard: by rank, the seconds since its heartbeat was new. Counted only while somebody waits, from half of the
-            timeout on.
+        unheard: seconds since the heartbeat of a rank was new, counted only while this rank waits.
         timeout: seconds that a phase of a step may take.
     """
     late = any(sign.phase in STEP and sign.seconds > timeout for sign in signs)

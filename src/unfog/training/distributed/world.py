@@ -158,8 +158,7 @@ SINGLE_PROCESS = World()
 def init_world(timeout: float = Training.timeout) -> Iterator[World]:
     """Return a context with the ranks that torchrun has started, or a single process. Only rank 0 writes to stderr.
 
-    Args:
-        timeout: seconds after which a rank that hangs ends the others.
+    A rank that hangs for `timeout` seconds ends the others.
     """
     if world_size() == 1:
         yield SINGLE_PROCESS
