@@ -158,7 +158,7 @@ def test_every_network_draws_pixels_and_latents_whatever_it_answers(photos, code
 
 @pytest.mark.parametrize(("network", "seen", "answer"), [*QUICK, ("unet", "latents", "learned")])
 def test_all_that_a_run_is_for(photos, codec, tmp_path, network, seen, answer, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
     monkeypatch.setattr("unfog.commands.doctor.overfit_one_batch", partial(overfit_one_batch, seconds=2.0))
     run = trained(tmp_path / "run", photos, codec, network, seen, answer)
     assert "equal to the bit" in verify(RunFolder(run.path))
@@ -327,7 +327,7 @@ def test_a_guide_sees_the_same_latents(on_latents):
 
 
 def test_tuned_on_latents(on_latents, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
     found = unfog.tune(on_latents.path, steps=2, pictures=2, tries=2, store=False, device="cpu")
     assert found.reference < min(found.errors.values())
 

@@ -93,7 +93,7 @@ def test_a_partial_file_changes_only_what_it_names():
 
 
 def every_part():
-    return [(words, part) for _, words in kinds.REGISTRIES for part in words.values()]
+    return [(words, part) for _, words in kinds._REGISTRIES for part in words.values()]
 
 
 @pytest.mark.parametrize(("words", "part"), every_part())

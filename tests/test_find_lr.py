@@ -26,18 +26,18 @@ from unfog.errors import Interrupted, RequestError
 from unfog.models.unet import UNetModel
 from unfog.planning import lr_range_test as lr_range
 from unfog.planning.lr_range_test import (
-    LOWEST,
-    RAMP,
+    _LOWEST,
+    _RAMP,
     LossProbe,
     LrRangeResult,
     LrTestSetup,
     Ramp,
     Trial,
-    next_rates,
-    ramp_stop_reason,
+    _next_rates,
+    _ramp_stop_reason,
+    _smoothed,
+    _suggest,
     run_lr_range_test,
-    smoothed,
-    suggest,
 )
 from unfog.planning.microbatch import MicrobatchChoice
 from unfog.training.precision import Precision
@@ -98,9 +98,9 @@ VALLEY = [1.0] * 8 + [0.9, 0.7, 0.5, 0.4, 0.3, 0.5, 0.9, 1.1]  # lowest at 1e-2
 
 
 def test_ramp_learns_and_grows_by_one_factor():
-    ramp, pace = lr_range.run_ramp(subject(), seconds=1e-3)
-    assert ramp.rates[0] == LOWEST
-    assert len(ramp.rates) == len(ramp.losses) <= RAMP[0]
+    ramp, pace = lr_range._run_ramp(subject(), seconds=1e-3)
+    assert ramp.rates[0] == _LOWEST
+    assert len(ramp.rates) == len(ramp.losses) <= _RAMP[0]
     growth = [b / a for a, b in zip(ramp.rates[4:], ramp.rates[5:])]
     assert max(growth) == pytest.approx(min(growth))
     assert ramp.learns
@@ -137,22 +137,22 @@ def test_trials_tell_a_rate_that_learns_from_one_that_does_not():
     whole = subject()
     pace = 1.0
     ramp = ramp_of(VALLEY)
-    trials = lr_range.run_trials(whole, ramp, seconds=40 * 4 * pace, pace=pace)
+    trials = lr_range._run_trials(whole, ramp, seconds=40 * 4 * pace, pace=pace)
     assert [trial.lr for trial in trials][-3:] == [0.01, 0.003, 0.001]
     assert {trial.steps for trial in trials} == {40}
     losses = [trial.loss for trial in trials]
     assert losses[-3] < losses[-2] < losses[-1]
     # So few steps are best at a high rate, which is looked for until the next one is worse.
-    assert losses.index(min(losses)) == 1 or len(trials) == lr_range.MOST_TRIALS
+    assert losses.index(min(losses)) == 1 or len(trials) == lr_range._MOST_TRIALS
     # A network of its own each, so the order in which they were tried says nothing.
-    again = lr_range.run_trial(whole, 0.001, 40, lr_range._ProgressHooks(whole, lr_range.Progress("", None)))
+    again = lr_range._run_trial(whole, 0.001, 40, lr_range._ProgressHooks(whole, lr_range.Progress("", None)))
     assert again == trials[-1]
-    assert lr_range.run_trials(whole, ramp, seconds=39 * 4 * pace, pace=pace) == ()  # too few steps to tell anything
+    assert lr_range._run_trials(whole, ramp, seconds=39 * 4 * pace, pace=pace) == ()  # too few steps to tell anything
 
 
 def test_trials_go_on_beyond_the_best_one():
     def after(*losses: float) -> list[float]:
-        return next_rates([Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
+        return _next_rates([Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001), losses)])
 
     assert after(0.5, 0.4, 0.6) == []
     assert after(0.4, 0.5, 0.6) == [0.03]
@@ -162,10 +162,10 @@ def test_trials_go_on_beyond_the_best_one():
 
 @pytest.mark.parametrize("pace", [1e-3, 0.1, 7.0])
 def test_the_time_that_is_asked_for_is_enough(pace):
-    seconds = lr_range.enough(pace)
-    ramp = lr_range.ramp_steps(seconds * lr_range.RAMP_SHARE, pace) * pace
-    assert lr_range.trial_steps(seconds - 1.03 * ramp, 1.03 * pace) >= lr_range.TRIAL[0]
-    assert seconds < 1.1 * (ramp + lr_range.TRIAL[0] * (len(lr_range.TRIED) + 1) * pace), "and not much more"
+    seconds = lr_range._enough(pace)
+    ramp = lr_range._ramp_steps(seconds * lr_range._RAMP_SHARE, pace) * pace
+    assert lr_range._trial_steps(seconds - 1.03 * ramp, 1.03 * pace) >= lr_range._TRIAL[0]
+    assert seconds < 1.1 * (ramp + lr_range._TRIAL[0] * (len(lr_range._TRIED) + 1) * pace), "and not much more"
 
 
 def test_a_stop_ends_it_within_a_step():
@@ -179,7 +179,7 @@ def test_a_stop_ends_it_within_a_step():
         run_lr_range_test(subject(stop=stop), seconds=1e-3)
     assert len(asked) < 13  # it is asked before and after each step
     with pytest.raises(Interrupted):
-        lr_range.run_trials(subject(stop=lambda: True), ramp_of(VALLEY), 1e3, 1.0)
+        lr_range._run_trials(subject(stop=lambda: True), ramp_of(VALLEY), 1e3, 1.0)
 
 
 def test_probe_is_the_same_each_time_and_one_where_nothing_is_answered():
@@ -207,7 +207,7 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     rates = [1e-5 * 10 ** (i / 4) for i in range(20)]
 
     def ends(losses) -> str:
-        return ramp_stop_reason(1.0, rates[: len(losses)], losses)
+        return _ramp_stop_reason(1.0, rates[: len(losses)], losses)
 
     assert ends([*VALLEY[:13], math.nan]) == "not finite"
     assert ends([*VALLEY[:13], math.inf]) == "not finite"
@@ -217,7 +217,7 @@ def test_ramp_ends_where_what_was_gained_is_lost_and_not_at_a_spike():
     assert ends([1.0, 3.0]) == "diverged"
     fine = [1e-5 * 10 ** (i / 24) for i in range(100)]  # 24 steps a decade, so one of them is soon averaged away
     losses = [1.0] * 40 + [0.4] * 40 + [1.6]
-    assert ramp_stop_reason(1.0, fine[: len(losses)], losses) == ""
+    assert _ramp_stop_reason(1.0, fine[: len(losses)], losses) == ""
 
 
 def test_lowest_point_is_not_moved_by_the_smoothing():
@@ -236,16 +236,16 @@ def test_an_explosion_at_the_end_hides_nothing_that_was_learned_before():
 
 
 def test_smoothing_is_without_bias_from_the_start():
-    assert smoothed([2.0] * 5, memory=4) == pytest.approx([2.0] * 5)
-    assert smoothed([1.0, 2.0, 4.0], memory=1) == [1.0, 2.0, 4.0]
-    assert smoothed([1.0, 3.0], memory=2) == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5])
+    assert _smoothed([2.0] * 5, memory=4) == pytest.approx([2.0] * 5)
+    assert _smoothed([1.0, 2.0, 4.0], memory=1) == [1.0, 2.0, 4.0]
+    assert _smoothed([1.0, 3.0], memory=2) == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5])
 
 
 def test_suggestion_from_trials():
     ramp = ramp_of(VALLEY)
 
     def chosen(*losses: float) -> tuple[float | None, str]:
-        return suggest(ramp, [Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001, 0.0003), losses)])
+        return _suggest(ramp, [Trial(lr, 50, loss) for lr, loss in zip((0.01, 0.003, 0.001, 0.0003), losses)])
 
     assert chosen(0.5, 0.3, 0.4, 0.8)[0] == 0.003
     assert chosen(0.300, 0.305, 0.4, 0.8)[0] == 0.003  # as good, and lower
@@ -258,12 +258,12 @@ def test_suggestion_from_trials():
 
 
 def test_suggestion_from_the_ramp_alone_lies_below_its_lowest_point():
-    rate, reason = suggest(ramp_of(VALLEY), ())
+    rate, reason = _suggest(ramp_of(VALLEY), ())
     assert rate is not None
     assert 1e-3 <= rate < 1e-2
     assert "without time for trials" in reason
     flat = ramp_of([1.0, 0.995, 1.01, 2.0], ended="diverged")
-    rate, reason = suggest(flat, ())
+    rate, reason = _suggest(flat, ())
     assert rate is None
     assert "diverged" in reason
 

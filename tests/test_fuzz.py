@@ -226,7 +226,7 @@ def test_any_valid_config_survives_toml(config):
     assert update(Config(), {f.name: getattr(config, f.name) for f in fields(config)}, "") == config
 
 
-WORDS = [words for _, words in kinds.REGISTRIES]
+WORDS = [words for _, words in kinds._REGISTRIES]
 
 
 @fuzz(500)

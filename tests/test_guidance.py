@@ -258,7 +258,7 @@ def test_pure_noise_stays_where_levels_are_moved():
 
 
 def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 24)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 24)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     found = unfog.tune(copy, steps=3, pictures=6, tries=24)
@@ -276,7 +276,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_resume_says_what_a_person_changed_and_not_what_tune_did(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     found = unfog.tune(copy, sampler="ddim", steps=4, pictures=2, tries=6).sampler
@@ -335,7 +335,7 @@ def test_what_is_no_word_of_tune_hides_nothing(run, tmp_path):
 
 
 def test_many_steps_begin_where_the_run_does(run, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 4)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 4)
     schedule = run.config.diffusion.schedule
     outcomes = _GridError(run, Sampler(steps=3), 1, 0, _CallCounter(lambda calls: None))
     levels = outcomes.many(6).visits(schedule)
@@ -346,7 +346,7 @@ def test_many_steps_begin_where_the_run_does(run, monkeypatch):
 
 
 def test_tune_from_the_command_line_only_looks_if_asked_to(run, capsys, monkeypatch):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
     before = (run.path / "config.toml").read_bytes()
     flags = ["--steps", "2", "--pictures", "2", "--tries", "2", "--sampler", "ddim", "--no-store"]
     assert command(["tune", str(run.path), *flags]) == 0
@@ -376,7 +376,7 @@ def test_tuning_what_cannot_be_is_refused(run, asked, message):
 
 
 def test_levels_that_cannot_be_written_are_printed(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unfog.commands.tune.MANY_STEPS", 8)
+    monkeypatch.setattr("unfog.commands.tune._MANY_STEPS", 8)
     copy = tmp_path / "copy"
     shutil.copytree(run.path, copy)
     (copy / "events.jsonl").unlink()

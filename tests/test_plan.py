@@ -21,7 +21,7 @@ from unfog.models.settings import SIZES, UNet
 from unfog.models.unet import UNetModel
 from unfog.planning import disk
 from unfog.planning.auto_settings import AutoSettings, Machine
-from unfog.planning.flops import DEVICES, GB, TimeRange, count_flops, find_device, step_time
+from unfog.planning.flops import _DEVICES, GB, TimeRange, count_flops, find_device, step_time
 from unfog.planning.memory_estimate import MemoryEstimator
 from unfog.planning.microbatch import MARGIN
 from unfog.planning.timing import format_time, run_times, seconds_per_step, time_finding
@@ -97,7 +97,7 @@ def test_time_is_arithmetic_or_launches():
 
 
 def test_devices_are_found_however_they_are_written():
-    assert find_device("RTX 4090") is find_device("nvidia_rtx_4090") is DEVICES["4090"]
+    assert find_device("RTX 4090") is find_device("nvidia_rtx_4090") is _DEVICES["4090"]
     assert find_device("H200").memory == 141 * GB
     with pytest.raises(RequestError, match="h100"):
         find_device("h1000")
@@ -221,7 +221,7 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
-    monkeypatch.setattr("unfog.planning.timing.TIMED", 4)
+    monkeypatch.setattr("unfog.planning.timing._TIMED", 4)
     monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**9)
     config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
     monkeypatch.setattr("unfog.commands.plan.TOO_SLOW", 1.0)
@@ -239,7 +239,7 @@ def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
     monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.data.prepare.cache.make", None)
-    monkeypatch.setattr("unfog.planning.timing.TIMED", 4)
+    monkeypatch.setattr("unfog.planning.timing._TIMED", 4)
     planned = planned_for(
         replace(asked(device="cpu", precision="fp32", batch=2), source=str(tmp_path), data=Data(size=16))
     )

@@ -31,7 +31,7 @@ from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
 from unfog.models.registry import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
-from unfog.planning.flops import LAUNCH, count_flops
+from unfog.planning.flops import _LAUNCH, count_flops
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
@@ -113,7 +113,7 @@ def common(work: Work, link: Link, ranks: int) -> float:
 # The table.
 
 H100 = 990e12  # floating-point operations a second in bf16, dense
-UTILISATION = 0.3
+_UTILISATION = 0.3
 MEMORY = 3.3e12  # bytes a second
 DRAWN = 1e11  # normal numbers a second
 LINKS = {
@@ -128,8 +128,8 @@ def on_h100(network: Architecture, shape: tuple[int, int, int], batch: int) -> W
     """What a step takes there, by operations counted and rates assumed."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build_model(network, shape[0]).parameters())
-    cost, rate = count_flops(lambda: build_model(network, shape[0]), shape), H100 * UTILISATION
-    both = max(batch * cost.training / rate, cost.operations * LAUNCH)
+    cost, rate = count_flops(lambda: build_model(network, shape[0]), shape), H100 * _UTILISATION
+    both = max(batch * cost.training / rate, cost.operations * _LAUNCH)
     forward = both * cost.forward / cost.training
     update = 40 * parameters / MEMORY  # weights, gradient, two moments and two averages are read, and most written
     numbers = math.prod(shape)

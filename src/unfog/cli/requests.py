@@ -24,7 +24,7 @@ from unfog.config.values import sanitize
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 
-HELP_FLAGS = ("-h", "--help")
+_HELP_FLAGS = ("-h", "--help")
 REQUESTS: dict[str, type] = {
     "train": requests.TrainRequest,
     "resume": requests.ResumeRequest,
@@ -69,7 +69,7 @@ def read_request(command: str, words: Sequence[str]) -> Any:
 
 
 def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
-    if any(word in HELP_FLAGS for word in words):
+    if any(word in _HELP_FLAGS for word in words):
         print_help(REQUESTS[command], f"unfog {command}", default)
     others = {f"unfog {name}": kind for name, kind in REQUESTS.items() if name != command}
     return parse_args(words, REQUESTS[command], f"unfog {command}", others)
@@ -84,7 +84,7 @@ def _blank(kind: type, **values: Any) -> Any:
 def _training_request(command: str, words: Sequence[str]) -> Any:
     """Return a request to train on something, or one that looks ahead to it."""
     kind, default = REQUESTS[command], _shown_settings(command, {})
-    plain = [word for word in words if word not in HELP_FLAGS]
+    plain = [word for word in words if word not in _HELP_FLAGS]
     if plain != list(words):  # the help text shows the recipe that the words name
         for attempt in (plain, [*plain, "SOURCE"]):
             with suppress(RequestError):
@@ -141,7 +141,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
 
 
 def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
-    if "--" not in words and {"train", "resume"} & set(words) and not set(HELP_FLAGS) & set(words):
+    if "--" not in words and {"train", "resume"} & set(words) and not set(_HELP_FLAGS) & set(words):
         raise _no_command("and there is no --")
     at = words.index("--") if "--" in words else len(words)
     args = _parse("slurm", words[:at], requests.SlurmRequest())

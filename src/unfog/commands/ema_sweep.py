@@ -40,10 +40,10 @@ from unfog.training.settings import PowerEma
 
 WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25)
 PAGE_FILE = "ema-sweep.html"
-LOSS = "held_out_loss"
+_LOSS = "held_out_loss"
 DRAWN = ("kid", "fid", "fd", "sliced")
 """Metrics of samples against the images of the run."""
-USUAL_N = {LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
+_USUAL_N = {_LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
 class _WidthResult(NamedTuple):
@@ -125,15 +125,15 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     cannot be written to, the table is printed and RunError raised.
     """
     metric = request.metric
-    if metric not in USUAL_N:
-        raise RequestError(f"metric = {metric!r} is none of {', '.join(USUAL_N)}")
+    if metric not in _USUAL_N:
+        raise RequestError(f"metric = {metric!r} is none of {', '.join(_USUAL_N)}")
     n, widths = of_type(int, request.n, "n"), of_type(tuple[float, ...], request.widths, "widths")
     step = of_type(int | None, request.checkpoint, "step")
     of_type(str, request.features, "features")
     if n < 0:
         raise RequestError(f"n = {n} must be at least 1, or 0 for the usual number")
     folder = RunFolder(request.run)
-    config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or USUAL_N[metric]
+    config, kept, n = folder.read_config(), list_snapshots(folder.averages), n or _USUAL_N[metric]
     if config.trains_autoencoder:
         raise RequestError(f"{folder.path} trains an autoencoder, which generates nothing; sweep a diffusion run")
     to_measure = _rebuildable_widths(kept, config, widths, step)
@@ -196,10 +196,10 @@ def _build_measure(
         RequestError: there are no held-out images, or no such features.
     """
     metric, n = request.metric, request.n
-    if metric == LOSS:
+    if metric == _LOSS:
         return _held_out_measure(n, config, prepared, device)
     if n < 10:
-        raise RequestError(f"n = {n} samples: {metric} needs at least 10; {USUAL_N[metric]} is usual")
+        raise RequestError(f"n = {n} samples: {metric} needs at least 10; {_USUAL_N[metric]} is usual")
     images = prepared.held_out if len(prepared.held_out) >= n else prepared.train
     pixels = np.ascontiguousarray(images.take(evenly_spaced(len(images), n))[0])
     compare, name = _build_comparison(metric, request.features, torch.from_numpy(pixels), device)

@@ -31,7 +31,7 @@ from unfog.reporting.records import write_atomic
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 
-PROBED = 256  # images, each with noise at a level of its own
+_PROBED = 256  # images, each with noise at a level of its own
 JSON_FILE, PAGE_FILE = "lr-range.json", "lr-range.html"
 
 
@@ -58,7 +58,7 @@ class FindLrResult:
         """Return the suggestion as a finding, with the chart."""
         found, usual = self.range, self.usual
         facts = {"suggestion": found.suggestion, "usual": usual}
-        exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=CAPTION),)
+        exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
         if found.suggestion is None:
             return Finding(
                 "lr.range", "warning", f"no learning rate can be suggested: {found.reason}", "", facts, exhibits
@@ -74,7 +74,7 @@ class FindLrResult:
         return Finding("lr.range", "hint", evidence, f"train with --lr {found.suggestion:g}", facts, exhibits)
 
 
-CAPTION = (
+_CAPTION = (
     "1 is the loss of predicting nothing. The ramp is one throwaway network whose rate grows with each step: it shows "
     "where learning begins and where it ends. Trials are fresh networks at one rate each, with the schedule of a run. "
     "They are short, which favours high rates: for a very long run, take a lower rate rather than a higher one."
@@ -122,7 +122,7 @@ def _test_setup(
     """Return what the range test trains: a run with resolved settings, from `weights` if given."""
     seen = prepared.as_network_input
     images = seen.held_out if len(seen.held_out) else seen.train
-    index = np.linspace(0, len(images) - 1, PROBED).astype(np.int64)  # repeats images if there are fewer
+    index = np.linspace(0, len(images) - 1, _PROBED).astype(np.int64)  # repeats images if there are fewer
     pixels, labels, _ = images.take(index)
     x0 = without_augmentation(config)(torch.from_numpy(pixels)).to(device)
     label = None if labels is None else torch.from_numpy(labels).to(device)

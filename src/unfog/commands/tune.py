@@ -25,7 +25,7 @@ from unfog.reporting.progress import Progress, plural, print_result, say
 from unfog.reporting.records import Events
 
 _BUILT_IN = tuple(grid for grid in get_args(Grid) if grid != "tuned")
-MANY_STEPS = 128
+_MANY_STEPS = 128
 _BATCH = 64  # images per forward pass
 _SEEDS = (0x7E57, 0x7E58)  # of the noise that grids are searched on, and of that on which the result is measured
 _MOVES = (1.0, 0.3)  # in logsnr; halved whenever each level has been moved by itself
@@ -65,9 +65,9 @@ def tune(request: TuneRequest) -> TuneResult:
     for name, value, least in (("steps", steps, 2), ("pictures", pictures, 1), ("tries", tries, 1)):
         if of_type(int, value, name) < least:
             raise RequestError(f"{name} = {value} must be at least {least}")
-    if steps > MANY_STEPS // 2:
+    if steps > _MANY_STEPS // 2:
         raise RequestError(
-            f"steps = {steps} must be at most {MANY_STEPS // 2}: grids are judged by where {MANY_STEPS} steps lead, "
+            f"steps = {steps} must be at most {_MANY_STEPS // 2}: grids are judged by where {_MANY_STEPS} steps lead, "
             "and with that many it hardly matters which they are; 5 to 20 gain most"
         )
     run = Run(request.run, device=request.device)
@@ -99,7 +99,7 @@ def _search(run: Run, base: Sampler, pictures: int, tries: int) -> TuneResult:
     each = base.steps * (2 if base.kind in TWO_CALLS else 1)
     batches = -(-pictures // _BATCH)
     # The references, each built-in grid twice, the tries, and the result.
-    total = batches * (MANY_STEPS * 5 // 2 + each * (2 * len(_BUILT_IN) + tries + 1))
+    total = batches * (_MANY_STEPS * 5 // 2 + each * (2 * len(_BUILT_IN) + tries + 1))
     with Progress("tuning", total) as progress:
         calls = _CallCounter(progress.update)
         trial, test = (_GridError(run, base, pictures, seed, calls) for seed in _SEEDS)
@@ -132,7 +132,7 @@ class _GridError:
     def __init__(self, run: Run, sampler: Sampler, pictures: int, seed: int, calls: _CallCounter):
         self.run, self.sampler, self.calls = run, sampler, calls
         self.drawing = replace(default_generation(run.config, pictures, min(pictures, _BATCH)), seed=seed)
-        self.reference = self.draw(self.many(MANY_STEPS))
+        self.reference = self.draw(self.many(_MANY_STEPS))
 
     def many(self, steps: int) -> Sampler:
         """Return the sampler in many steps: evenly spaced in logsnr, after one from where the run's levels start."""
@@ -163,7 +163,7 @@ class _GridError:
 
     def half_as_many(self) -> float:
         """Return the error of half as many steps as the reference has."""
-        return self.distance(self.draw(self.many(MANY_STEPS // 2)))
+        return self.distance(self.draw(self.many(_MANY_STEPS // 2)))
 
     def distance(self, drawn: Tensor) -> float:
         # A mean of roots, so that no single sample counts for most.

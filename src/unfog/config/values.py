@@ -140,7 +140,7 @@ def _registry(section: str, classes: tuple[Any, ...], **named: Any) -> tuple[tup
 
 
 # Each entry: the classes of a union, and the words that stand for one of them with its fields filled in.
-REGISTRIES = (
+_REGISTRIES = (
     _registry("path", PATHS),
     _registry("schedule", SCHEDULES),
     _registry("target", TARGETS),
@@ -155,7 +155,7 @@ def registry_of(annotation: Any) -> Mapping[str, Any] | None:
     """Return word -> default part for a union of parts, or None for any other type."""
     members = set(typing.get_args(annotation)) or {annotation}
     members -= {types.NoneType}
-    return next((words for classes, words in REGISTRIES if members and members <= set(classes)), None)
+    return next((words for classes, words in _REGISTRIES if members and members <= set(classes)), None)
 
 
 def lookup(words: Mapping[str, Any], word: object) -> Any:

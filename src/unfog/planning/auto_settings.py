@@ -15,7 +15,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops, step_time
-from unfog.planning.intervals import Choice, choose_intervals, with_intervals
+from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
@@ -55,7 +55,7 @@ class AutoSettings:
         processes: int = 1,
     ):
         self.machine = machine if isinstance(machine, Machine) else Machine(machine)
-        self.config = replace(config, training=replace(config.training, device=str(self.machine.device)))
+        self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
         self.choices: list[Choice] = []
         self._images, self._stop, self.processes = images, stop, processes
         self._measured: dict[str, float] = {}  # precision -> seconds per step
@@ -114,7 +114,7 @@ class AutoSettings:
         parameters = sum(p.numel() for p in build_network(self.config).parameters())
         network, tuned = self.config.network or UNet(), bool(self.config.init.folder)
         lr = float(f"{default_learning_rate(parameters, batch, network, optimizer.method, tuned):.2g}")
-        self.config = replace(self.config, optimizer=replace(optimizer, lr=lr))
+        self.config = _changed(self.config, {"optimizer": {"lr": lr}})
         why = f"for {parameters / 1e6:.2f}M parameters and batches of {batch}"
         why += f", {FINE_TUNING_FACTOR:g} of the rate for random weights, to keep what these learned" if tuned else ""
         self._note("optimizer.lr", lr, why)
@@ -123,7 +123,7 @@ class AutoSettings:
         """Turn off weight decay where weights have a fixed norm."""
         network = self.config.network
         if network is not None and network.fixed_norm_weights and self.config.optimizer.weight_decay:
-            self.config = replace(self.config, optimizer=replace(self.config.optimizer, weight_decay=0.0))
+            self.config = _changed(self.config, {"optimizer": {"weight_decay": 0.0}})
             self._note("optimizer.weight_decay", 0, "the weights of this network have a fixed length")
 
     def resolve_microbatch(self, resuming: bool = False) -> None:
@@ -155,9 +155,7 @@ class AutoSettings:
     def largest_microbatch(self) -> MicrobatchChoice:
         """Return the largest micro-batch that fits. RequestError if not even one image does."""
         machine = self.machine
-        return choose_microbatch(
-            self.process_config(), machine.device, machine.memory, machine.name, processes=self.processes
-        )
+        return choose_microbatch(self.process_config(), machine.device, machine.memory, machine.name, self.processes)
 
     def resolve_precision(self) -> None:
         """Choose the native precision of a GPU; on a CPU, the faster of fp32 and bf16."""
@@ -229,7 +227,8 @@ class AutoSettings:
         images = possible
         for _ in range(4):  # a fixed-point iteration, as the intervals follow from the length
             training = replace(self.config.training, images=max(1, round(images)))
-            config, _ = with_intervals(replace(self.config, training=training))
+            config = replace(self.config, training=training)
+            config = _changed(config, {section: {"every": every} for section, every in open_intervals(config).items()})
             costs = forward_passes(config, config.evaluate.images)
             aside = (sum(costs.values()) - costs["training"]) * training.images / costs["training"]
             images = max(possible / 2, possible - aside)
@@ -237,7 +236,8 @@ class AutoSettings:
 
     def resolve_intervals(self) -> None:
         """Choose warm-up and intervals by the length."""
-        self.config, choices = choose_intervals(self.config)
+        changes, choices = choose_intervals(self.config)
+        self.config = _changed(self.config, changes)
         self.choices += choices
 
     def seconds_per_step(self) -> float:
@@ -261,8 +261,7 @@ class AutoSettings:
 
     def _seconds_per_step(self, precision: PrecisionName, limit: float = 3.0) -> float:
         if precision not in self._measured:
-            config = self.process_config()
-            config = replace(config, training=replace(config.training, precision=precision))
+            config = _changed(self.process_config(), {"training": {"precision": precision}})
             self._measured[precision] = seconds_per_step(config, self._images, self.machine.device, self._stop, limit)
         return self._measured[precision]
 
@@ -270,7 +269,7 @@ class AutoSettings:
         """Return the configuration with the largest share of a batch that one process has."""
         training = self.config.training
         batch = -(-training.batch // self.processes)
-        return replace(self.config, training=replace(training, batch=batch, microbatch=min(training.microbatch, batch)))
+        return _changed(self.config, {"training": {"batch": batch, "microbatch": min(training.microbatch, batch)}})
 
     @property
     def sharded(self) -> bool:
@@ -278,10 +277,15 @@ class AutoSettings:
         return self.config.training.is_sharded(self.processes)
 
     def _set_training(self, **changes: object) -> None:
-        self.config = replace(self.config, training=replace(self.config.training, **changes))  # type: ignore[arg-type]
+        self.config = _changed(self.config, {"training": changes})
 
     def _note(self, name: str, value: object, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
+
+
+def _changed(config: Config, changes: Changes) -> Config:
+    sections = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
+    return replace(config, **sections)
 
 
 def _image_size_fits(network: Architecture, size: int) -> bool:

@@ -15,12 +15,12 @@ from unfog.training.checkpoints.writer import free_bytes
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, Checkpoint, EmaSnapshots
 from unfog.training.state import TrainState
 
-NO_SNAPSHOTS = EmaSnapshots(every=-1)
+_NO_SNAPSHOTS = EmaSnapshots(every=-1)
 _COPIES = 4  # of the weights in a checkpoint: themselves, their EMA, and the two moments of AdamW
 _RECORDS = 16 * 10**6  # bytes for previews, metrics and logs
 
 
-class DiskSpace(NamedTuple):
+class _DiskSpace(NamedTuple):
     """Bytes that the checkpoints and EMA snapshots of a run take."""
 
     checkpoint: int
@@ -42,13 +42,13 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space_needed(
-    parameters: int, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS
-) -> DiskSpace:
+    parameters: int, keep: Checkpoint, steps: int, averages: EmaSnapshots = _NO_SNAPSHOTS
+) -> _DiskSpace:
     """Return the disk space for a run of `steps` steps with `parameters` fp32 numbers."""
     # Besides those that are kept: the best one, two to roll back to, and one that is being written.
     checkpoints = keep.keep + (steps // keep.milestones if keep.milestones else 0) + 4
     checkpoint = (_COPIES + (averages.every > 0)) * 4 * parameters
-    return DiskSpace(checkpoint, checkpoints, snapshot_bytes(parameters, averages.every, steps))
+    return _DiskSpace(checkpoint, checkpoints, snapshot_bytes(parameters, averages.every, steps))
 
 
 def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
@@ -58,7 +58,7 @@ def snapshot_bytes(parameters: int, every: int, steps: int) -> int:
 
 
 def check_disk_room(
-    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: EmaSnapshots = NO_SNAPSHOTS
+    checkpoints: Path, state: TrainState, keep: Checkpoint, steps: int, averages: EmaSnapshots = _NO_SNAPSHOTS
 ) -> str:
     """Return a line on the disk space that the checkpoints and EMA snapshots of a new run need.
 

@@ -16,7 +16,7 @@ from unfog.errors import RequestError
 from unfog.planning.memory_trace import clear_package_caches
 
 GB = 10**9
-TFLOPS = 10**12
+_TFLOPS = 10**12
 
 
 @dataclass(frozen=True)
@@ -34,40 +34,40 @@ class Device:
     """Its native training precision."""
 
 
-DEVICES = {
-    "b200": Device("NVIDIA B200", 180 * GB, 2250 * TFLOPS, 75 * TFLOPS),
-    "h200": Device("NVIDIA H200", 141 * GB, 989 * TFLOPS, 67 * TFLOPS),
-    "h100": Device("NVIDIA H100 SXM", 80 * GB, 989 * TFLOPS, 67 * TFLOPS),
-    "a100": Device("NVIDIA A100 80GB", 80 * GB, 312 * TFLOPS, 19.5 * TFLOPS),
-    "a100-40": Device("NVIDIA A100 40GB", 40 * GB, 312 * TFLOPS, 19.5 * TFLOPS),
-    "l40s": Device("NVIDIA L40S", 48 * GB, 362 * TFLOPS, 91.6 * TFLOPS),
-    "a10": Device("NVIDIA A10", 24 * GB, 125 * TFLOPS, 31.2 * TFLOPS),
-    "l4": Device("NVIDIA L4", 24 * GB, 121 * TFLOPS, 30.3 * TFLOPS),
-    "5090": Device("NVIDIA RTX 5090", 32 * GB, 209 * TFLOPS, 105 * TFLOPS),
-    "4090": Device("NVIDIA RTX 4090", 24 * GB, 165 * TFLOPS, 82.6 * TFLOPS),
-    "3090": Device("NVIDIA RTX 3090", 24 * GB, 71 * TFLOPS, 35.6 * TFLOPS),
-    "3060": Device("NVIDIA RTX 3060", 12 * GB, 25.6 * TFLOPS, 12.7 * TFLOPS),
-    "v100": Device("NVIDIA V100 32GB", 32 * GB, 125 * TFLOPS, 15.7 * TFLOPS, "fp16"),
-    "t4": Device("NVIDIA T4", 16 * GB, 65 * TFLOPS, 8.1 * TFLOPS, "fp16"),
+_DEVICES = {
+    "b200": Device("NVIDIA B200", 180 * GB, 2250 * _TFLOPS, 75 * _TFLOPS),
+    "h200": Device("NVIDIA H200", 141 * GB, 989 * _TFLOPS, 67 * _TFLOPS),
+    "h100": Device("NVIDIA H100 SXM", 80 * GB, 989 * _TFLOPS, 67 * _TFLOPS),
+    "a100": Device("NVIDIA A100 80GB", 80 * GB, 312 * _TFLOPS, 19.5 * _TFLOPS),
+    "a100-40": Device("NVIDIA A100 40GB", 40 * GB, 312 * _TFLOPS, 19.5 * _TFLOPS),
+    "l40s": Device("NVIDIA L40S", 48 * GB, 362 * _TFLOPS, 91.6 * _TFLOPS),
+    "a10": Device("NVIDIA A10", 24 * GB, 125 * _TFLOPS, 31.2 * _TFLOPS),
+    "l4": Device("NVIDIA L4", 24 * GB, 121 * _TFLOPS, 30.3 * _TFLOPS),
+    "5090": Device("NVIDIA RTX 5090", 32 * GB, 209 * _TFLOPS, 105 * _TFLOPS),
+    "4090": Device("NVIDIA RTX 4090", 24 * GB, 165 * _TFLOPS, 82.6 * _TFLOPS),
+    "3090": Device("NVIDIA RTX 3090", 24 * GB, 71 * _TFLOPS, 35.6 * _TFLOPS),
+    "3060": Device("NVIDIA RTX 3060", 12 * GB, 25.6 * _TFLOPS, 12.7 * _TFLOPS),
+    "v100": Device("NVIDIA V100 32GB", 32 * GB, 125 * _TFLOPS, 15.7 * _TFLOPS, "fp16"),
+    "t4": Device("NVIDIA T4", 16 * GB, 65 * _TFLOPS, 8.1 * _TFLOPS, "fp16"),
 }
 
 
 def find_device(name: str) -> Device:
     """Return the device of a name such as "H100" or "rtx 4090". Raises `RequestError` if it is unknown."""
     plain = name.lower().replace("nvidia", "").replace("rtx", "").strip(" -_").replace(" ", "-").replace("_", "-")
-    if plain not in DEVICES:
+    if plain not in _DEVICES:
         raise RequestError(
-            f"for = {name!r} is not a known device{suggest(plain, DEVICES)}; there is {', '.join(DEVICES)}; "
+            f"for = {name!r} is not a known device{suggest(plain, _DEVICES)}; there is {', '.join(_DEVICES)}; "
             "leave --for away for the machine at hand"
         )
-    return DEVICES[plain]
+    return _DEVICES[plain]
 
 
-UTILISATION = (0.15, 0.40)
+_UTILISATION = (0.15, 0.40)
 """Share of a GPU's dense rate that such networks reach in eager PyTorch, from small ones at low resolution to large
 ones. An assumption: not measured."""
 
-LAUNCH = 14e-6
+_LAUNCH = 14e-6
 """Seconds that the host takes to launch an operation, which limits a small network on a large GPU. Estimated."""
 
 
@@ -100,7 +100,7 @@ def _attention_backward(gradient, query, key, value, *args, out_shape=None, **kw
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
 
 
-ATTENTION = {
+_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -120,7 +120,7 @@ def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> 
         with FakeTensorMode():
             network, count = build(), _OperationCounter()
             x, c_noise = torch.zeros(batch, *shape), torch.zeros(batch)
-            with FlopCounterMode(display=False, custom_mapping=ATTENTION) as flops:
+            with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
                 y: Tensor = network(x, c_noise)
                 forward = flops.get_total_flops()
                 y.sum().backward()  # type: ignore[no-untyped-call]
@@ -145,15 +145,15 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
 def step_time(work: NetworkCost, batch: int, passes: int, device: Device, half: bool, checkpointing: bool) -> TimeRange:
     """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
     flops = batch * (work.training + work.forward * checkpointing)  # recomputes the forward pass
-    launches = passes * work.operations * LAUNCH * (4 / 3 if checkpointing else 1)
+    launches = passes * work.operations * _LAUNCH * (4 / 3 if checkpointing else 1)
     return _seconds(flops, device.half if half else device.full, launches)
 
 
 def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
     """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
-    return _seconds(images * work.forward, device.full, work.operations / 3 * LAUNCH)
+    return _seconds(images * work.forward, device.full, work.operations / 3 * _LAUNCH)
 
 
 def _seconds(flops: float, rate: float, launches: float) -> TimeRange:
-    worst, best = UTILISATION
+    worst, best = _UTILISATION
     return TimeRange(max(flops / (rate * best), launches), max(flops / (rate * worst), launches))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unfog.config.schema import Config
 from unfog.pipeline.build import build_network
@@ -16,6 +15,10 @@ from unfog.training.checkpoints.writer import free_bytes
 _SNAPSHOTS = 24  # of a run: an EMA 0.3 to 2 times as wide is rebuilt from so many to within 0.1%
 _FEWEST_STEPS_FOR_SNAPSHOTS = 200
 _MOST_STEPS_LOST = 1000  # to a crash, at the automatic interval of checkpoints
+
+
+Changes = dict[str, dict[str, Any]]
+"""Section of the configuration -> setting -> value."""
 
 
 class Choice(NamedTuple):
@@ -29,28 +32,30 @@ class Choice(NamedTuple):
         return f"{self.name} = {self.value}: {self.reason}"
 
 
-def choose_intervals(config: Config) -> tuple[Config, list[Choice]]:
-    """Return the configuration with warm-up and intervals chosen, and the choices."""
+def choose_intervals(config: Config) -> tuple[Changes, list[Choice]]:
+    """Return values for the open warm-up and intervals, and why."""
+    changes: Changes = {}
     choices: list[Choice] = []
+
+    def choose(section: str, name: str, value: int, reason: str) -> None:
+        changes[section] = {name: value}
+        if reason:
+            choices.append(Choice(f"{section}.{name}", value, reason))
+
     steps = config.training.images // config.training.batch
     if config.optimizer.warmup == 0:
-        warmup = max(1, min(5000, steps // 20))
-        config = replace(config, optimizer=replace(config.optimizer, warmup=warmup))
-        choices.append(Choice("optimizer.warmup", warmup, "5% of the run, at most 5000 steps"))
+        choose("optimizer", "warmup", max(1, min(5000, steps // 20)), "5% of the run, at most 5000 steps")
     if config.log.every == 0:
-        config = replace(config, log=replace(config.log, every=min(50, round_down_to_125(steps / 20))))
-        choices.append(Choice("log.every", config.log.every, "twenty times or more, at most 50 steps apart"))
+        every = min(50, _round_down_to_125(steps / 20))
+        choose("log", "every", every, "twenty times or more, at most 50 steps apart")
     if config.ema_snapshots.every >= 0:
-        every, reason = _snapshot_interval(config, steps)
-        config = replace(config, ema_snapshots=replace(config.ema_snapshots, every=every))
-        if reason:
-            choices.append(Choice("ema_snapshots.every", every, reason))
-    config, names = with_intervals(config)
-    if names:
-        values = ", ".join(f"{name} {getattr(config, name).every}" for name in names)
+        choose("ema_snapshots", "every", *_snapshot_interval(config, steps))
+    if intervals := open_intervals(config):
+        changes |= {section: {"every": every} for section, every in intervals.items()}
+        values = ", ".join(f"{section} {every}" for section, every in intervals.items())
         reason = "ten to twenty times in the run, and no more than 1000 steps to lose"
         choices.append(Choice("every", values, reason))
-    return config, choices
+    return changes, choices
 
 
 def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
@@ -69,17 +74,14 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
     return every, f"{format_bytes(needed)} of snapshots, from which unfog ema-sweep rebuilds an EMA of any width"
 
 
-def with_intervals(config: Config) -> tuple[Config, list[str]]:
-    """Return the configuration with the open intervals chosen by its length, and the names of those."""
-    every = round_down_to_125(config.training.images // config.training.batch / 10)
-    names = [name for name in ("preview", "evaluate", "checkpoint") if getattr(config, name).every == 0]
-    for name in names:
-        interval = min(every, _MOST_STEPS_LOST) if name == "checkpoint" else every
-        config = replace(config, **{name: replace(getattr(config, name), every=interval)})
-    return config, names
+def open_intervals(config: Config) -> dict[str, int]:
+    """Return steps by section for previews, evaluation and checkpoints, where they are open; by the length."""
+    every = _round_down_to_125(config.training.images // config.training.batch / 10)
+    usual = {"preview": every, "evaluate": every, "checkpoint": min(every, _MOST_STEPS_LOST)}
+    return {section: steps for section, steps in usual.items() if getattr(config, section).every == 0}
 
 
-def round_down_to_125(x: float) -> int:
+def _round_down_to_125(x: float) -> int:
     """Return the largest of 1, 2, 5, 10, 20, 50, … that is at most x; at least 1."""
     power = int(10 ** math.floor(math.log10(max(x, 1))))
     return max(m * power for m in (1, 2, 5) if m == 1 or m * power <= x)

@@ -29,14 +29,14 @@ from unfog.training.out_of_memory import microbatch_size
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
-FLAT = 0.02
+_FLAT = 0.02
 """Share of its loss at the start that a network must lose to have learned something."""
-AS_GOOD = 1.03
+_AS_GOOD = 1.03
 """Factor on the best loss within which trials are as good; the lowest rate of those is suggested."""
-WORST = 2.0
+_WORST = 2.0
 """Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss
 explodes from one step to the next, and its average would hide all that was learned before."""
-RAMP_ALONE = 0.3
+_RAMP_ALONE = 0.3
 """Factor on the rate of the ramp's lowest loss, if there is no time for trials."""
 
 
@@ -65,8 +65,8 @@ class Ramp:
     @property
     def smooth(self) -> list[float]:
         """Finite losses, averaged over a quarter of a decade in both directions, so that a dip stays at its rate."""
-        known = [min(loss, WORST * self.start) for loss in self.losses if math.isfinite(loss)]
-        forward, backward = smoothed(known, self.memory), smoothed(known[::-1], self.memory)[::-1]
+        known = [min(loss, _WORST * self.start) for loss in self.losses if math.isfinite(loss)]
+        forward, backward = _smoothed(known, self.memory), _smoothed(known[::-1], self.memory)[::-1]
         return [(before + after) / 2 for before, after in zip(forward, backward)]
 
     @property
@@ -77,7 +77,7 @@ class Ramp:
 
     @property
     def lowest(self) -> tuple[float, float]:
-        """Rate and smoothed loss where that is lowest."""
+        """Rate and _smoothed loss where that is lowest."""
         smooth = self.smooth or [math.inf]
         best = min(range(len(smooth)), key=smooth.__getitem__)
         return self.rates[best], smooth[best]
@@ -85,31 +85,31 @@ class Ramp:
     @property
     def learns(self) -> bool:
         """True if the loss fell noticeably at any rate."""
-        return self.lowest[1] < (1 - FLAT) * self.start
+        return self.lowest[1] < (1 - _FLAT) * self.start
 
 
-def ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
+def _ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[float]) -> str:
     """Return why the ramp stops at the last loss: "not finite", "diverged", or "" if it goes on.
 
     Diverged means that the smoothed loss is half as high again as at the start, or has lost three quarters of its gain.
     """
     if not math.isfinite(losses[-1]):
         return "not finite"
-    smooth = smoothed(losses, Ramp(start, tuple(rates), tuple(losses), "").memory)
+    smooth = _smoothed(losses, Ramp(start, tuple(rates), tuple(losses), "").memory)
     gain = start - min(smooth)
     lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
     return "diverged" if lost or smooth[-1] > 1.5 * start else ""
 
 
-def next_rates(trials: Sequence[Trial]) -> list[float]:
+def _next_rates(trials: Sequence[Trial]) -> list[float]:
     """Return the rate of the next trial, if the best of the trials, highest rate first, is at either end."""
     best = min(trials, key=lambda trial: trial.loss)
     if not math.isfinite(best.loss) or best is trials[-1]:
-        return [rounded(trials[-1].lr / 3)]
-    return [rounded(trials[0].lr * 3)] if best is trials[0] else []
+        return [_rounded(trials[-1].lr / 3)]
+    return [_rounded(trials[0].lr * 3)] if best is trials[0] else []
 
 
-def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
+def _suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
     """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
     edge, lowest = ramp.lowest
     if not ramp.learns:
@@ -119,22 +119,20 @@ def suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
             "the data and the other settings first"
         )
     if not trials:
-        return rounded(edge * RAMP_ALONE), (
-            f"{RAMP_ALONE:g} of {edge:.2g}, where the ramp's loss was lowest: a rough guess, without time for trials"
+        return _rounded(edge * _RAMP_ALONE), (
+            f"{_RAMP_ALONE:g} of {edge:.2g}, where the ramp's loss was lowest: a rough guess, without time for trials"
         )
     best = min(trials, key=lambda trial: trial.loss)
-    if not best.loss < (1 - FLAT) * ramp.start:
-        return (
-            None,
-            f"no trial of {best.steps} steps learned anything, at rates from {trials[-1].lr:g} to {trials[0].lr:g}",
-        )
-    chosen = min((trial for trial in trials if trial.loss <= AS_GOOD * best.loss), key=lambda trial: trial.lr)
+    if not best.loss < (1 - _FLAT) * ramp.start:
+        rates = f"{trials[-1].lr:g} to {trials[0].lr:g}"
+        return None, f"no trial of {best.steps} steps learned anything, at rates from {rates}"
+    chosen = min((trial for trial in trials if trial.loss <= _AS_GOOD * best.loss), key=lambda trial: trial.lr)
     losses = ", ".join(f"{trial.loss:.3f} at {trial.lr:g}" for trial in sorted(trials, key=lambda trial: trial.lr))
-    how = "the best" if chosen is best else f"as good as the best within {AS_GOOD - 1:.0%}, and lower,"
+    how = "the best" if chosen is best else f"as good as the best within {_AS_GOOD - 1:.0%}, and lower,"
     return chosen.lr, f"{how} of {len(trials)} trials of {best.steps} steps: loss {losses} (1 is predicting nothing)"
 
 
-def smoothed(values: Sequence[float], memory: float) -> list[float]:
+def _smoothed(values: Sequence[float], memory: float) -> list[float]:
     """Return the exponential average over about `memory` values, with Adam's bias correction (Kingma and Ba 2015)."""
     keep = 1 - 1 / max(memory, 1.0)
     total = weight = 0.0
@@ -145,21 +143,21 @@ def smoothed(values: Sequence[float], memory: float) -> list[float]:
     return result
 
 
-def rounded(rate: float) -> float:
+def _rounded(rate: float) -> float:
     return float(f"{rate:.2g}")
 
 
-LOWEST, HIGHEST = 1e-5, 1.0
+_LOWEST, _HIGHEST = 1e-5, 1.0
 """Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1."""
-RAMP = (60, 120)
+_RAMP = (60, 120)
 """Fewest and most steps of the ramp."""
-RAMP_SHARE = 0.3
+_RAMP_SHARE = 0.3
 """Share of the time for the ramp."""
-TRIAL = (40, 200)
+_TRIAL = (40, 200)
 """Fewest and most steps of a trial."""
-TRIED = (1.0, 0.3, 0.1)
+_TRIED = (1.0, 0.3, 0.1)
 """Rates of the first trials, over the rate of the ramp's lowest loss; highest first."""
-MOST_TRIALS = 6
+_MOST_TRIALS = 6
 """With the trials that are added, three times as high or as low."""
 
 
@@ -211,9 +209,8 @@ class LossProbe:
         return cls(x0, label, noise.to(x0.device), ((places + 0.5) * golden % 1).float().to(x0.device))
 
     def first(self, count: int) -> LossProbe:
-        return LossProbe(
-            self.x0[:count], None if self.label is None else self.label[:count], self.noise[:count], self.u[:count]
-        )
+        label = None if self.label is None else self.label[:count]
+        return LossProbe(self.x0[:count], label, self.noise[:count], self.u[:count])
 
     @torch.no_grad()
     def relative_loss(self, state: TrainState, objective: Objective, batch: int) -> float:
@@ -251,87 +248,86 @@ def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeRes
     """
     started, device = time.perf_counter(), subject.probe.x0.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        ramp, pace = run_ramp(subject, seconds * RAMP_SHARE)
+        ramp, pace = _run_ramp(subject, seconds * _RAMP_SHARE)
         left = seconds - (time.perf_counter() - started)
-        trials = run_trials(subject, ramp, left, pace) if ramp.learns else ()
-    suggestion, reason = suggest(ramp, trials)
+        trials = _run_trials(subject, ramp, left, pace) if ramp.learns else ()
+    suggestion, reason = _suggest(ramp, trials)
     if ramp.learns and not trials:
-        reason += f"; with about {format_duration(enough(pace))} there would be time for them"
+        reason += f"; with about {format_duration(_enough(pace))} there would be time for them"
     return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
-def run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
+def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
     """Return the ramp, and seconds per step of training and loss."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
-    start = probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state))
-    rates, losses, marks, steps = [LOWEST], list[float](), [time.perf_counter()], RAMP[1]
-    with Progress("learning-rate ramp", RAMP[1]) as progress:
+    start = _relative_loss(subject, probe, state)
+    rates, losses, marks, steps = [_LOWEST], list[float](), [time.perf_counter()], _RAMP[1]
+    with Progress("learning-rate ramp", _RAMP[1]) as progress:
         while True:
-            one_step(subject, state, rates[-1], _ProgressHooks(subject, progress))
-            losses.append(probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state)))
+            optimizer = replace(subject.optimizer, lr=rates[-1], warmup=1, schedule="constant")
+            _train(subject, state, optimizer, state.seen + subject.training.batch, _ProgressHooks(subject, progress))
+            losses.append(_relative_loss(subject, probe, state))
             marks.append(time.perf_counter())
             pace = statistics.median(b - a for a, b in pairwise(marks[-6:]))
             if len(losses) == 4:  # the first steps also allocate, and at so low a rate they change nothing yet
-                progress.total = steps = ramp_steps(seconds, pace)
-            ended = ramp_stop_reason(start, rates, losses)
+                progress.total = steps = _ramp_steps(seconds, pace)
+            ended = _ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
                 return Ramp(start, tuple(rates), tuple(losses), ended), pace
-            rates.append(rates[-1] * (HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
+            rates.append(rates[-1] * (_HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
 
 
-def ramp_steps(seconds: float, pace: float) -> int:
-    return round(min(max(seconds / pace, RAMP[0]), RAMP[1]))
+def _relative_loss(subject: LrTestSetup, probe: LossProbe, state: TrainState) -> float:
+    return probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state))
 
 
-def one_step(subject: LrTestSetup, state: TrainState, lr: float, run: TrainingHooks) -> None:
-    """Train one step of the real loop at this rate. Raises `Interrupted` after a stop request."""
-    training = replace(subject.training, images=state.seen + subject.training.batch)
-    optimizer = replace(subject.optimizer, lr=lr, warmup=1, schedule="constant")
-    objective = subject.objective.following(state.levels)
-    train(LoopSettings(training, optimizer), state, Task(subject.stream, subject.augment, objective), run)
-    if state.seen < training.images:
+def _ramp_steps(seconds: float, pace: float) -> int:
+    return round(min(max(seconds / pace, _RAMP[0]), _RAMP[1]))
+
+
+def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images: int, run: TrainingHooks) -> None:
+    """Train by the real loop until so many images are seen. Raises `Interrupted` after a stop request."""
+    settings = LoopSettings(replace(subject.training, images=images), optimizer)
+    train(settings, state, Task(subject.stream, subject.augment, subject.objective.following(state.levels)), run)
+    if state.seen < images:
         raise Interrupted
 
 
-def run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
+def _run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
     """Return short runs around the ramp's lowest point, highest rate first; none if there is too little time."""
-    steps = trial_steps(seconds, pace)
-    if steps < TRIAL[0]:
+    steps = _trial_steps(seconds, pace)
+    if steps < _TRIAL[0]:
         return ()
-    rates = [rounded(ramp.lowest[0] * part) for part in TRIED]
+    rates = [_rounded(ramp.lowest[0] * part) for part in _TRIED]
     trials: list[Trial] = []
-    with Progress(f"trials of {steps} steps", steps * len(TRIED)) as progress:
+    with Progress(f"trials of {steps} steps", steps * len(_TRIED)) as progress:
         while rates:
             progress.total = steps * (len(trials) + len(rates))
             run = _ProgressHooks(subject, progress, steps * len(trials))
-            trials.append(run_trial(subject, rates.pop(0), steps, run))
+            trials.append(_run_trial(subject, rates.pop(0), steps, run))
             trials.sort(key=lambda trial: -trial.lr)
-            if not rates and len(trials) < MOST_TRIALS:
-                rates = next_rates(trials)
+            if not rates and len(trials) < _MOST_TRIALS:
+                rates = _next_rates(trials)
     return tuple(trials)
 
 
-def trial_steps(seconds: float, pace: float) -> int:
+def _trial_steps(seconds: float, pace: float) -> int:
     """Return the steps of each trial, such that one trial more than the first ones fits the time."""
-    return min(int(seconds / pace / (len(TRIED) + 1)), TRIAL[1])
+    return min(int(seconds / pace / (len(_TRIED) + 1)), _TRIAL[1])
 
 
-def enough(pace: float) -> float:
+def _enough(pace: float) -> float:
     """Return the seconds that the ramp and the shortest trials take."""
     # 1.05 because steps differ in time.
-    return 1.05 * TRIAL[0] * (len(TRIED) + 1) / (1 - RAMP_SHARE) * pace
+    return 1.05 * _TRIAL[0] * (len(_TRIED) + 1) / (1 - _RAMP_SHARE) * pace
 
 
-def run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> Trial:
+def _run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> Trial:
     """Train a fresh network at this rate with the schedule of a real run. Raises `Interrupted` after a stop request."""
     state = subject.fresh()
-    training = replace(subject.training, images=steps * subject.training.batch)
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
-    objective = subject.objective.following(state.levels)
-    train(LoopSettings(training, optimizer), state, Task(subject.stream, subject.augment, objective), run)
-    if state.seen < training.images:
-        raise Interrupted
+    _train(subject, state, optimizer, steps * subject.training.batch, run)
     with state.ema.swapped_into(state.model):
-        loss = subject.probe.relative_loss(state, subject.objective, microbatch_size(subject.training, state))
+        loss = _relative_loss(subject, subject.probe, state)
     return Trial(lr, steps, loss if math.isfinite(loss) else math.inf)

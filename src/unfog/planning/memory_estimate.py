@@ -33,10 +33,10 @@ from unfog.training.settings import AdamW, Custom, PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 
-TRACED = (2, 4)
+_TRACED = (2, 4)
 """Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
 PyTorch saves a copy here and there."""
-KEPT = 16
+_KEPT = 16
 """Traces in the cache, of about a megabyte each."""
 
 
@@ -100,8 +100,8 @@ class MemoryEstimator:
         if whole or microbatch == 1:
             trace = self._traced(microbatch, passes, checkpointing)
         else:
-            few, more = (self._traced(n, passes, checkpointing) for n in TRACED)
-            trace = few.extrapolate(microbatch, more, *TRACED)
+            few, more = (self._traced(n, passes, checkpointing) for n in _TRACED)
+            trace = few.extrapolate(microbatch, more, *_TRACED)
         return find_peak(trace, self.device, HOLES_RECOMPUTING if checkpointing else HOLES)
 
     def training(self, microbatch: int, checkpointing: bool) -> int:
@@ -125,18 +125,18 @@ class MemoryEstimator:
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
         key = (_trace_key(self.config), self.device, microbatch, passes, checkpointing, self.processes)
         if key not in self._made:
-            if len(self._made) >= KEPT:
+            if len(self._made) >= _KEPT:
                 self._made.clear()
             if self._divided and not self._known:
                 # The first trace also has tensors by which torch derives the sharding of each operation, once.
-                trace_step(self.config, *key[1:])
+                _trace_step(self.config, *key[1:])
                 self._known = True
-            self._made[key] = trace_step(self.config, *key[1:])
+            self._made[key] = _trace_step(self.config, *key[1:])
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
         """Return the peak of a forward pass without gradients, on top of what the run holds all the time."""
-        call = find_peak(trace_call(self.config, self.device, images), self.device)
+        call = find_peak(_trace_call(self.config, self.device, images), self.device)
         # A sharded network is gathered into a whole copy for it.
         return _persistent_bytes(step) + call.total - (0 if self._divided else call.parts["parameters"])
 
@@ -187,7 +187,7 @@ def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
     return peak + (snapshot if device == "cpu" else 0)
 
 
-def trace_step(
+def _trace_step(
     config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False, processes: int = 1
 ) -> Trace:
     """Trace training steps of `passes` micro-batches, from the building of the network on.
@@ -253,7 +253,7 @@ def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
     recorder.name("moments", map(to_local, optim.optimizer_tensors(state.optimizer, state.model).values()))
 
 
-def trace_call(config: Config, device: str, images: int) -> Trace:
+def _trace_call(config: Config, device: str, images: int) -> Trace:
     """Trace a forward pass of sampling: in fp32 without gradients."""
     shape = batch_shape(config, images)
 

@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unfog.errors import RequestError
 from unfog.models import layers
 
-ATEN = torch.ops.aten
+_ATEN = torch.ops.aten
 MB = 2**20
-HEAP_LIMIT = 32 * MB
+_HEAP_LIMIT = 32 * MB
 """glibc maps larger blocks one by one and unmaps them at once (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
 
 HOLES = 0.30
-"""Gaps in the heap of a CPU process, as a share of the temporary tensors up to HEAP_LIMIT: a freed block stays resident
-between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks that
-benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%."""
+"""Gaps in the heap of a CPU process, as a share of the temporary tensors up to _HEAP_LIMIT: a freed block stays
+resident between others, and is often a little too small for the next. With it, predictions are within 15% of the peaks
+that benchmarks/plan/measure_peaks.py measured; repeats of one configuration vary by up to 12%."""
 
 HOLES_RECOMPUTING = 1.3
 """The same with gradient checkpointing, under which blocks of many sizes take turns."""
@@ -41,10 +41,10 @@ HOLES_RECOMPUTING = 1.3
 ONEDNN_HALF = 17 * MB
 """Buffers that oneDNN keeps after computing in bf16 on a CPU; measured on one machine with one thread."""
 
-LASTING = ("parameters", "average", "moments", "exchange", "library")
+_LASTING = ("parameters", "average", "moments", "exchange", "library")
 """Allocated once at the beginning, so that the heap has no holes there."""
 
-CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
+_CUDA_BLOCK = 512  # bytes that PyTorch's CUDA allocator rounds up to
 CUDA_CONTEXT = 500 * MB
 """CUDA context, kernels and handles of a process, 300 to 700 MB; not measured here. Only subtracted for a card that is
 not at hand: the free memory that the driver reports is without it."""
@@ -254,7 +254,7 @@ class AutocastEmulation(TorchFunctionMode):
             kwargs = {name: _cast(value, to) for name, value in kwargs.items()}
         if func is torch.nn.functional.scaled_dot_product_attention:
             # It keeps what the GPU kernel keeps; 16-bit CPU tensors would take another path.
-            return ATEN._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
+            return _ATEN._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]
         return func(*args, **kwargs)
 
 
@@ -320,5 +320,5 @@ def find_peak(trace: Trace, device: str, holes: float = HOLES) -> Peak:
 def _allocated_bytes(size: int, kind: str, device: str, holes: float) -> float:
     """Return the bytes that the allocator takes for a storage."""
     if device != "cpu":
-        return -(-size // CUDA_BLOCK) * CUDA_BLOCK
-    return size if size > HEAP_LIMIT or kind in LASTING else size * (1 + holes)
+        return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+    return size if size > _HEAP_LIMIT or kind in _LASTING else size * (1 + holes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory
-from unfog.reporting.progress import format_bytes
+from unfog.reporting.progress import format_bytes, plural
 from unfog.training.distributed.process_group import processes_per_device
 
 MARGIN = 0.85
@@ -51,30 +50,20 @@ def choose_microbatch(
         RequestError: not even one image fits.
     """
     room = memory_per_process(device) if available is None else available
-    config = replace(config, training=replace(config.training, microbatch=0))
     batch, checkpointing = config.training.batch, config.training.checkpointing
-    if memory_upper_bound(config) < room * MARGIN:  # almost always; saves the second that a trace takes
-        return MicrobatchChoice(
-            batch,
-            checkpointing,
-            f"needs less than {format_bytes(memory_upper_bound(config))} of {format_bytes(room)} available",
-        )
-    traces = MemoryEstimator(with_precision(config), device.type, processes)
+    bound = memory_upper_bound(config, batch)
+    if bound < room * MARGIN:  # almost always; saves the second that a trace takes
+        reason = f"needs less than {format_bytes(bound)} of {format_bytes(room)} available"
+        return MicrobatchChoice(batch, checkpointing, reason)
+    peak = MemoryEstimator(with_precision(config), device.type, processes).training
     if available is None:
-        traces.training(batch, checkpointing)  # loads modules for tracing, whose memory stays allocated
+        peak(batch, checkpointing)  # loads modules for tracing, whose memory stays allocated
         room = memory_per_process(device)
-
-    def peak(count: int, checkpointing: bool) -> int:
-        return traces.training(count, checkpointing)
-
     for recompute in sorted({checkpointing, True}):
         count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
         if count:
-            need = "needs" if count == 1 else "need"
-            reason = (
-                f"{count_of(count)} at once {need} about {format_bytes(peak(count, recompute))} of "
-                f"{format_bytes(room)} available"
-            )
+            need, most = format_bytes(peak(count, recompute)), format_bytes(room)
+            reason = f"{plural(count)} at once need{'s' * (count == 1)} about {need} of {most} available"
             if count < batch:
                 reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
             return MicrobatchChoice(count, recompute, reason)
@@ -98,11 +87,12 @@ def _more_devices_remedy(config: Config, processes: int) -> str:
 
 def required_memory(config: Config, device: torch.device, available: int, processes: int = 1) -> int:
     """Return bytes of training with the micro-batch of `config`, or an upper bound if that is available anyway."""
-    bound, training = memory_upper_bound(config), config.training
+    at_once = config.training.microbatch or config.training.batch
+    bound = memory_upper_bound(config, at_once)
     if bound < available:
         return int(bound)
-    at_once = training.microbatch or training.batch
-    return MemoryEstimator(with_precision(config), device.type, processes).training(at_once, training.checkpointing)
+    estimator = MemoryEstimator(with_precision(config), device.type, processes)
+    return estimator.training(at_once, config.training.checkpointing)
 
 
 def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
@@ -115,28 +105,22 @@ def _largest_that_fits(batch: int, fits: Callable[[int], bool]) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    divisors = [n for n in range(low, 0, -1) if batch % n == 0]
-    if 2 * divisors[0] > low:
-        return divisors[0]
-    return -(-batch // -(-batch // low))  # in as few forward passes, of sizes as equal as possible
+    divisor = next(n for n in range(low, 0, -1) if batch % n == 0)
+    # Else in as few forward passes, of sizes as equal as possible.
+    return divisor if 2 * divisor > low else -(-batch // -(-batch // low))
 
 
-def count_of(images: int) -> str:
-    """A number of images in words."""
-    return "1 image" if images == 1 else f"{images:,} images"
+def memory_upper_bound(config: Config, at_once: int) -> float:
+    """Return bytes that training with this micro-batch never exceeds, in host memory or on a device.
 
-
-def memory_upper_bound(config: Config) -> float:
-    """Return bytes that training never exceeds, in host memory or on a device; infinite for an open network.
-
-    The bound takes microseconds, where an estimate takes a second or more, and in most runs it is all that is needed.
+    Infinite for an open network. The bound takes microseconds, where an estimate takes a second or more, and in most
+    runs it is all that is needed.
     """
     if config.network is None:
         return float("inf")
     channels, side, _ = input_shape(config)
     weights, activations = config.network.size_bound(channels, side, len(config.classes) + 1 + CONDITIONS)
-    batch = config.training.microbatch or config.training.batch
     # 17 = weights, gradients, two averages, two moments and what the optimiser allocates for a moment, with gaps
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice.
-    return 4 * (17 * weights + 2 * batch * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
+    return 4 * (17 * weights + 2 * at_once * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)

@@ -28,7 +28,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
 
-TIMED = 64
+_TIMED = 64
 """Images that steps are timed with, if none are decoded yet."""
 
 
@@ -82,7 +82,7 @@ def decoded_images(images: ImageSet) -> ImageSet:
     """Return the images if they are decoded, else a few of them decoded, so that steps are timed without decoding."""
     if isinstance(images.pixels, np.ndarray):
         return images
-    pixels, labels, rows = images.take(evenly_spaced(len(images), TIMED))
+    pixels, labels, rows = images.take(evenly_spaced(len(images), _TIMED))
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 

@@ -12,7 +12,7 @@ import torch
 from unfog.config.validate import check_device
 from unfog.errors import RequestError
 
-UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
+_UNTOLD = 4 * 2**30  # bytes assumed where the system does not tell
 
 
 def choose_device(name: str) -> torch.device:
@@ -64,12 +64,12 @@ def available_memory(device: torch.device) -> int:
 
 
 def _system() -> int:
-    """Memory that the system can give without swapping; half of what is installed, or UNTOLD, if it does not tell."""
+    """Memory that the system can give without swapping; half of what is installed, or _UNTOLD, if it does not tell."""
     with suppress(OSError, ValueError):
         return _field(Path("/proc/meminfo"), "MemAvailable") * 1024
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return UNTOLD
+    return _UNTOLD
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> int | None:
