@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,31 +34,32 @@ from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.text import sanitize
 
 
-def _examine_source(config: Config, out: Path | None = None, quick: bool = False) -> tuple[Path, list[Finding]]:
-    """Check images, settings and machine before a run; print the findings and write a page."""
-    check_request(config)
-    page = out or next_folder(config.source, "doctor")
-    check_out(page, config.source, "the folder of the findings")
-    device = choose_device(config.training.device)
+def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
+    """Check images, settings and machine before a run, or check a run. Return the page and the findings."""
+    run, config = RunFolder(Path(request.source)), request.settings
+    is_run = run.config_file.is_file()
+    place = str(run.path) if is_run else config.source
+    if is_run:
+        run.check_is_run()
+    else:
+        check_request(config)
+    page = request.out or next_folder(place, "doctor")  # outside the run, which another process may be writing
+    check_out(page, "" if is_run else place, "the folder of the findings")
     with StopSignals(saves=False) as stop:
-        prepared, config = load_images(config, stop)
-        findings = [
-            *_check_source_images(prepared, config, stop),
-            *_check_planned_run(prepared, config, device, stop, quick),
-        ]
-    return _publish(page, f"Checks before training on {sanitize(config.source)}", findings), findings
+        if is_run:
+            findings = check_run(run, config.training.device, samples=0 if request.quick else 64)
+        else:
+            findings = _check_source(config, stop, request.quick)
+    print_findings(findings)
+    title = f"Checks of {place}" if is_run else f"Checks before training on {sanitize(place)}"
+    return write_findings(page, title, findings), findings
 
 
-def _examine_run(
-    run: RunFolder, out: Path | None = None, quick: bool = False, device: str = "auto"
-) -> tuple[Path, list[Finding]]:
-    """Check a running, finished or failed run; print the findings and write a page outside the run."""
-    run.check_is_run()
-    page = out or next_folder(str(run.path), "doctor")
-    check_out(page, what="the folder of the findings")
-    with StopSignals(saves=False):
-        findings = check_run(run, device, samples=0 if quick else 64)
-    return _publish(page, f"Checks of {run.path}", findings), findings
+def _check_source(config: Config, stop: StopSignals, quick: bool) -> list[Finding]:
+    device = choose_device(config.training.device)
+    prepared, config = load_images(config, stop)
+    findings = _check_source_images(prepared, config, stop)
+    return findings + _check_planned_run(prepared, config, device, stop, quick)
 
 
 def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -> list[Finding]:
@@ -103,19 +104,6 @@ def _check_planned_run(
             findings.append(overfit_one_batch(config, state, objective, images, stop=stop, see=see, show=show))
             findings += dry_run(config, prepared, device, stop)
     return findings
-
-
-def _publish(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
-    print_findings(findings)
-    return write_findings(folder, title, findings)
-
-
-def doctor(request: DoctorRequest) -> tuple[Path, list[Finding]]:
-    """Examine what the request names: images, or a run. Return the page and the findings."""
-    run = RunFolder(Path(request.source))
-    if run.config_file.is_file():
-        return _examine_run(run, request.out, request.quick, request.settings.training.device)
-    return _examine_source(request.settings, request.out, request.quick)
 
 
 def main(request: DoctorRequest) -> int:

@@ -25,7 +25,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, json_values, render
+from unfog.reporting.findings import Figure, Finding, Severity, json_values, render
 from unfog.reporting.progress import print_result, say
 from unfog.reporting.records import write_atomic
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
@@ -57,21 +57,22 @@ class FindLrResult:
     def finding(self) -> Finding:
         """Return the suggestion as a finding, with the chart."""
         found, usual = self.range, self.usual
+        severity: Severity = "fine"
+        remedy = ""
+        if found.suggestion is None:
+            severity, evidence = "warning", f"no learning rate can be suggested: {found.reason}"
+        else:
+            evidence = f"learning rate {found.suggestion:g}: {found.reason}"
+            factor = max(found.suggestion / usual, usual / found.suggestion)
+            if factor <= 3:
+                evidence += f"; near to the {usual:g} of these settings"
+            else:
+                side = "lower" if usual < found.suggestion else "higher"
+                evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
+                severity, remedy = "hint", f"train with --lr {found.suggestion:g}"
         facts = {"suggestion": found.suggestion, "usual": usual}
         exhibits = (Figure("Loss by learning rate", svg=_lr_chart(found), caption=_CAPTION),)
-        if found.suggestion is None:
-            return Finding(
-                "lr.range", "warning", f"no learning rate can be suggested: {found.reason}", "", facts, exhibits
-            )
-        evidence = f"learning rate {found.suggestion:g}: {found.reason}"
-        if 1 / 3 <= found.suggestion / usual <= 3:
-            return Finding(
-                "lr.range", "fine", f"{evidence}; near to the {usual:g} of these settings", "", facts, exhibits
-            )
-        factor = max(found.suggestion / usual, usual / found.suggestion)
-        side = "lower" if usual < found.suggestion else "higher"
-        evidence += f"; the {usual:g} of these settings is {factor:.2g} times {side}"
-        return Finding("lr.range", "hint", evidence, f"train with --lr {found.suggestion:g}", facts, exhibits)
+        return Finding("lr.range", severity, evidence, remedy, facts, exhibits)
 
 
 _CAPTION = (
