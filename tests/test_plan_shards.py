@@ -19,7 +19,7 @@ from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
-from unfog.planning.memory_estimate import MemoryEstimator, _trace_step
+from unfog.planning.memory_estimate import MemoryEstimator, TracedStep, trace_step
 from unfog.planning.microbatch import MARGIN, memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
@@ -58,7 +58,7 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
         assert parts["average"] == 2 * parts["parameters"]
         assert parts["moments"] == pytest.approx(2 * parts["parameters"], rel=0.02)
         assert not parts["exchange"]
-        trace = _trace_step(given, device, 4, 2, False, 4)
+        trace = trace_step(TracedStep(given, device, 4, 2, False, 4))
         assert most(trace, "gathered") == pytest.approx(around + factor * block, rel=0.02)
         travelling = [size for size, kind in zip(trace.sizes, trace.kinds) if kind == "workspace"]
         assert sum(abs(size - factor * block) < 0.01 * block for size in travelling) >= 2 * 2 * DEPTH
@@ -205,7 +205,7 @@ def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
     output(started(*TORCHRUN, 2, script))
     share = config(4, 512, shard)
     MemoryEstimator(share, "cpu", 2).step(4, False)
-    predicted = live(_trace_step(share, "cpu", 4, 1, False, 2))
+    predicted = live(trace_step(TracedStep(share, "cpu", 4, 1, False, 2)))
     found = [int(Path(f"{out}{rank}").read_text()) for rank in range(2)]
     assert predicted > 100e6
     for taken in found:

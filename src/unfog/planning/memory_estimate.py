@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,14 @@ from unfog.planning.memory_trace import (
 )
 from unfog.training import optimizers as optim
 from unfog.training.distributed.fsdp import build_mesh, gathers_in_bf16, shard_network
+from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.precision import DTYPES, Precision
 from unfog.training.settings import AdamW, Custom, PrecisionName, Training
 from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh  # takes a second, which only sharding needs
 
 _TRACED = (2, 4)
 """Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
@@ -67,6 +71,22 @@ class MemoryEstimate:
         return _with_snapshot(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
 
 
+class TracedStep(NamedTuple):
+    """A training step whose memory on rank 0, which has the largest shard, is traced."""
+
+    config: Config
+    device: str
+    microbatch: int
+    passes: int
+    """Micro-batches of the step."""
+    checkpointing: bool = False
+    processes: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        return self.config.training.is_sharded(self.processes)
+
+
 class MemoryEstimator:
     """Estimates the memory of one configuration from traces, each of which takes a second of work and little memory.
 
@@ -78,7 +98,8 @@ class MemoryEstimator:
         processes: that train together.
     """
 
-    _made: ClassVar[dict[tuple[Config, str, int, int, bool, int], Trace]] = {}
+    # No `functools.cache`: a trace empties those of the package (`clear_package_caches`).
+    _made: ClassVar[dict[TracedStep, Trace]] = {}
 
     def __init__(self, config: Config, device: str, processes: int = 1):
         self.config, self.device, self.processes = _traceable(config), device, processes
@@ -123,15 +144,16 @@ class MemoryEstimator:
         return round(_checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
-        key = (_trace_key(self.config), self.device, microbatch, passes, checkpointing, self.processes)
+        step = TracedStep(self.config, self.device, microbatch, passes, checkpointing, self.processes)
+        key = step._replace(config=_trace_key(self.config))
         if key not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.clear()
             if self._divided and not self._known:
                 # The first trace also has tensors by which torch derives the sharding of each operation, once.
-                _trace_step(self.config, *key[1:])
+                trace_step(step)
                 self._known = True
-            self._made[key] = _trace_step(self.config, *key[1:])
+            self._made[key] = trace_step(step)
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
@@ -165,9 +187,8 @@ def _trace_key(config: Config) -> Config:
     training = Training(precision=used.precision, clip=used.clip, shard=used.shard)
     optimizer, usual = replace(config.optimizer, lr=1.0, warmup=1), Config()
     asides = {name: getattr(usual, name) for name in ("preview", "evaluate", "log", "checkpoint")}
-    averages = replace(
-        config.ema_snapshots, every=min(config.ema_snapshots.every, 0)
-    )  # only whether there are any matters
+    # Only whether there are snapshots matters.
+    averages = replace(config.ema_snapshots, every=min(config.ema_snapshots.every, 0))
     return replace(config, training=training, optimizer=optimizer, ema_snapshots=averages, **asides)
 
 
@@ -187,51 +208,15 @@ def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
     return peak + (snapshot if device == "cpu" else 0)
 
 
-def _trace_step(
-    config: Config, device: str, microbatch: int, passes: int, checkpointing: bool = False, processes: int = 1
-) -> Trace:
-    """Trace training steps of `passes` micro-batches, from the building of the network on.
-
-    Args:
-        processes: that train together; the trace is of rank 0, which has the largest shard.
-    """
-    training, cpu, apart = config.training, torch.device("cpu"), config.training.is_sharded(processes)
-    # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, AutocastEmulation casts.
-    here: PrecisionName = "fp32" if device != "cpu" or training.precision == "fp32" else "bf16"
+def trace_step(step: TracedStep) -> Trace:
+    """Trace a training step, from the building of the network on."""
+    config, training = step.config, step.config.training
     augment, objective = build_augmentation(config), build_loss(config)
 
     def work(recorder: Recorder) -> None:
-        if here == "bf16":
-            recorder.allocate(ONEDNN_HALF, "library")
-        recorder.kind = "parameters"
-        network = build_network(config)
-        if mesh is not None:
-            shard_network(network, mesh, gathers_in_bf16(training.precision, device))
-            recorder.begin()  # the network is built on the meta device: see `Shards`
-        network.checkpointing = checkpointing
-        recorder.kind = "workspace"
-        second = config.ema_snapshots.second_schedule(config.ema)
-        state = TrainState(network, config.optimizer, config.ema, Precision(here, cpu), second)
-        for average in filter(None, (state.ema, state.second_ema)):
-            recorder.name("average", map(to_local, [*average.parameters, *average.buffers]))
-        _allocate_moments(recorder, state)
-        if (
-            processes > 1 and not apart
-        ):  # gradient buckets of DistributedDataParallel, made in C++ where no trace sees them
-            recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
-        for _ in range(passes):
-            label = blank_labels(config, microbatch)
-            with recorder.keeping("activations"):
-                x0, condition = augment(zero_batch(config, microbatch))
-                with state.precision.autocast():
-                    loss = objective(network, x0, label, condition)
-                if apart:  # layers around the blocks stay gathered until the backward pass is over
-                    recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
-                total = loss.per_image.sum() / training.batch
-                del x0, condition
-            state.precision.backward(total)
-            recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
-            del loss, total, label
+        state = _build_state(recorder, step, mesh)
+        for _ in range(step.passes):
+            _run_micro_batch(recorder, step, state, augment, objective)
         state.precision.gradient_norm(state.optimizer)
         state.precision.update(state.optimizer, training.clip, 2 * training.clip, True)  # clips for any norm
         state.optimizer.zero_grad(set_to_none=True)
@@ -239,9 +224,52 @@ def _trace_step(
         for average in filter(None, (state.ema, state.second_ema)):
             average.update(1)
 
-    with fake_process_group(processes) if apart else nullcontext():
-        mesh = build_mesh("cpu", processes) if apart else None
-        return record_trace(work, device, DTYPES.get(training.precision))
+    with fake_process_group(step.processes) if step.sharded else nullcontext():
+        mesh = build_mesh("cpu", step.processes) if step.sharded else None
+        return record_trace(work, step.device, DTYPES.get(training.precision))
+
+
+def _build_state(recorder: Recorder, step: TracedStep, mesh: DeviceMesh | None) -> TrainState:
+    """Build what a run holds all the time: network, EMAs and optimiser."""
+    config, precision = step.config, step.config.training.precision
+    # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, AutocastEmulation casts.
+    here: PrecisionName = "fp32" if step.device != "cpu" or precision == "fp32" else "bf16"
+    if here == "bf16":
+        recorder.allocate(ONEDNN_HALF, "library")
+    recorder.kind = "parameters"
+    network = build_network(config)
+    if mesh is not None:
+        shard_network(network, mesh, gathers_in_bf16(precision, step.device))
+        recorder.begin()  # the network is built on the meta device: see `Shards`
+    network.checkpointing = step.checkpointing
+    recorder.kind = "workspace"
+    second = config.ema_snapshots.second_schedule(config.ema)
+    state = TrainState(network, config.optimizer, config.ema, Precision(here, torch.device("cpu")), second)
+    for average in filter(None, (state.ema, state.second_ema)):
+        recorder.name("average", map(to_local, [*average.parameters, *average.buffers]))
+    _allocate_moments(recorder, state)
+    if step.processes > 1 and not step.sharded:
+        # Gradient buckets of DistributedDataParallel, made in C++ where no trace sees them.
+        recorder.allocate(sum(p.nbytes for p in network.parameters()), "exchange")
+    return state
+
+
+def _run_micro_batch(
+    recorder: Recorder, step: TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
+) -> None:
+    """Run forward and backward pass of a micro-batch."""
+    config, network = step.config, state.model
+    label = blank_labels(config, step.microbatch)
+    with recorder.keeping("activations"):
+        x0, condition = augment(zero_batch(config, step.microbatch))
+        with state.precision.autocast():
+            loss = objective(network, x0, label, condition)
+        if step.sharded:  # layers around the blocks stay gathered until the backward pass is over
+            recorder.name("gathered", (p for p in network.parameters() if p.ndim and not is_sharded(p)))
+        total = loss.per_image.sum() / config.training.batch
+        del x0, condition  # the training loop holds neither any longer in the backward pass
+    state.precision.backward(total)
+    recorder.name("gradients", (to_local(p.grad) for p in network.parameters() if p.grad is not None))
 
 
 def _allocate_moments(recorder: Recorder, state: TrainState) -> None:
