@@ -87,12 +87,14 @@ def test_operations_of_attention_are_counted_by_hand(size):
 def test_time_is_arithmetic_or_launches():
     device = find_device("h100")
     work = count_flops(Convolution, (3, 8, 8))._replace(training=1e12, forward=3e11, operations=1000)
-    fast, slow = step_time(work, 64, 1, device, half=True, checkpointing=False)
+    fast, slow = step_time(work, device, Training(batch=64, precision="fp16"))
     assert fast == pytest.approx(64e12 / (0.40 * 989e12))
     assert slow == pytest.approx(64e12 / (0.15 * 989e12))
-    assert step_time(work, 64, 1, device, half=True, checkpointing=True).low == pytest.approx(1.3 * fast)
-    assert step_time(work, 64, 1, device, half=False, checkpointing=False).low > 5 * fast
-    tiny = step_time(work._replace(training=1e6), 64, 2, device, half=True, checkpointing=False)
+    assert step_time(work, device, Training(batch=64, precision="fp16", checkpointing=True)).low == pytest.approx(
+        1.3 * fast
+    )
+    assert step_time(work, device, Training(batch=64, precision="fp32")).low > 5 * fast
+    tiny = step_time(work._replace(training=1e6), device, Training(batch=64, microbatch=32, precision="fp16"))
     assert tiny.low == tiny.high > 1e-3
 
 

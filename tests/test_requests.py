@@ -535,7 +535,7 @@ def test_lists_leave_the_last_word_to_the_run():
         "-n=3 run --label cat dog",
     ):
         given = parse_args(words.split(), Sample, "unfog sample", {})
-        assert (given.positionals, given.table) == (["run"], {"label": ("cat", "dog"), "n": 3})
+        assert (given.named, given.table) == ({"run": Path("run")}, {"label": ("cat", "dog"), "n": 3})
 
 
 def test_ways_to_write_a_flag():

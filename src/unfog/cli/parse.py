@@ -135,10 +135,8 @@ class _Flag:
 class ParsedArgs:
     """The words of a command, parsed."""
 
-    positionals: list[str] = field(default_factory=list)
-    """Words without a flag, in order: SOURCE, or RUN, or SOURCE and OUT."""
     named: dict[str, Any] = field(default_factory=dict)
-    """The same by the names of their fields."""
+    """Words without a flag, by the names of their fields: source, or run, or source and out."""
     table: dict[str, Any] = field(default_factory=dict)
     """Values of the flags as a nested table, for `unfog.config.toml.update`."""
     spelled: dict[tuple[str, ...], tuple[str, list[str]]] = field(default_factory=dict)
@@ -232,8 +230,7 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
             args.put(flag, spelled, values)
     if len(free) != len(metavars):
         raise RequestError(_wrong_count(free, args, prog, metavars))
-    args.positionals = [os.path.expanduser(word) for word in free]
-    args.named = {name: hint(word) for (name, (hint, _)), word in zip(positionals.items(), args.positionals)}
+    args.named = {name: hint(os.path.expanduser(word)) for (name, (hint, _)), word in zip(positionals.items(), free)}
     return args
 
 

@@ -90,7 +90,7 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
             with suppress(RequestError):
                 default = _shown_settings(command, _parse(command, attempt, None).table)
     args = _parse(command, words, _blank(kind, settings=default))
-    changes, source = args.table.get("settings", {}), args.positionals[0]
+    changes, source = args.table.get("settings", {}), args.named["source"]
     if command == "doctor" and RunFolder(Path(source)).config_file.is_file():
         if others := [flag for path, (flag, _) in args.spelled.items() if path[-1] not in ("out", "quick", "device")]:
             raise RequestError(f"a run has its own settings, so {', '.join(others)} cannot be given with it")
@@ -127,7 +127,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
     with suppress(RequestError, OSError, ValueError):
         shown = next((run.read_config() for run in runs if run.config_file.is_file()), Config())
     args = _parse("resume", words, _blank(kind, settings=shown.without_length()))
-    folder = _open_run(Path(args.positionals[0]))
+    folder = _open_run(args.named["run"])
     stored, table = folder.read_config(), args.table
     config = apply_resume_changes(stored, table.get("settings", {}))
     if source := table.get("source"):

@@ -177,8 +177,14 @@ class PackRequest:
 
 
 @dataclass(frozen=True)
-class _SlurmJob:
-    """Nodes, GPUs, cores and time limit of a job."""
+class SlurmRequest:
+    """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
+
+    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
+
+    The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
+    sbatch, or add them to the file.
+    """
 
     nodes: int = 1
     """Number of nodes."""
@@ -194,6 +200,16 @@ class _SlurmJob:
     """Account to charge. Default: yours."""
     container: str = ""
     """Image to run in: an Apptainer file (.sif), or any other with pyxis. Default: this Python environment."""
+    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Path of the new batch file. Default: the name of the run with .sbatch."""
+    words: Suppress[tuple[str, ...]] = ()
+    """The words of the command line after `unfog slurm`, noted in the file."""
+    command: Suppress[tuple[str, ...]] = ()
+    """The command that begins the run: `train …` with its --out, or `resume …`."""
+    run: Suppress[Path] = Path()
+    """Folder of the run."""
+    source: Suppress[str] = ""
+    """The images."""
 
     def __post_init__(self) -> None:
         for name, least, most in (("nodes", 1, 10_000), ("gpus_per_node", 0, 64), ("cpus_per_task", 0, 4096)):
@@ -222,25 +238,3 @@ class _SlurmJob:
     def cores(self) -> int:
         """Number of CPU cores of each node."""
         return self.cpus_per_task or _CORES_PER_GPU * max(1, self.gpus_per_node)
-
-
-@dataclass(frozen=True)
-class SlurmRequest(_SlurmJob):
-    """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
-
-    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
-
-    The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
-    sbatch, or add them to the file.
-    """
-
-    file: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Path of the new batch file. Default: the name of the run with .sbatch."""
-    words: Suppress[tuple[str, ...]] = ()
-    """The words of the command line after `unfog slurm`, noted in the file."""
-    command: Suppress[tuple[str, ...]] = ()
-    """The command that begins the run: `train …` with its --out, or `resume …`."""
-    run: Suppress[Path] = Path()
-    """Folder of the run."""
-    source: Suppress[str] = ""
-    """The images."""

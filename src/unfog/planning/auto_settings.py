@@ -249,10 +249,7 @@ class AutoSettings:
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""
-        training = self.process_config().training
-        passes = -(-training.batch // microbatch_size(training))
-        half = training.precision != "fp32"
-        return step_time(self.network_cost, training.batch, passes, device, half, training.checkpointing)
+        return step_time(self.network_cost, device, self.process_config().training)
 
     @cached_property
     def network_cost(self) -> NetworkCost:

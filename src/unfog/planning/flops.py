@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from unfog.config.values import suggest
 from unfog.errors import RequestError
 from unfog.planning.memory_trace import clear_package_caches
+from unfog.training.settings import Training
+from unfog.training.stability.out_of_memory import microbatch_size
 
 GB = 10**9
 _TFLOPS = 10**12
@@ -142,11 +144,13 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
         return func(*args, **(kwargs or {}))
 
 
-def step_time(work: NetworkCost, batch: int, passes: int, device: Device, half: bool, checkpointing: bool) -> TimeRange:
+def step_time(work: NetworkCost, device: Device, training: Training) -> TimeRange:
     """Predict the seconds of a training step: of its FLOPs, or of its kernel launches if those take longer."""
-    flops = batch * (work.training + work.forward * checkpointing)  # recomputes the forward pass
-    launches = passes * work.operations * _LAUNCH * (4 / 3 if checkpointing else 1)
-    return _seconds(flops, device.half if half else device.full, launches)
+    recomputing = training.checkpointing  # takes another forward pass, a third of forward and backward pass
+    flops = training.batch * (work.training + work.forward * recomputing)
+    passes = -(-training.batch // microbatch_size(training))
+    launches = passes * work.operations * _LAUNCH * (4 / 3 if recomputing else 1)
+    return _seconds(flops, device.full if training.precision == "fp32" else device.half, launches)
 
 
 def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
