@@ -45,6 +45,7 @@ from unfog.training.precision import Precision
 from unfog.training.state import TrainState
 
 _OF_FINDING = ("code", "severity", "evidence", "remedy")
+_UNKNOWN = TimeRange(math.nan, math.nan)
 _SHOWN = ("batch", "microbatch", "checkpointing", "shard", "precision", "images")
 
 
@@ -145,13 +146,15 @@ def plan(request: PlanRequest) -> Plan:
         dataset, config = load_images(config, stop, few=True)
         machine = _describe_machine(config, device, target, dataset, processes)
         images = dataset.as_network_input.train
-        images = images if target or config.data.cache == "none" else decoded_images(images)
+        if target is None and config.data.cache != "none":
+            images = decoded_images(images)
         auto = AutoSettings(config, images, machine, stop, processes)
         fatal = _resolve(auto, 0 if target else bytes_to_decode(dataset, config) * processes)
         step, call = _step_and_call_time(auto)
+    available = machine.memory or 0
     memory, disk, findings = _predict_memory_and_disk(auto, dataset)
     if not fatal:
-        findings.append(_memory_finding(memory, machine.memory or 0))
+        findings.append(_memory_finding(memory, available))
     times = run_times(auto.config, step, call, len(dataset.held_out))
     if slow := time_finding(times["in all"]):
         findings.append(slow)
@@ -165,7 +168,7 @@ def plan(request: PlanRequest) -> Plan:
         memory.weights // 4,
         auto.network_cost,
         memory,
-        machine.memory or 0,
+        available,
         times,
         tuple(disk),
         tuple(fatal + findings),
@@ -180,7 +183,7 @@ def _resolve(auto: AutoSettings, to_decode: int) -> list[Finding]:
     auto.resolve_weight_decay()
     fatal = _image_memory_findings(to_decode) or _resolve_microbatch(auto)
     # From here on steps are timed, which cannot be done with what does not fit.
-    auto.machine = _with_speed(auto, auto.processes, runnable=not fatal)
+    auto.machine = _with_speed(auto, runnable=not fatal)
     auto.resolve_precision()
     auto.resolve_memory_format()
     auto.resolve_length()
@@ -200,13 +203,13 @@ def _describe_machine(
     return Machine(device, str(device), available)
 
 
-def _with_speed(auto: AutoSettings, processes: int, runnable: bool) -> Machine:
+def _with_speed(auto: AutoSettings, runnable: bool) -> Machine:
     """Return the machine with a way to tell its speed: a data sheet, a measurement, or none where nothing can run."""
     machine = replace(auto.machine, timed=runnable and not auto.sharded)
     slow = auto.config.training.batch * auto.network_cost.training > TOO_SLOW
-    if machine.data_sheet is None and machine.device.type == "cpu" and (processes > 1 or slow):
+    if machine.data_sheet is None and machine.device.type == "cpu" and (auto.processes > 1 or slow):
         # Several processes would disturb each other's timing, which one process cannot imitate.
-        return replace(machine, data_sheet=benchmark_cpu(machine.memory or 0, processes))
+        return replace(machine, data_sheet=benchmark_cpu(machine.memory or 0, auto.processes))
     return machine
 
 
@@ -217,7 +220,7 @@ def _step_and_call_time(auto: AutoSettings) -> tuple[TimeRange, TimeRange]:
     if sheet is not None:
         return auto.predicted_step_time(sheet), call_time(auto.network_cost, count, sheet).times(1 / count)
     if not auto.machine.timed:
-        return TimeRange(math.nan, math.nan), TimeRange(math.nan, math.nan)
+        return _UNKNOWN, _UNKNOWN
     step, call = auto.seconds_per_step(), seconds_per_call(config, device) / count
     return TimeRange(step, step), TimeRange(call, call)
 

@@ -201,7 +201,12 @@ def _settings(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _flatten(tree: Mapping[str, Any], section: str, sections: dict[str, dict[str, str]]) -> None:
-    values = {key: without_secrets(_text(value)) for key, value in tree.items() if not isinstance(value, dict)}
+    # Numbers hold no secrets.
+    values = {
+        key: _text(value) if isinstance(value, int | float) else without_secrets(_text(value))
+        for key, value in tree.items()
+        if not isinstance(value, dict)
+    }
     if values:
         sections[section] = values
     for key, value in tree.items():

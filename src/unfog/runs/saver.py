@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from unfog.config.schema import Config
-from unfog.config.toml import to_toml
 from unfog.errors import Interrupted, RunError
 from unfog.process.heartbeat import folder_identity
 from unfog.process.run_folder import RunFolder
@@ -29,7 +28,8 @@ _SHARE_OF_GRACE = 0.8  # of the seconds between a request to stop and the kill; 
 class Saver:
     """Copies the training state to host memory, has it written while training goes on, and rolls back to it."""
 
-    def __init__(self, context: RunContext, config: Config, recorder: Recorder):
+    def __init__(self, context: RunContext, config: Config, recorder: Recorder, settings: str):
+        self._settings = settings  # as TOML, for each checkpoint
         self.folder, self.config, self.recorder = context.folder, config, recorder
         self._stop, self._heartbeat = context.stop, context.heartbeat
         self._writer = CheckpointWriter(self.folder.checkpoints, config.checkpoint)
@@ -72,9 +72,8 @@ class Saver:
                     step, f"{bad} is not finite, so step {step:,} is not saved; the checkpoints are whole"
                 )
                 return
-            settings = to_toml(self.config.without_secrets())
             rollback = self._is_rollback_target(state, step)
-            self._writer.submit(snapshot.take_snapshot(state, step, rollback, for_best, settings), post)
+            self._writer.submit(snapshot.take_snapshot(state, step, rollback, for_best, self._settings), post)
             self._heartbeat.save_started()
         self.stall_seconds += time.perf_counter() - started
         if self._moved_from is not None:

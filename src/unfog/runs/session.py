@@ -13,6 +13,7 @@ import torch
 
 from unfog.config.resume_rules import settings_digests
 from unfog.config.schema import Config
+from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
@@ -136,7 +137,8 @@ class Session(StoppableHooks):
             warn(f"the report could not be written: {error}")
 
     def attach(self, recorder: Recorder) -> None:
-        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder)
+        settings = to_toml(self.config.without_secrets())
+        self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder, settings)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
 
     def _open_recorder(self) -> Recorder:
