@@ -7,19 +7,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.requests import PlanRequest
 from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
-from unfog.pipeline.build import build_network, zero_batch
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings, Machine
-from unfog.planning.disk import bytes_to_decode, check_disk_room, decoded_bytes, is_memory_mapped
+from unfog.planning.disk import bytes_to_decode, decoded_bytes, disk_lines, is_memory_mapped
 from unfog.planning.flops import Device, NetworkCost, TimeRange, call_time, find_device
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
@@ -36,13 +33,10 @@ from unfog.planning.timing import (
     time_finding,
 )
 from unfog.process.device import available_memory, choose_device
-from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
 from unfog.reporting.progress import format_bytes, plural, print_result
 from unfog.training.out_of_memory import microbatch_size
-from unfog.training.precision import Precision
-from unfog.training.state import TrainState
 
 _OF_FINDING = ("code", "severity", "evidence", "remedy")
 _UNKNOWN = TimeRange(math.nan, math.nan)
@@ -259,7 +253,7 @@ def _predict_memory_and_disk(auto: AutoSettings, dataset: Dataset) -> tuple[Memo
     images = decoded_bytes(dataset, config) if in_memory else 0
     estimator = MemoryEstimator(with_precision(share), auto.machine.device.type, auto.processes)
     memory = estimator.estimate(microbatch_size(share.training), config.training.checkpointing, images)
-    return memory, *_disk_lines(config, dataset, images)
+    return memory, *disk_lines(config, dataset, images)
 
 
 def _memory_finding(memory: MemoryEstimate, available: int) -> Finding:
@@ -270,30 +264,6 @@ def _memory_finding(memory: MemoryEstimate, available: int) -> Finding:
         return Finding("plan.memory", "fine", evidence, facts=facts)
     remedy = "lower --microbatch, --preview.images or --evaluate.images"
     return Finding("plan.memory", "fatal" if memory.peak > available else "warning", evidence, remedy, facts)
-
-
-def _disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str], list[Finding]]:
-    """Return lines on what a run writes, and whether there is room for it."""
-    lines: list[str] = []
-    if not in_memory and config.data.cache != "none":
-        there = isinstance(prepared.train.pixels, np.ndarray)
-        when = "in the cache already" if there else "which the run decodes first"
-        lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
-    if config.uses_latents:
-        count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
-        lines.append(f"{format_bytes(2 * count)} of latents, in the cache")
-    steps = config.training.images // config.training.batch
-    with FakeTensorMode():  # only the sizes are needed
-        state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
-    try:
-        line = check_disk_room(
-            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.ema_snapshots
-        )
-    except RequestError as error:
-        return lines, [Finding("plan.disk", "fatal", str(error))]
-    waits = "may have to wait" in line
-    lines.append(line.removeprefix("disk: "))
-    return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
 
 
 def main(request: PlanRequest) -> int:

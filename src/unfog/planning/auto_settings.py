@@ -19,7 +19,6 @@ from unfog.planning.intervals import Changes, Choice, choose_intervals, open_int
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
-from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 

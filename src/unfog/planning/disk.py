@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
 from unfog.errors import RequestError
+from unfog.pipeline.build import build_network, zero_batch
+from unfog.process.run_folder import next_folder
+from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_bytes
 from unfog.training.checkpoints.writer import free_bytes
+from unfog.training.precision import Precision
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, Checkpoint, EmaSnapshots
 from unfog.training.state import TrainState
 
@@ -95,3 +101,27 @@ def is_memory_mapped(prepared: Dataset) -> bool:
             return True
         pixels = pixels.base
     return pixels is not None  # an array that owns its memory has no base
+
+
+def disk_lines(config: Config, prepared: Dataset, in_memory: int) -> tuple[list[str], list[Finding]]:
+    """Return lines on what a run writes, with `in_memory` bytes of decoded images, and findings about room for it."""
+    lines: list[str] = []
+    if not in_memory and config.data.cache != "none":
+        there = isinstance(prepared.train.pixels, np.ndarray)
+        when = "in the cache already" if there else "which the run decodes first"
+        lines.append(f"{format_bytes(decoded_bytes(prepared, config))} of decoded images, {when}")
+    if config.uses_latents:
+        count = (len(prepared.train) + len(prepared.held_out)) * zero_batch(config, 1).numel()
+        lines.append(f"{format_bytes(2 * count)} of latents, in the cache")
+    steps = config.training.images // config.training.batch
+    with FakeTensorMode():  # only the sizes are needed
+        state = TrainState(build_network(config), config.optimizer, config.ema, Precision("fp32", torch.device("cpu")))
+    try:
+        line = check_disk_room(
+            next_folder(config.source).absolute() / "checkpoints", state, config.checkpoint, steps, config.ema_snapshots
+        )
+    except RequestError as error:
+        return lines, [Finding("plan.disk", "fatal", str(error))]
+    waits = "may have to wait" in line
+    lines.append(line.removeprefix("disk: "))
+    return lines, [Finding("plan.disk", "warning" if waits else "fine", line)]
