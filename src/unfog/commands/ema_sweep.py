@@ -107,12 +107,12 @@ class EmaSweepResult:
         series = {self.metric: ([row.width for row in self.rows], [row.value for row in self.rows])}
         exhibits = (
             Figure(f"{self.metric} by EMA width", svg=line_chart(series, "width", self.metric)),
-            Figure("Widths", table=self.table(), caption=CAPTION),
+            Figure("Widths", table=self.table(), caption=_CAPTION),
         )
         return Finding("ema.sweep", "hint" if edge else "fine", said, remedy, asdict(self), exhibits)
 
 
-CAPTION = (
+_CAPTION = (
     "Width is the standard deviation of the averaging window as a share of the run so far. Each EMA is a weighted sum "
     "of snapshots. 'Profile off by' is the error of its averaging window; the error of its weights is far smaller."
 )
@@ -139,7 +139,7 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
     to_measure = _rebuildable_widths(kept, config, widths, step)
     step = solve_mixture(kept, to_measure[0], step).step
     place = choose_device(request.device)
-    folder.check_writable()
+    folder.check_writable()  # fails now rather than after minutes
     with StopSignals(saves=False) as stop:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
@@ -255,16 +255,12 @@ def _write_result(swept: EmaSweepResult, folder: RunFolder) -> None:
     write_atomic(folder.path / PAGE_FILE, page.encode("utf-8", "replace"))
 
 
-def _report_sweep(swept: EmaSweepResult) -> None:
-    """Print the table and the finding on stderr, and the best width on stdout."""
+def main(request: EmaSweepRequest) -> int:
+    """Sweep, print the best width, and return the exit status."""
+    swept = ema_sweep(request)
     for line in swept.lines():
         say(f"  {line}")
     say(f"  {swept.finding()}")
     say(f"  {PAGE_FILE} shows it; this run is sampled with this width until {SWEEP_FILE} is deleted")
     print_result(f"{swept.best.width:g}")
-
-
-def main(request: EmaSweepRequest) -> int:
-    """Sweep, print the best width, and return the exit status."""
-    _report_sweep(ema_sweep(request))
     return 0

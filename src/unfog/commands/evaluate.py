@@ -26,6 +26,7 @@ def _evaluate(request: EvaluateRequest) -> None:
     check_sampler(override_sampler(stored.sampler, request.sampler, request.steps), stored.diffusion.schedule)
     if request.reference not in ("", "held-out"):
         check_source(request.reference)
+    # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
     from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report

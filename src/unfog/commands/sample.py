@@ -15,6 +15,7 @@ def main(request: SampleRequest) -> int:
     sampler = override_sampler(stored.sampler, request.sampler, request.steps)
     check_sampler(sampler, stored.diffusion.schedule)
     check_out(request.out or unused_path(request.run / "pictures"), what="the folder of the samples")
+    # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
     from unfog.pipeline.generate import parse_labels
     from unfog.pipeline.image_files import DenoisingStrip, build_edit, write_images

@@ -59,7 +59,7 @@ def main(request: SlurmRequest) -> int:
     """Write the batch file, print its path, and return the exit status."""
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
-        with file.open("x") as batch:
+        with file.open("x") as batch:  # a batch file that is there may have been edited
             batch.write(_batch_script(request))
     except FileExistsError:
         raise RequestError(f"{sanitize(str(file))[1:-1]} is there already; give another --file, or remove it") from None

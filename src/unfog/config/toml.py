@@ -48,6 +48,7 @@ def _tables(settings: Any, name: str) -> list[str]:
     if hasattr(type(settings), "kind") and "kind" not in [f.name for f in fields(settings)]:
         lines.append(f'kind = "{settings.kind}"')
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    # Before the sub-tables: a key below the header of one would belong to it.
     lines += [f"{k} = {_literal(v)}" for k, v in values.items() if v is not None and not is_dataclass(v)]
     for key, value in values.items():
         if is_dataclass(value):
@@ -82,7 +83,7 @@ def read_toml(path: Path, base: T) -> T:
     """Return `from_toml` of a file. Messages of RequestError begin with its name."""
     try:
         with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
+            content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
         return from_toml(content.decode("utf-8-sig").replace("\r\n", "\n"), base)  # editors may begin with a BOM

@@ -275,6 +275,7 @@ def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
             ended = _ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
                 return Ramp(start, tuple(rates), tuple(losses), ended), pace
+            # Equal factors over the steps that are left, whose number may have just changed.
             rates.append(rates[-1] * (_HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
 
 

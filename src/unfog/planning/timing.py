@@ -66,6 +66,7 @@ def seconds_per_step(
     with torch.random.fork_rng(mine), Progress(f"measuring steps in {config.training.precision}", None) as progress:
         clock = _StepTimer(limit, progress, stop_requested)
         train(
+            # A length that is never reached: the timer ends the loop.
             LoopSettings(replace(config.training, images=10**9 * config.training.batch), config.optimizer),
             state,
             Task(
@@ -156,7 +157,7 @@ def benchmark_cpu(memory: int, processes: int = 1) -> Device:
         started = time.perf_counter()
         _ = a @ a
         spent.append(time.perf_counter() - started)
-    rate = 2 * _MATRIX**3 / min(spent) / processes
+    rate = 2 * _MATRIX**3 / min(spent) / processes  # the fastest, which other work on the machine disturbed least
     return Device("cpu", memory, rate, rate, "fp32")
 
 
@@ -198,7 +199,7 @@ def seconds_per_call(config: Config, device: torch.device) -> float:
     with Progress("measuring a call of the network", 4) as progress:
         for done in range(4):
             started = time.perf_counter()
-            denoise(x, logsnr, label).sum().item()
+            denoise(x, logsnr, label).sum().item()  # waits for the device, which works asynchronously
             spent.append(time.perf_counter() - started)
             progress.update(done + 1)
     return statistics.median(spent[1:])  # the first also allocates

@@ -42,11 +42,9 @@ def peak_bytes() -> int:
 
 
 def _status(name: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    with suppress(OSError, ValueError):
+        return _field(Path("/proc/self/status"), name) * 1024
+    return 0
 
 
 def available_memory(device: torch.device) -> int:
