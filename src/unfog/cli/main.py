@@ -107,7 +107,6 @@ def _prepare_streams() -> None:
 
 
 def _run(words: list[str]) -> int:
-    """Run the command that the first word names, and return its exit status."""
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
         return 0 if words else 2

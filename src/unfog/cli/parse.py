@@ -256,7 +256,6 @@ def _take_values(flag: _Flag, had: int, left: list[str], flags: Mapping[str, _Fl
 
 
 def _check_count(flag: _Flag, spelled: str, values: list[str]) -> None:
-    """Raise RequestError if a flag has too few words."""
     least, _ = flag.counts()
     if len(values) < least:
         many = f"{least} values, each {describe_type(get_args(flag.annotation)[0])}" if least > 1 else "a value"

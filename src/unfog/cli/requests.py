@@ -109,13 +109,11 @@ def _training_request(command: str, words: Sequence[str]) -> Any:
 
 
 def _base(command: str, table: dict[str, Any]) -> Config:
-    """Return the settings that the flags change."""
     recipe = autoencoder_recipe() if command == "train-autoencoder" else preset(table.get("preset", "default"))
     return base_settings(recipe, table.get("config"), table.get("settings", {}))
 
 
 def _shown_settings(command: str, table: dict[str, Any]) -> Config | AutoencoderRunSettings:
-    """Return the settings that --help shows as defaults."""
     settings = _base(command, table).without_length()
     return AutoencoderRunSettings.of(settings) if command == "train-autoencoder" else settings
 

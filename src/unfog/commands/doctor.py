@@ -73,7 +73,6 @@ def _check_source_images(prepared: Dataset, config: Config, stop: StopSignals) -
 
 
 def _check_pack(path: Path, progress: Callable[[int, int], None]) -> Finding:
-    """Verify the checksums of a pack."""
     troubles = Pack.verify(path, progress)
     if not troubles:
         return Finding("data.pack", "fine", f"the checksums of {path} are right")

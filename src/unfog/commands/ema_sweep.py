@@ -47,8 +47,6 @@ _USUAL_N = {_LOSS: 512, "kid": 1000, "fid": 10_000, "fd": 1000, "sliced": 1000}
 
 
 class _WidthResult(NamedTuple):
-    """Metric of the EMA of one width."""
-
     width: float
     value: float
     error: float | None

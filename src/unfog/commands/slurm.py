@@ -74,7 +74,6 @@ def main(request: SlurmRequest) -> int:
 
 
 def _batch_script(request: SlurmRequest) -> str:
-    """Return the text of the batch file."""
     command = shlex.join(request.command)
     processes = max(1, request.gpus_per_node)
     options = {"partition": request.partition, "account": request.account}

@@ -231,6 +231,5 @@ class ReportRequest:
 
 
 def _check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
-    """Raise RequestError if both name a checkpoint."""
     if best and checkpoint is not None:
         raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")

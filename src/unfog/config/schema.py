@@ -115,7 +115,6 @@ class Config:
         return replace(self, training=replace(self.training, **length))
 
     def _check_averages(self) -> None:
-        """Raise RequestError if both EMAs have nearly the same width."""
         second = self.ema_snapshots.second
         if second and isinstance(self.ema, PowerEma) and abs(math.log(second / self.ema.width)) < 0.2:
             raise RequestError(

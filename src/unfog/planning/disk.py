@@ -27,8 +27,6 @@ _RECORDS = 16 * 10**6  # bytes for previews, metrics and logs
 
 
 class _DiskSpace(NamedTuple):
-    """Bytes that the checkpoints and EMA snapshots of a run take."""
-
     checkpoint: int
     """Bytes of one checkpoint."""
     checkpoints: int

@@ -228,8 +228,6 @@ class LossProbe:
 
 
 class _ProgressHooks(TrainingHooks):
-    """Training hooks that show progress and stop on request."""
-
     def __init__(self, subject: LrTestSetup, progress: Progress, before: int = 0):
         self.stop_requested = subject.stop_requested  # type: ignore[method-assign]
         self.progress, self.before = progress, before

@@ -257,7 +257,6 @@ def _build_state(recorder: Recorder, step: TracedStep, mesh: DeviceMesh | None) 
 def _run_micro_batch(
     recorder: Recorder, step: TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
 ) -> None:
-    """Run forward and backward pass of a micro-batch."""
     config, network = step.config, state.model
     label = blank_labels(config, step.microbatch)
     with recorder.keeping("activations"):

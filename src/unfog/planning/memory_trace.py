@@ -167,7 +167,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's output: one, a tuple or a list."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, tuple | list):
