@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unfog.data.sources.builtin_fashion import FASHION_CLASSES
+from unfog.data.sources.builtin_fashion import FashionSource
 
 SHEET = Path(__file__).parents[1] / "src/unfog/data/builtin/fashion.png"
 
@@ -32,7 +32,7 @@ def first_distinct(folder: Path, count: int) -> list[np.ndarray]:
 
 def main(folder: Path) -> None:
     """Write the sheet where the package reads it."""
-    tiles = np.concatenate([first_distinct(folder / name, 1000) for name in FASHION_CLASSES])
+    tiles = np.concatenate([first_distinct(folder / name, 1000) for name in FashionSource.classes])
     sheet = tiles.reshape(100, 100, 28, 28).swapaxes(1, 2).reshape(2800, 2800)
     Image.fromarray(sheet).save(SHEET, optimize=True)
 

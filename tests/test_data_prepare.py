@@ -143,7 +143,7 @@ def test_held_out_stays_when_images_are_added(tmp_path: Path) -> None:
 
 
 def test_held_out_is_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "MAX_HELD_OUT", 10)
+    monkeypatch.setattr(survey, "_MAX_HELD_OUT", 10)
     folder = fill(tmp_path / "many", 200)
     prepared = run(folder, Data(size=4, held_out=0.5, cache="memory"))
     assert (len(prepared.train), len(prepared.held_out)) == (190, 10)
@@ -315,7 +315,7 @@ def test_a_cache_that_cannot_be_written_is_explained_or_done_without(
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(RequestError, match=r"cannot be written .*set UNFOG_CACHE"):
         run(folder, Data(cache="disk"))
-    monkeypatch.setattr(preparing, "MEMORY_FILE_BYTES", 0)
+    monkeypatch.setattr(preparing, "_MEMORY_FILE_BYTES", 0)
     assert len(run(folder, Data(cache="auto")).train) == 20
 
 
@@ -387,7 +387,7 @@ def test_large_sets_go_to_disk_by_themselves(
     folder = fill(tmp_path / "set", 20)
     run(folder, Data())
     assert not list(cache_folder.iterdir())
-    monkeypatch.setattr(preparing, "MEMORY_PIXEL_BYTES", 1000)
+    monkeypatch.setattr(preparing, "_MEMORY_PIXEL_BYTES", 1000)
     run(folder, Data())
     assert list(cache_folder.glob("*/pack.json"))
 

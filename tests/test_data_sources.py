@@ -19,7 +19,7 @@ from unfog.data.scan import split_held_out
 from unfog.data.settings import Data
 from unfog.data.sources import registry
 from unfog.data.sources.base import ImageError, SourceLocation
-from unfog.data.sources.builtin_fashion import FASHION_CLASSES, FashionSource
+from unfog.data.sources.builtin_fashion import FashionSource
 from unfog.data.sources.folder import FolderSource
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import read_labels
@@ -263,7 +263,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     train, held_out = prepared.train, prepared.held_out
     assert train.pixels.shape == (9000, 1, 28, 28)
     assert held_out.pixels.shape == (1000, 1, 28, 28)
-    assert train.classes == FASHION_CLASSES
+    assert train.classes == FashionSource.classes
     assert train.labels is not None
     assert held_out.labels is not None
     assert np.bincount(train.labels).tolist() == [900] * 10
@@ -279,7 +279,7 @@ def test_fashion_is_ten_classes_of_a_thousand_and_loads_at_once() -> None:
     # The known look of the set: means of Fashion-MNIST's 70,000 are 72.9 in all; trousers are dark, pullovers bright.
     assert both.mean() == pytest.approx(72.9, abs=1.5)
     means = [train.pixels[train.labels == label].mean() for label in range(10)]
-    assert means[FASHION_CLASSES.index("sandal")] < 40 < 90 < means[FASHION_CLASSES.index("pullover")]
+    assert means[FashionSource.classes.index("sandal")] < 40 < 90 < means[FashionSource.classes.index("pullover")]
 
 
 def test_fashion_is_what_the_package_ships() -> None:

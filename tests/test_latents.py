@@ -173,7 +173,7 @@ def test_an_interruption_is_gone_on_with_where_the_rest_fits(codec, monkeypatch)
             raise KeyboardInterrupt
 
     monkeypatch.setattr("unfog.data.latents.free_bytes", room)
-    monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 0)
+    monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 0)
     with pytest.raises(KeyboardInterrupt):
         load_or_encode("k", wanted(codec, sets), stop)
     assert room() < needed
@@ -259,7 +259,7 @@ def test_without_a_cache_they_are_kept_in_memory(codec, monkeypatch, tmp_path):
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file"))
     stored = load_or_encode("k", wanted(codec, [images(3)]), quiet)
     assert not isinstance(stored.latents, np.memmap)
-    monkeypatch.setattr("unfog.data.latents.IN_MEMORY", 10)
+    monkeypatch.setattr("unfog.data.latents._IN_MEMORY", 10)
     with pytest.raises(RequestError, match="cannot be written; set UNFOG_CACHE"):
         load_or_encode("k", wanted(codec, [images(3)]), quiet)
 

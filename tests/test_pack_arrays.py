@@ -211,12 +211,12 @@ def as_parquet(one: Any, folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", [saved, as_parquet])
 def test_a_dataset_with_its_classes(datasets: Any, tmp_path: Path, how: Callable[[Any, Path], Path]) -> None:
-    from unfog.data.sources.huggingface import HuggingFaceSource, is_parquet
+    from unfog.data.sources.huggingface import HuggingFaceSource, _is_parquet
 
     names = ["cat", "dog", "owl"]
     place = how(dataset(datasets, label=datasets.ClassLabel(names=names)), tmp_path / "set")
     source = HuggingFaceSource(str(place), "set")
-    assert is_parquet(place) == (how is as_parquet)
+    assert _is_parquet(place) == (how is as_parquet)
     assert np.array_equal(opened(source), RGB)
     assert source.classes == ("cat", "dog", "owl")
     assert source.labels is not None
@@ -287,12 +287,12 @@ def test_of_several_splits_train_is_taken_or_the_one_asked_for(datasets: Any, tm
     place = str(saved(splits, tmp_path / "set"))
     assert len(HuggingFaceSource(place, "set").names) == 5
     assert "split train of" in HuggingFaceSource(place, "set").name
-    assert len(HuggingFaceSource(place, "set", "test").names) == 3
+    assert len(HuggingFaceSource(f"{place}:test", "set").names) == 3
     with pytest.raises(RequestError, match=r"has no split 'val'; it has t\w+, t\w+"):
-        HuggingFaceSource(place, "set", "val")
+        HuggingFaceSource(f"{place}:val", "set")
     assert len(open_source(place).names) == 5  # known by its dataset_dict.json
     with pytest.raises(RequestError, match="has no splits, and so no 'test'"):
-        HuggingFaceSource(str(saved(dataset(datasets), tmp_path / "flat")), "flat", "test")
+        HuggingFaceSource(f"{saved(dataset(datasets), tmp_path / 'flat')}:test", "flat")
     assert len(open_source(saved(dataset(datasets), tmp_path / "one")).names) == 12
 
 

@@ -21,12 +21,12 @@ from unfog.checks.settings.overfit_one_batch import OverfitBatch
 from unfog.commands import find_lr
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
-from unfog.data import lazy
+from unfog.data import lazy, scan
 from unfog.data import prepare as preparing
 from unfog.data import stream as ahead
 from unfog.data.augmentation import Augment, to_model_range
 from unfog.data.dataset import Dataset
-from unfog.data.lazy import LazyPixels, _RowIndex
+from unfog.data.lazy import LazyPixels, _training_index
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, TransientImageError
@@ -99,14 +99,13 @@ def test_the_record_is_written_without_reading_everything(photos: Path) -> None:
 def test_rows_skip_those_held_out(held: set[int], more: int) -> None:
     n = max(held, default=0) + 1 + more
     indices = np.array(sorted(held), np.int64)
-    train, inside = _RowIndex(indices, n, inside=False), _RowIndex(indices, n, inside=True)
-    assert train.index(np.arange(len(train))).tolist() == [i for i in range(n) if i not in held]
-    assert inside.index(np.arange(len(inside))).tolist() == sorted(held)
+    train = np.arange(n - len(held))
+    assert _training_index(indices, train).tolist() == [i for i in range(n) if i not in held]
 
 
 def test_of_very_many_images_those_held_out_are_evenly_spaced(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "EVEN_SPLIT_FROM", 200)
-    monkeypatch.setattr(lazy, "MAX_HELD_OUT", 10)
+    monkeypatch.setattr(scan, "_EVEN_SPLIT_FROM", 200)
+    monkeypatch.setattr(scan, "_MAX_HELD_OUT", 10)
     prepared = prepare(open_source(photos), ASKED)
     assert (len(prepared.train), len(prepared.held_out)) == (290, 10)
     assert list(prepared.held_out.names) == [open_source(photos).names[i] for i in range(0, 300, 30)]
@@ -174,11 +173,11 @@ def test_what_passes_is_waited_for_and_changes_nothing(
     photos: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
 ) -> None:
     """Else a run that goes on after an outage would see other images than one that had none."""
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.001)
     source, plain = Flaky(photos, "flaky"), prepare(open_source(photos), replace(ASKED, held_out=0)).train
     lazy_set, at_once = (replace(ASKED, held_out=0, cache=cache) for cache in ("none", "memory"))
     fly = prepare(source, lazy_set).train
-    source.victim, source.failing, source.trouble = 30, range(1, bulk.TRIES), trouble
+    source.victim, source.failing, source.trouble = 30, range(1, bulk._TRIES), trouble
     taken = fly.take(np.arange(28, 33))
     assert taken.rows.tolist() == [28, 29, 30, 31, 32]
     assert np.array_equal(taken.pixels, plain.pixels[28:33])
@@ -188,9 +187,9 @@ def test_what_passes_is_waited_for_and_changes_nothing(
     source.failing = range(1, 10**6)
     for ask in (lambda: fly.take(np.arange(28, 33)), lambda: prepare(source, at_once)):
         source.asked = 0
-        with pytest.raises(RunError, match=rf"060\.png of flaky: .*also in {bulk.TRIES} tries; `unfog resume`"):
+        with pytest.raises(RunError, match=rf"060\.png of flaky: .*also in {bulk._TRIES} tries; `unfog resume`"):
             ask()
-        assert source.asked == bulk.TRIES
+        assert source.asked == bulk._TRIES
     assert fly.pixels.skipped == []
     source.failing = range(0)
     assert np.array_equal(fly.take(np.arange(28, 33)).pixels, plain.pixels[28:33])
@@ -211,7 +210,7 @@ def test_what_lasts_is_not_waited_for(photos: Path, trouble: Exception) -> None:
 def test_size_and_channels_are_not_chosen_by_those_that_an_outage_leaves(
     photos: Path, monkeypatch: pytest.MonkeyPatch, asked: Data
 ) -> None:
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.001)
     source = Flaky(photos, "flaky")
     source.victim, source.failing, source.trouble = 0, range(1, 3), TimeoutError()
     assert prepare(source, asked).settings == prepare(open_source(photos), asked).settings
@@ -480,7 +479,7 @@ def test_small_sets_stay_in_memory_without_a_word(photos: Path) -> None:
 def test_large_sets_are_decoded_once_if_that_pays(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     few = chosen(photos, to_draw=100)
     assert isinstance(few.train.pixels, LazyPixels)
     assert "as this run draws 100 of 300; --data.cache disk decodes all" in few.placement
@@ -493,7 +492,7 @@ def test_large_sets_are_decoded_once_if_that_pays(
 
 def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its fingerprint would be another, and the images held out of very many as well."""
-    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     source, asked = open_source(photos), replace(ASKED, cache="auto")
     fly = prepare(source, asked, to_draw=100).train.fingerprint
     assert prepare(source, asked, to_draw=5000, known=fly).train.fingerprint == fly
@@ -511,7 +510,7 @@ def test_a_run_that_goes_on_decodes_as_it_began(photos: Path, monkeypatch: pytes
 
 
 def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     monkeypatch.setattr("unfog.data.cache.shutil.disk_usage", lambda folder: type("", (), {"free": 300 * 192 * 2 - 1}))
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
@@ -521,7 +520,7 @@ def test_what_does_not_fit_in_half_the_room_is_decoded_each_time(photos: Path, m
 
 def test_an_interrupted_pack_counts_as_room_that_there_is(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that began with it would go on without, which is refused."""
-    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 100)
     total, source, asked = 2 * 300 * 64**2 * 3, open_source(photos), replace(ASKED, cache="auto", size=64)
 
@@ -544,9 +543,9 @@ def test_without_a_cache_to_write_to_small_ones_stay_in_memory(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("UNFOG_CACHE", str(tmp_path / "file/cache"))
-    monkeypatch.setattr(preparing, "MEMORY_FILES", 100)
+    monkeypatch.setattr(preparing, "_MEMORY_FILES", 100)
     assert "in memory, as the cache in" in chosen(photos).placement
-    monkeypatch.setattr(preparing, "MEMORY_PIXEL_BYTES", 1000)
+    monkeypatch.setattr(preparing, "_MEMORY_PIXEL_BYTES", 1000)
     prepared = chosen(photos)
     assert isinstance(prepared.train.pixels, LazyPixels)
     assert "cannot be written" in prepared.placement

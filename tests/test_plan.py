@@ -222,7 +222,7 @@ def test_processes_that_share_a_cpu_are_not_timed():
 def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_path):
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
-    monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
+    monkeypatch.setattr("unfog.data.prepare._MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.planning.timing._TIMED", 4)
     monkeypatch.setattr("unfog.commands.plan.available_memory", lambda device: 10**9)
     config = replace(asked(device="cpu", batch=2), source=str(tmp_path), data=Data(size=16, cache="memory"))
@@ -239,7 +239,7 @@ def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_pa
 def test_a_large_set_is_not_decoded_for_a_plan(monkeypatch, tmp_path):
     for i in range(100):
         Image.new("RGB", (16, 16), (i, 0, 0)).save(tmp_path / f"{i}.png")
-    monkeypatch.setattr("unfog.data.prepare.MEMORY_FILES", 10)
+    monkeypatch.setattr("unfog.data.prepare._MEMORY_FILES", 10)
     monkeypatch.setattr("unfog.data.prepare.cache.make", None)
     monkeypatch.setattr("unfog.planning.timing._TIMED", 4)
     planned = planned_for(

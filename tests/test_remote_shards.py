@@ -52,7 +52,7 @@ CARE = RemotePolicy(max_failed=0.2)
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.01)
     with serving() as server:
         yield server
 
@@ -343,7 +343,7 @@ def test_a_shard_that_fails_is_given_up_and_others_stand_in(
     whole = stream.index(0, N).tolist()
     if fault in ("stalled", "trickling"):
         monkeypatch.setattr(remote, "_SILENCE", 0.5)
-        monkeypatch.setattr(bulk, "PATIENCE", 1.0)
+        monkeypatch.setattr(bulk, "_PATIENCE", 1.0)
     web.faults["s-003.tar"] = fault
     found = numbers(stream, 0, N)
     given_up = shards_of(stream).failed
@@ -393,7 +393,7 @@ def test_a_shard_that_comes_back_is_missed_by_nobody(web: Server, monkeypatch: p
 
 
 def test_a_server_that_restarts_is_waited_for(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.1)
     stream = opened(web)
     whole = stream.index(0, N).tolist()
     assert numbers(stream, 0, 20) == whole[:20]

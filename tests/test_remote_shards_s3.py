@@ -49,7 +49,7 @@ class Bucket:
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.05)
     made = Bucket()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")

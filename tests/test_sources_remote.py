@@ -287,7 +287,7 @@ def test_the_first_look_at_a_server_is_tried_again_and_then_said(web: str) -> No
 
 
 def test_a_zip_whose_signature_expires_meanwhile_is_no_smaller_set(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(bulk, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(bulk, "_CHUNK", 16)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from unfog.data.settings import Data
 from unfog.sharded_rng import draw_rows
 
-CONDITIONS = 9
-"""Length of the augmentation condition."""
+CONDITIONS = 9  # length of the augmentation condition
 
 _OCTAVES = 0.2  # standard deviation of the binary logarithm of scale and stretch
 _SHIFT = 1 / 8  # of the side: standard deviation of a shift by fractions, largest shift by whole pixels
@@ -130,12 +129,13 @@ class _Geometry(NamedTuple):
         unflip_unzoom = (1 - 2 * self.flip) * (-_OCTAVES * self.zoom).exp2()[:, None]
         linear = unflip_unzoom[:, :, None] * (unturn @ unstretch)
         shift = (linear @ (-self.shift * _sides(x))[:, :, None])[:, :, 0]
+        # The filters of `_warp` are their own inverse only up to rounding.
         touched = (self.condition() != 0).any(dim=1)
         return torch.where(touched.view(-1, 1, 1, 1), _warp(x, linear, shift), x)
 
 
 def _draw_geometry(x: Tensor, p: float) -> _Geometry:
-    """Draw changes for images `x`, each with probability `p`, from torch's global generator of their device.
+    """Draw changes for images `x`, each with probability `p`.
 
     As in EDM, half of all images are flipped left to right whatever p is, if above 0. A flip top to bottom is a fair
     coin. Scale and stretch are 2^(0.2 n) with n normal; angles and the direction of a stretch are uniform; shifts are
@@ -211,7 +211,7 @@ def _cached_sides(width: int, height: int, device: torch.device) -> Tensor:
 
 
 def _fine(side: int, device: torch.device) -> Tensor:
-    """Return the fine pixels of a row that downsampling reads, in pixels from the centre: [2 side - 1 + 2 reach]."""
+    """Return the places, in pixels from the centre, of the fine pixels that downsampling a row reads."""
     return torch.arange(-_REACH, 2 * side - 1 + _REACH, device=device) / 2 - (side - 1) / 2
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import PIL
-from numpy.typing import NDArray
 
 from unfog.cache_folder import cache_folder
 from unfog.data.decode_pool import Progress
@@ -36,11 +35,12 @@ _JSON_FILES = [f"{name}.json{suffix}" for name in ("done", "latents") for suffix
 _LATENT_FILES = frozenset(["latents.f16", "rows.i64", *_JSON_FILES])
 
 
-def entry_key(stamp: str, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> str:
-    """Return the name of the entry for a source in this state, with these settings and labels."""
-    labels_digest = "" if labels is None else hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
-    matters = (settings.size, settings.channels, settings.background, settings.held_out, classes, labels_digest)
-    return hashlib.sha256(repr((FORMAT, PIL.__version__, stamp, matters)).encode()).hexdigest()[:32]
+def entry_key(scan: Scan, settings: Data) -> str:
+    """Return the name of the entry for a source, as it was when it was scanned, decoded with these settings."""
+    labels = "" if scan.labels is None else hashlib.sha256(np.ascontiguousarray(scan.labels).data).hexdigest()
+    matters = (settings.size, settings.channels, settings.background, settings.held_out, scan.classes, labels)
+    # Pillow's version, as another one may decode or resize to other values.
+    return hashlib.sha256(repr((FORMAT, PIL.__version__, scan.stamp, matters)).encode()).hexdigest()[:32]
 
 
 def load(key: str) -> Pack | None:
@@ -51,6 +51,7 @@ def load(key: str) -> Pack | None:
         if is_pack(folder / key):
             return Pack.open(folder / key)
         see = json.loads((folder / f"{key}.json").read_text("utf-8"))["see"]
+        # A bare name, so that the file cannot lead out of the cache folder.
         if re.fullmatch(r"\w+", see) and is_pack(folder / see):
             return Pack.open(folder / see)
     return None
@@ -74,7 +75,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
         # The source changed meanwhile, so the pack is of no single state of it: this process uses it, no other does.
         shutil.rmtree(folder / key, ignore_errors=True)  # mapped files stay for as long as they are mapped
         return pack
-    resolved = entry_key(scan.stamp, pack.resolve_settings(scan.settings), scan.classes, scan.labels)
+    resolved = entry_key(scan, pack.resolve_settings(scan.settings))
     if resolved != key:
         try:
             _redirect(folder / f"{resolved}.json", key)
@@ -84,21 +85,21 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
 
 
 def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
-    """Write the pack, or wait until another process has written it."""
     while not is_pack(folder):
         try:
             return write_pack(scan, folder, key, remedy, progress)
-        except BusyError:
+        except BusyError:  # another process is writing it
             time.sleep(_WAIT)
             if progress:
                 progress(0, len(scan.source.names))  # it may raise to stop
-        except RequestError:
+        except RequestError:  # such as no space, which does not matter if another process has finished the pack
             if not is_pack(folder):
                 raise
     return Pack.open(folder)
 
 
 def _redirect(path: Path, key: str) -> None:
+    # A name of its own, as processes that waited for the same entry write the same redirection at the same time.
     partial = path.with_name(f"{os.getpid()}-{time.time_ns()}.partial")
     partial.write_text(json.dumps({"see": key}), "utf-8")
     partial.replace(path)

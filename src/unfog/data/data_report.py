@@ -99,10 +99,10 @@ class DataReport:
     @property
     def actions(self) -> dict[str, int]:
         """Number of images that each of ACTIONS was applied to, without those of no image."""
-        counts: Counter[str] = Counter()
+        applied = Counter[str]()
         for actions, images in zip(self.treatments, self.counts):
-            counts.update(dict.fromkeys(actions, images) if images else {})
-        return dict(counts)
+            applied.update(dict.fromkeys(actions, images))
+        return dict(+applied)
 
     def treatment_of(self, index: NDArray[np.int64] | slice) -> NDArray[np.int32]:
         """Return the index into `treatments` of these images. Raises RequestError if the mapped file is damaged."""

@@ -77,7 +77,7 @@ class ImageSet:
         if self.known_fingerprint:
             return self.known_fingerprint
         digest = hashlib.sha256(repr((self.pixels.shape, self.classes)).encode())
-        for start in range(0, len(self), 4096):
+        for start in range(0, len(self), 4096):  # in parts, as a mapped file may be larger than the memory
             digest.update(np.ascontiguousarray(self.pixels[start : start + 4096]).data)
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -86,16 +86,15 @@ class ImageSet:
     def take(self, rows: NDArray[np.int64]) -> _ImageBatch:
         """Return the images at these rows [B], each with its own label.
 
-        Raises:
-            RequestError: a label is not an index into `classes`: the mapped file is damaged.
-            RunError: images that are decoded as they are read cannot be.
+        Raises RequestError as `labels_of`, and RunError if images that are decoded as they are read cannot be.
         """
-        take_with_rows = getattr(self.pixels, "take_with_rows", None)  # of `lazy.LazyPixels`
+        # Of `lazy.LazyPixels`, which imports this module.
+        take_with_rows = getattr(self.pixels, "take_with_rows", None)
         pixels, rows = take_with_rows(rows) if take_with_rows else (self.pixels.take(rows, axis=0), rows)
         return _ImageBatch(pixels, self.labels_of(rows), rows)
 
     def labels_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return the labels at these rows [B], checked; None without classes."""
+        """Return the labels at these rows [B]; None without classes. RequestError if the mapped file is damaged."""
         if self.labels is None:
             return None
         labels = np.asarray(self.labels.take(rows))

@@ -23,7 +23,7 @@ from unfog.data.sources.base import FailedShardError, ImageError, ShardReadError
 from unfog.data.sources.image_files import TEXT_TOO_LARGE, image_error
 from unfog.errors import RequestError
 
-ORIENTATION = 0x0112  # EXIF tag
+_ORIENTATION = 0x0112  # EXIF tag
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -38,8 +38,7 @@ _UPRIGHT = {
 _REDUCING_GAP = 4.0
 
 _LARGE_PIXELS = 24_000_000
-_LARGE_AT_ONCE = 4
-_large_images = threading.BoundedSemaphore(_LARGE_AT_ONCE)
+_large_images = threading.BoundedSemaphore(4)  # as each takes up to ten bytes a pixel
 
 _MAX_PROFILE_BYTES = 4 * 2**20  # printers' profiles, the largest there are, have two or three
 # Of 255. Makers of sRGB profiles round their numbers differently; what is no sRGB is off by ten and more.
@@ -102,7 +101,6 @@ def decode(
 
 
 def _large_image_slot(image: Image.Image) -> AbstractContextManager[object]:
-    """Limit how many large images are decoded at once, as each takes up to ten bytes a pixel."""
     # A large JPEG needs no slot: its decoder already shrinks it.
     large = image.width * image.height > _LARGE_PIXELS and not isinstance(image, JpegImagePlugin.JpegImageFile)
     return _large_images if large else nullcontext()
@@ -112,14 +110,13 @@ def _decode(
     image: Image.Image, size: int, channels: int, background: tuple[int, int, int]
 ) -> tuple[NDArray[np.uint8], ImageInfo]:
     (width, height), mode = image.size, image.mode
+    # Pillow itself raises this only above twice the limit.
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError
     actions = _format_actions(image)
     depth = 12 if ";12" in str(getattr(image, "tile", "")) else 16  # bits of grey that Pillow reads as 16
     short = min(width, height)
-    if isinstance(image, JpegImagePlugin.JpegImageFile):
-        image.draft(None, (int(_REDUCING_GAP * size * width / short), int(_REDUCING_GAP * size * height / short)))
-    _load(image)
+    _load_pixels(image, size)
     orientation = _orientation(image)
     scale = 1 << round(math.log2(width / image.width))
     flat, changes = _flatten(image, background, depth)
@@ -147,8 +144,22 @@ def _decode(
     return pixels, ImageInfo(grey, width, height, mode, actions)
 
 
+def _load_pixels(image: Image.Image, size: int) -> None:
+    """Decode the pixels of an image, of a JPEG perhaps at a fraction of its sides, for a result of this size."""
+    width, height = image.size
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
+        reduced = _REDUCING_GAP * size
+        image.draft(None, (int(reduced * width / min(width, height)), int(reduced * height / min(width, height))))
+    try:
+        image.load()
+    except ValueError as error:
+        # Pillow limits the texts in a PNG. One behind the pixels is met when these are decoded already.
+        if TEXT_TOO_LARGE not in str(error):
+            raise
+
+
 def _with_channels(image: Image.Image, channels: int) -> tuple[NDArray[np.uint8], bool]:
-    """Return (pixels uint8 [channels, H, W], True if all channels of the image are equal)."""
+    """Return (uint8 [channels, H, W], True if all channels of the image are equal)."""
     pixels = np.asarray(image)
     grey = pixels.ndim == 2 or bool((pixels == pixels[..., :1]).all())
     if pixels.ndim != (2 if channels == 1 else 3):
@@ -170,19 +181,10 @@ def _format_actions(image: Image.Image) -> list[str]:
     return actions
 
 
-def _load(image: Image.Image) -> None:
-    try:
-        image.load()
-    except ValueError as error:
-        # Pillow limits the texts in a PNG. One behind the pixels is met when these are decoded already.
-        if TEXT_TOO_LARGE not in str(error):
-            raise
-
-
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 (upright) to 8."""
     try:
-        value = image.getexif().get(ORIENTATION, 1)
+        value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF is no reason to lose the image
         return 1
     return value if value in _UPRIGHT else 1

@@ -28,11 +28,11 @@ Progress = Callable[[int, int], None]
 # One record for each image, so small that an unfinished pack keeps them in a file (facts.bin).
 INFO_DTYPE = np.dtype([("used", "?"), ("grey", "?"), ("treatment", "<i4"), ("sides", "<i4", (2,))])
 
-TRIES = 5  # attempts at an image that cannot be read now
+_TRIES = 5  # attempts at an image that cannot be read now
 # Seconds before the second attempt. Each later pause is twice as long, and up to half more at random, so that many
 # threads or ranks do not come back at the same moment.
-FIRST_PAUSE = 1.0
-PATIENCE = 60.0  # seconds after which there is no further attempt, as each may take long where nothing answers
+_FIRST_PAUSE = 1.0
+_PATIENCE = 60.0  # seconds after which there is no further attempt, as each may take long where nothing answers
 
 _REMOTE_THREADS = 16
 _MAX_THREADS = 32
@@ -55,11 +55,6 @@ class PixelFormat(NamedTuple):
     only_grey: bool = False
     """True to raise ColourFoundError at the first image in colour: that all are grey is a guess so far."""
 
-    def check(self, info: ImageInfo) -> None:
-        """Raise ColourFoundError unless the image fits."""
-        if self.only_grey and not info.grey:
-            raise ColourFoundError
-
     @property
     def chunk_size(self) -> int:
         """Number of images that `decode_all` yields at once."""
@@ -71,8 +66,7 @@ class DecodeStatistics:
     """The outcome of each image that `decode_all` went through, in its order."""
 
     records: NDArray[np.void]
-    """[N] of INFO_DTYPE: is the image used; are its channels equal; its index in `treatments`; width and height of
-    the upright original."""
+    """[N] of INFO_DTYPE: used or not; all channels equal or not; index in `treatments`; (width, height) upright."""
     done: int = 0
     """Images that were gone through; `decode_all` goes on behind them."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -104,7 +98,7 @@ class DecodeStatistics:
 
 
 def thread_count(source: Source) -> int:
-    """Return how many images to decode at once: one a core of this process, or more where reads wait for a network."""
+    """Return the number of images to decode at once: one a core, or more where reads wait for a network."""
     if source.remote:
         return _REMOTE_THREADS
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 8)
@@ -148,7 +142,7 @@ def decode_all(
             used = statistics.used[begin : statistics.done]
             yield statistics.done, out if used.all() else out[used]
     finally:
-        stopping.set()
+        stopping.set()  # wakes threads that wait for a retry
         pool.shutdown(cancel_futures=True)
 
 
@@ -168,12 +162,12 @@ def decode_with_retries(
         RunError: it still cannot be read. It is not skipped: an hour without network would silently shrink the set.
     """
     began, stopping = time.monotonic(), stopping or threading.Event()
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(1, _TRIES + 1):
         try:
             return decode(partial(source.open, i), format.size, format.channels, format.background)
         except TransientImageError as error:
-            pause = FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
-            if attempt < TRIES and time.monotonic() - began < PATIENCE and not stopping.wait(pause):
+            pause = _FIRST_PAUSE * 2 ** (attempt - 1) * random.SystemRandom().uniform(1, 1.5)
+            if attempt < _TRIES and time.monotonic() - began < _PATIENCE and not stopping.wait(pause):
                 continue
             if isinstance(error, ShardReadError) and on_failure is not None and not stopping.is_set():
                 on_failure(str(error))
@@ -187,10 +181,10 @@ def decode_with_retries(
 def _decode_into(
     out: NDArray[np.uint8], source: Source, i: int, format: PixelFormat, stopping: threading.Event
 ) -> ImageInfo | str:
-    """Decode image i of the source into `out`. Return its info, or the reason why it cannot be used."""
     try:
         out[:], info = decode_with_retries(source, i, format, stopping)
     except ImageError as error:
         return str(error)
-    format.check(info)
+    if format.only_grey and not info.grey:
+        raise ColourFoundError
     return info

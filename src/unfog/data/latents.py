@@ -11,9 +11,11 @@ renamed when complete; an interrupted one is gone on with. Entries may be delete
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -33,9 +35,10 @@ from unfog.locks import LOCK
 from unfog.sharded_rng import draw_rows
 
 FORMAT = 1
-IN_MEMORY = 2**30
+_IN_MEMORY = 2**30
 """Bytes of latents that are kept in memory where the cache cannot be written."""
 _SYNC_EVERY = 32  # batches
+_CHUNK = 256  # images that `statistics` adds at once; its results depend on it in the last bits
 _WAIT = 0.2  # seconds between two looks at what another process is encoding
 _FACTS, _LATENTS, _ROWS, _DONE = "latents.json", "latents.f16", "rows.i64", "done.json"
 
@@ -103,7 +106,7 @@ class EncodeJob(NamedTuple):
     def _encode_copies(self, pixels: NDArray[np.uint8]) -> NDArray[np.float16]:
         copies = [pixels, np.ascontiguousarray(pixels[..., ::-1])][: self.copies]
         latents = np.stack([self.encode(copy) for copy in copies], axis=1)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # an overflow is an error below rather than a warning
             half = latents.astype(np.float16)
         if not np.isfinite(half).all():
             problem = "beyond what float16 holds" if np.isfinite(latents).all() else "not finite"
@@ -113,8 +116,7 @@ class EncodeJob(NamedTuple):
     def replacements_hold(self, rows: NDArray[np.int64], progress: Progress) -> bool:
         """Return True if the images that were replaced in an entry still are, and by the same ones.
 
-        They are read for that, so that their sets list them as skipped in this run too. `rows` are those of the entry,
-        or of its beginning.
+        `rows` are those of the entry, or of its beginning.
         """
         begin = 0
         for images in self.sets:
@@ -122,6 +124,7 @@ class EncodeJob(NamedTuple):
             replaced = np.flatnonzero(used != np.arange(len(used)))
             for first in range(0, len(replaced), self.batch):
                 some = replaced[first : first + self.batch]
+                # Reading them also makes their sets list them as skipped, in this run too.
                 if not np.array_equal(images.take(some).rows, used[some]):
                     return False
                 progress(0, self.full_shape[0])
@@ -130,21 +133,21 @@ class EncodeJob(NamedTuple):
 
 
 def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays:
-    """Return the entry of a key, made anew if need be. `progress` is called with (images done, images in all).
+    """Return the entry of a key, encoded now if there is none. `progress` is called with (images done, in all).
 
     Raises:
         RequestError: the cache cannot be written, and the latents are too large for memory.
         RunError: the disk fails; the autoencoder's latents are not finite.
     """
     folder = cache_folder() / f"latents-{key}"
-    needed, partial = 2 * int(np.prod(job.full_shape)), folder.with_name(f"{folder.name}.partial")
+    needed, partial = 2 * math.prod(job.full_shape), folder.with_name(f"{folder.name}.partial")
     entry = _open_valid(folder, job, progress)
     if entry is None:
         remove_stale_entries(cache_folder())
     while entry is None:
         free = free_bytes()
         if free is None or free + disk_usage(partial) < needed:
-            if needed <= IN_MEMORY:
+            if needed <= _IN_MEMORY:
                 return job.encode_all(progress)
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
@@ -164,25 +167,19 @@ def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays
 def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArrays | None:
     """Map the entry in a folder; None if there is no valid one, and then what lies there is removed."""
     entry = _open(folder, job.full_shape)
-    if entry is None or job.replacements_hold(entry.rows, progress):
+    if entry is not None and job.replacements_hold(entry.rows, progress):
         return entry
     shutil.rmtree(folder, ignore_errors=True)  # other processes keep what they have mapped
     return None
 
 
 def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
-    """Map the entry in a folder; None if it is incomplete or damaged, and then it is removed."""
-    if not folder.exists():
-        return None
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         facts = json.loads((folder / _FACTS).read_text("utf-8"))
         sizes = ((folder / _LATENTS).stat().st_size, (folder / _ROWS).stat().st_size)
-        if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * int(np.prod(shape)), 8 * shape[0]):
+        if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * math.prod(shape), 8 * shape[0]):
             latents = np.memmap(folder / _LATENTS, np.float16, "r", shape=shape)
             return LatentArrays(latents, np.fromfile(folder / _ROWS, np.int64))
-    except (OSError, ValueError, RecursionError):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -195,7 +192,7 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
             return entry
         done, count = _images_done(partial, job, progress), job.full_shape[0]
         with open(partial / _LATENTS, "ab") as latents, open(partial / _ROWS, "ab") as rows:
-            latents.truncate(done * 2 * int(np.prod(job.full_shape[1:])))
+            latents.truncate(done * 2 * math.prod(job.full_shape[1:]))
             rows.truncate(done * 8)
             for number, (some, which) in enumerate(job.batches(done), 1):
                 latents.write(np.ascontiguousarray(some).data)
@@ -233,25 +230,18 @@ def statistics(latents: NDArray[np.float16]) -> tuple[tuple[float, ...], tuple[f
 
     The deviation is at least a thousandth of the largest channel's, so that it can be divided by.
     """
+    count = len(latents) * math.prod(latents.shape[3:])
+    starts = range(0, len(latents), _CHUNK)
+
+    def average(of: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> NDArray[np.float64]:
+        chunks = (np.asarray(latents[i : i + _CHUNK, 0], np.float64) for i in starts)
+        return np.asarray(sum(of(chunk).sum((0, 2, 3)) for chunk in chunks) / count)
+
     # In two passes, so that no precision is lost however far the mean is from zero.
-    count = latents.shape[0] * int(np.prod(latents.shape[3:]))
-    mean = sum(_chunk(latents, i).sum((0, 2, 3)) for i in _starts(latents)) / count
-    centre = np.asarray(mean)[None, :, None, None]
-    squares = sum(np.square(_chunk(latents, i) - centre).sum((0, 2, 3)) for i in _starts(latents)) / count
-    deviation = np.sqrt(squares)
+    mean = average(lambda chunk: chunk)
+    deviation = np.sqrt(average(lambda chunk: np.square(chunk - mean[:, None, None])))
     deviation = np.maximum(deviation, max(1e-3 * float(deviation.max()), 1e-12))
-    return tuple(np.asarray(mean).tolist()), tuple(deviation.tolist())
-
-
-_CHUNK = 256  # images; results depend on it in the last bits
-
-
-def _starts(latents: NDArray[np.float16]) -> range:
-    return range(0, len(latents), _CHUNK)
-
-
-def _chunk(latents: NDArray[np.float16], begin: int) -> NDArray[np.float64]:
-    return np.asarray(latents[begin : begin + _CHUNK, 0], np.float64)
+    return tuple(mean.tolist()), tuple(deviation.tolist())
 
 
 @dataclass(frozen=True)
@@ -279,14 +269,13 @@ class Normalise:
 
     def forward(self, latents: Tensor) -> Tensor:
         """Map latents [B, C, H, W] in the autoencoder's scale to x0."""
-        mean, deviation = self._mean_and_deviation(latents)
+        mean, deviation = self._statistics(latents.device).unbind()
         return (latents.float() - mean) * (self.sigma_data / deviation)
 
     def inverse(self, x0: Tensor) -> Tensor:
         """Map x0 to latents in the autoencoder's scale."""
-        mean, deviation = self._mean_and_deviation(x0)
+        mean, deviation = self._statistics(x0.device).unbind()
         return x0 * (deviation / self.sigma_data) + mean
 
-    def _mean_and_deviation(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, deviation = (torch.tensor(v, device=like.device)[:, None, None] for v in (self.mean, self.deviation))
-        return mean, deviation
+    def _statistics(self, device: torch.device) -> Tensor:
+        return torch.tensor([self.mean, self.deviation], device=device)[:, :, None, None]

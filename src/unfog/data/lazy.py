@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,54 +17,34 @@ from unfog.data.data_report import SkippedFile
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode_pool import PixelFormat, decode_with_retries, thread_count
 from unfog.data.permutation import epoch_keys, permute
-from unfog.data.scan import COLOURS_SAMPLED, MAX_HELD_OUT, Scan, split_held_out
+from unfog.data.scan import COLOURS_SAMPLED, Scan, held_out_indices
 from unfog.data.settings import UNREAD
 from unfog.data.sources.base import FailedShardError, ImageError, LazyNames, ShardFailures, Source
 from unfog.errors import RunError
 from unfog.text import sanitize
 
-# From so many images on, those held out are evenly spaced, as hashing every name would take minutes.
-EVEN_SPLIT_FROM = 200_000
 _IN_A_ROW = 100  # images in a row that cannot be decoded before the run ends: the disk or the network has failed
 _REPLACEMENT_SEED = 0x57A4D  # of the shuffles that choose replacements for the images of failed shards
 _TASK = 8  # images that a thread decodes before it looks for other work
 
 
-class _RowIndex:
-    """The index in the source of each row of a set, in O(1) memory for each image held out.
-
-    Args:
-        held: sorted indices of the images held out.
-        count: number of images in the source.
-        inside: True for the rows of the held-out set, False for those of the training set.
-    """
-
-    def __init__(self, held: NDArray[np.int64], count: int, inside: bool) -> None:
-        self.held, self.inside = held, inside
-        self.count = len(held) if inside else count - len(held)
-        self._gaps = held - np.arange(len(held))  # training rows before each image held out
-
-    def __len__(self) -> int:
-        return self.count
-
-    def index(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Map rows to indices in the source, int64 [B] -> int64 [B]."""
-        return self.held[rows] if self.inside else rows + np.searchsorted(self._gaps, rows, side="right")
+_RowIndex = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Maps rows of a set [B] to indices in its source [B]."""
 
 
 class LazyPixels:
     """A `PixelArray` that decodes images as they are read, in threads.
 
-    An image that cannot be decoded is replaced by the next one that can be. An image of a failed remote shard is
-    replaced by one from anywhere in the set, as the next one would stand in for the whole shard. Both replacements are
-    always the same. An image that cannot be read now is not replaced but retried, as a resume would see another one.
+    An image that cannot be decoded is replaced by the next one that can be, an image of a failed remote shard by one
+    from anywhere in the set, always the same. An image that cannot be read now is retried instead, as a resume would
+    see another one.
     """
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, source: Source, rows: _RowIndex, format: PixelFormat) -> None:
-        self.source, self.rows, self._format = source, rows, format
-        self.shape = (len(rows), format.channels, format.size, format.size)
+    def __init__(self, source: Source, count: int, index: _RowIndex, format: PixelFormat) -> None:
+        self.source, self._index, self._format = source, index, format
+        self.shape = (count, format.channels, format.size, format.size)
         self.remote_shards: ShardFailures | None = source.remote_shards
         self.skipped: list[SkippedFile] = []
         """Images that could not be decoded so far, in the order in which they were met."""
@@ -81,9 +61,6 @@ class LazyPixels:
         if isinstance(key, slice):
             return self.take(np.arange(*key.indices(len(self))))
         return self.take(np.arange(len(self))[key])
-
-    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        return (self.take(np.int64(row)) for row in range(len(self)))
 
     def take(self, indices: Any, axis: int = 0) -> NDArray[np.uint8]:
         """Decode the images at these rows: integers of any shape [...] -> uint8 [..., C, size, size].
@@ -104,7 +81,7 @@ class LazyPixels:
         """Start to decode these rows [B] in threads, and return at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(thread_count(self.source), thread_name_prefix="decoding")
-            self._closed = threading.Event()
+            self._closed = threading.Event()  # a new one, as `close` sets it for good
             # For good, as `warnings.catch_warnings` is not safe in threads.
             warnings.filterwarnings("ignore", module=r"PIL\.")
         out, used = np.empty((len(rows), *self.shape[1:]), np.uint8), rows.copy()
@@ -123,20 +100,22 @@ class LazyPixels:
             self._pool = None
 
     def _decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Decode these rows [B] into `out`, and overwrite `rows` with those that were used instead."""
+        """Decode these rows [B] into `out`, and overwrite `rows` with those of the images used."""
         for place, row in enumerate(rows.tolist()):
             out[place], rows[place] = self._one(row)
 
     def _one(self, row: int) -> tuple[NDArray[np.uint8], int]:
         """Decode the image at this row or its replacement. Return it and its row."""
         reason, jumps = "", 0
+        # Where shards fail, replacements are random and may meet an image twice, so a small set needs more tries.
         tries = min(_IN_A_ROW, len(self)) if self.remote_shards is None else _IN_A_ROW
         for _ in range(tries):
             if row not in self._bad:
-                index = int(self.rows.index(np.array([row]))[0])
+                index = int(self._index(np.array([row]))[0])
                 try:
                     return self._decode_image(index), row
                 except FailedShardError as error:
+                    # From anywhere in the set, as the next images are in the same shard.
                     reason = str(error)
                     keys = epoch_keys(_REPLACEMENT_SEED, np.array([jumps]))
                     row = int(permute(np.array([row]), len(self), keys)[0])
@@ -144,7 +123,10 @@ class LazyPixels:
                     continue
                 except ImageError as error:
                     reason = str(error)
-                    self._skip(row, SkippedFile(self.source.names[index], reason))
+                    with self._lock:
+                        if row not in self._bad:
+                            self._bad = self._bad | {row}  # a new set, as other threads read the old one unlocked
+                            self.skipped.append(SkippedFile(self.source.names[index], reason))
             row = (row + 1) % len(self)
         raise RunError(
             f"{tries} images in a row of {sanitize(self.source.name)} cannot be decoded"
@@ -152,7 +134,6 @@ class LazyPixels:
         )
 
     def _decode_image(self, index: int) -> NDArray[np.uint8]:
-        """Decode image number `index` of the source."""
         decode = partial(decode_with_retries, self.source, index, self._format, self._closed)
         shards = self.remote_shards
         if shards is None:
@@ -166,12 +147,6 @@ class LazyPixels:
         except ImageError:  # the bytes in the cache may be damaged, or the shard may have changed: fetch it once more
             shards.recheck(own)
         return decode()[0]
-
-    def _skip(self, row: int, file: SkippedFile) -> None:
-        with self._lock:
-            if row not in self._bad:
-                self._bad = self._bad | {row}  # a new set, as other threads read the old one without the lock
-                self.skipped.append(file)
 
 
 class PendingDecode:
@@ -203,18 +178,18 @@ def lazy_dataset(scan: Scan) -> Dataset:
         # RGB, unless all images were looked at: one in colour could not be handled once training has begun.
         scan = scan.as_rgb()
     source, settings, n = scan.source, scan.resolved_settings, len(scan.source.names)
-    held = _held_out(source, settings.held_out)
+    held = held_out_indices(source, settings.held_out)
     state = repr((scan.stamp, settings.size, settings.channels, settings.background, scan.classes))
 
     def subset(inside: bool) -> ImageSet:
-        rows = _RowIndex(held, n, inside)
+        count, index = (len(held), held.__getitem__) if inside else (n - len(held), partial(_training_index, held))
         labels = scan.labels
         if labels is not None:
             labels = labels[held] if inside else np.delete(labels, held)
         digest = hashlib.sha256(f"{state} {inside} {held.tobytes().hex()}".encode())
         digest.update(b"" if labels is None else np.ascontiguousarray(labels).data)
-        names = LazyNames(lambda row: source.names[int(rows.index(np.array([row]))[0])], range(len(rows)))
-        pixels = LazyPixels(source, rows, scan.format)
+        names = LazyNames(lambda row: source.names[int(index(np.array([row]))[0])], range(count))
+        pixels = LazyPixels(source, count, index, scan.format)
         return ImageSet(pixels, labels, names, scan.classes, UNREAD + digest.hexdigest())
 
     counts = {"found": n, "used": n, "held_out": len(held), "skipped": tuple(source.unreadable)}
@@ -222,11 +197,8 @@ def lazy_dataset(scan: Scan) -> Dataset:
     return Dataset(settings, subset(inside=False), subset(inside=True), report)
 
 
-def _held_out(source: Source, fraction: float) -> NDArray[np.int64]:
-    """Return the sorted indices of the images held out."""
-    n = len(source.names)
-    if source.held_out is None and n > EVEN_SPLIT_FROM:
-        count = min(MAX_HELD_OUT, int(n * fraction))
-        return np.arange(count) * n // max(1, count)
-    order, in_train = split_held_out(source, fraction)
-    return np.sort(order[in_train:])
+def _training_index(held: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Map training rows [B] to indices in the source [B], given the sorted indices of the images held out."""
+    # Computed, as a list of all indices would take a gigabyte for a hundred million images.
+    rows_before = held - np.arange(len(held))  # training rows before each image held out
+    return rows + np.searchsorted(rows_before, rows, side="right")

@@ -20,13 +20,13 @@ from unfog.data.lazy import lazy_dataset, remote_shards_of
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.settings import UNREAD, Data
 from unfog.data.sources.base import Source
-from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
+from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
 
 # cache = auto keeps images in memory up to these sizes, as decoding them takes only seconds.
-MEMORY_FILES = 10_000
-MEMORY_FILE_BYTES = 64 * 2**20
-MEMORY_PIXEL_BYTES = 256 * 2**20
+_MEMORY_FILES = 10_000
+_MEMORY_FILE_BYTES = 64 * 2**20
+_MEMORY_PIXEL_BYTES = 256 * 2**20
 
 
 def prepare(
@@ -70,17 +70,9 @@ def prepare(
 
 
 def scan_source(source: Source, settings: Data) -> tuple[Scan, str]:
-    """Return (the scan of a source with its labels, not resolved yet; the key of its entry in the cache).
-
-    Raises:
-        RequestError: a setting does not fit the source.
-    """
-    settings = source.fill_settings(settings)
-    left_out: list[str] = []
-    source = apply_label_table(source, settings.labels, left_out.append)
-    classes, labels = read_labels(source, settings.labels)
-    scan = replace(Scan.create(source, settings, classes, labels), warnings=tuple(left_out))
-    return scan, cache.entry_key(scan.stamp, settings, classes, labels)
+    """Return (the scan of a source, not resolved yet; the key of its entry in the cache). Raises as `Scan.create`."""
+    scan = Scan.create(source, settings)
+    return scan, cache.entry_key(scan, scan.settings)
 
 
 def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
@@ -127,21 +119,19 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and
     most images will be drawn. Otherwise each image is decoded when it is drawn.
     """
-    n = len(scan.source.names)
-    pixel_bytes = n * scan.channels * scan.size**2
-    small = n <= MEMORY_FILES and scan.file_bytes <= MEMORY_FILE_BYTES and pixel_bytes <= MEMORY_PIXEL_BYTES
     if scan.settings.cache != "auto":
         return scan.settings.cache, ""
-    if small:
+    n = len(scan.source.names)
+    pixel_bytes = n * scan.channels * scan.size**2
+    if n <= _MEMORY_FILES and scan.file_bytes <= _MEMORY_FILE_BYTES and pixel_bytes <= _MEMORY_PIXEL_BYTES:
         return "memory", ""
     each, folder = "images are decoded when their turn comes", cache_folder()
     remedy = "`unfog pack SOURCE OUT` decodes them once, to wherever there is room"
     if to_draw and 2 * to_draw < n:
-        why = f"{each}, as this run draws {to_draw:,} of {n:,}; --data.cache disk decodes all, for later runs"
-        return "none", why
+        return "none", f"{each}, as this run draws {to_draw:,} of {n:,}; --data.cache disk decodes all, for later runs"
     free, gigabytes = free_bytes(), f"{pixel_bytes / 1e9:,.1f} GB decoded"
     if free is None:
-        if pixel_bytes < 4 * MEMORY_PIXEL_BYTES:
+        if pixel_bytes < 4 * _MEMORY_PIXEL_BYTES:
             return "memory", f"{gigabytes}, in memory, as the cache in {folder} cannot be written"
         return "none", f"{each}, as the cache in {folder} cannot be written; {remedy}"
     if 2 * pixel_bytes <= free + disk_usage(folder / key):  # the bytes of an interrupted pack are reused

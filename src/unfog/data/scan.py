@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source, TransientImageError
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.data.sources.label_tables import strip_shard
-from unfog.data.sources.labels import labels_setting
+from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
 from unfog.errors import RequestError, RunError
 from unfog.text import sanitize
 
@@ -27,7 +27,9 @@ from unfog.text import sanitize
 _HEADERS_SAMPLED = 1000
 COLOURS_SAMPLED = 64
 
-MAX_HELD_OUT = 1000
+_MAX_HELD_OUT = 1000
+# From so many undecoded images on, those held out are evenly spaced, as hashing every name would take minutes.
+_EVEN_SPLIT_FROM = 200_000
 # Fewer images are all trained on: each is worth more to training than to a loss over a handful.
 MIN_TO_HOLD_OUT = 100
 
@@ -53,12 +55,16 @@ class Scan:
     """Lines about files that were left out although they may have been meant to count, such as a table of labels."""
 
     @classmethod
-    def create(cls, source: Source, settings: Data, classes: tuple[str, ...], labels: NDArray[np.int64] | None) -> Scan:
-        """Scan a source, with size and channels as in the settings: 0 until `resolve`.
+    def create(cls, source: Source, settings: Data) -> Scan:
+        """Scan a source: its labels and state. Size and channels are as in the settings: 0 until `resolve`.
 
         Raises:
-            RequestError: a label is not an index into `classes`.
+            RequestError: a setting does not fit the source; a label is not an index into `classes`.
         """
+        settings = source.fill_settings(settings)
+        warnings: list[str] = []
+        source = apply_label_table(source, settings.labels, warnings.append)
+        classes, labels = read_labels(source, settings.labels)
         if labels is not None and not 0 <= labels.min() <= labels.max() < len(classes):
             raise RequestError(
                 f"{sanitize(source.name)} has a label that is none of its {len(classes):,} classes: it is damaged; "
@@ -68,6 +74,7 @@ class Scan:
         return cls(
             *(source, settings, classes, labels, stamp, file_bytes, settings.size, settings.channels),
             channels_certain=settings.channels != 0,
+            warnings=tuple(warnings),
         )
 
     def resolve(self) -> Scan:
@@ -100,11 +107,8 @@ class Scan:
         return PixelFormat(self.size, self.channels, self.background, only_grey=not self.channels_certain)
 
     def check_source_unchanged(self, statistics: DecodeStatistics, start: int, stop: int) -> None:
-        """Check that these rows were not skipped because the source went away: the rest would be another, smaller set.
-
-        Raises:
-            RunError: the archive, or most of the files, changed or disappeared.
-        """
+        """Raise RunError if these rows were skipped because the archive, or most of the files, went away or changed."""
+        # Without the check, the run would go on with another, smaller set.
         reasons = [statistics.reasons[row] for row in range(start, stop) if row in statistics.reasons]
         archive = next((reason for reason in reasons if reason in (CHANGED, ARCHIVE_GONE)), "")
         # Single files of a folder may come and go; they are skipped.
@@ -116,7 +120,7 @@ class Scan:
             )
 
     def report(self, classes: Sequence[str], labels: NDArray[np.int64] | None, **outcome: Any) -> DataReport:
-        """Make the report on images with these labels; `outcome` is the fields that the scan does not know."""
+        """Return the report on images with these labels. `outcome` holds the fields that the scan does not know."""
         counts = np.bincount([] if labels is None else labels, minlength=len(classes))
         return DataReport(
             source=self.source.name,
@@ -133,7 +137,7 @@ def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     """Return (indices of the training images, then of those held out; number of training images).
 
     An image is held out if the hash of its name, as a number in [0, 1), is below `fraction`, so that adding images
-    leaves the others where they are. At most MAX_HELD_OUT are, those with the lowest hashes.
+    leaves the others where they are. At most _MAX_HELD_OUT are, those with the lowest hashes.
     """
     n = len(source.names)
     if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
@@ -144,9 +148,19 @@ def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
         held = np.fromiter((name in source.held_out for name in source.names), np.bool_, n)
     else:
         hashes = np.fromiter((_unit_hash(name) for name in _names_to_hash(source.names)), np.float64, n)
-        limit = np.partition(hashes, MAX_HELD_OUT)[MAX_HELD_OUT] if n > MAX_HELD_OUT else 1.0
+        limit = np.partition(hashes, _MAX_HELD_OUT)[_MAX_HELD_OUT] if n > _MAX_HELD_OUT else 1.0
         held = hashes < min(fraction, limit)
     return np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)]), n - int(held.sum())
+
+
+def held_out_indices(source: Source, fraction: float) -> NDArray[np.int64]:
+    """Return the sorted indices of the images held out where images are decoded as they are read."""
+    n = len(source.names)
+    if source.held_out is None and n > _EVEN_SPLIT_FROM:
+        count = min(_MAX_HELD_OUT, int(n * fraction))
+        return np.arange(count) * n // max(1, count)
+    order, in_train = split_held_out(source, fraction)
+    return np.sort(order[in_train:])
 
 
 def _names_to_hash(names: Sequence[str]) -> Sequence[str]:
@@ -196,7 +210,7 @@ def _guess_channels(source: Source, format: PixelFormat) -> int:
     return 1
 
 
-def _spread(n: int, count: int) -> Iterable[int]:
+def _spread(n: int, count: int) -> range:
     return range(0, n, max(1, -(-n // count)))
 
 
@@ -261,10 +275,7 @@ class DecodeResult:
 
 
 def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
-    """Return minimum, median and maximum of the shortest and of the longest side; sides [K, 2]."""
     ordered = np.sort(sides, axis=1)
-    return {
-        f"{side}_{name}": int(function(ordered[:, column]))
-        for column, side in enumerate(("shortest", "longest"))
-        for name, function in (("min", np.min), ("median", np.median), ("max", np.max))
-    }
+    found = {"min": ordered.min(0), "median": np.median(ordered, 0), "max": ordered.max(0)}
+    columns = enumerate(("shortest", "longest"))
+    return {f"{side}_{name}": int(values[k]) for k, side in columns for name, values in found.items()}

@@ -41,10 +41,7 @@ class ImageStream:
     """Images by position: position p is image shuffle(seed, p // N)(p mod N) of the N images of a set.
 
     Every image comes exactly once an epoch. Batches run on across epochs, so a set may be smaller than a batch. Images
-    that are decoded as they are read are prefetched in threads; `close` ends these.
-
-    Raises:
-        RequestError: the set is empty.
+    that are decoded as they are read are prefetched in threads; `close` ends these. RequestError if the set is empty.
     """
 
     def __init__(self, images: ImageSet, seed: int) -> None:
@@ -78,10 +75,7 @@ class ImageStream:
         """Prefetch only the share of a rank: `count` positions behind the `begin`th of every batch.
 
         Batches have `batch` positions each, the first of them from position `first` on. `batch()` still returns any
-        position. Rank 1 of 2 calls `prefetch_share(32, 32, 64, first=seen)`.
-
-        Raises:
-            ValueError: a batch has no such share.
+        position. Rank 1 of 2 calls `prefetch_share(32, 32, 64, first=seen)`. ValueError if a batch has no such share.
         """
         if not 0 <= begin <= begin + count <= batch or batch < 1 or first < 0:
             raise ValueError(f"positions {begin} to {begin + count} of batches of {batch} from {first} on")
@@ -108,7 +102,7 @@ def _index(n: int, seed: int, positions: NDArray[np.int64]) -> NDArray[np.int64]
 class _ReadOrder(NamedTuple):
     """The positions that a rank will read: of each `batch` positions from `first` on, the `share` behind `begin`.
 
-    They are numbered by an index: index 0 is position first + begin. The default reads all positions.
+    Index 0 is position first + begin. The default reads all positions.
     """
 
     first: int = 0
@@ -133,11 +127,8 @@ class _Prefetcher:
     """Reads images by position, and decodes those of the next positions ahead. Results do not depend on it.
 
     It decodes in blocks, so that batches of any size use what was prefetched. It follows one reader, the one that goes
-    on where the last call ended; other reads, such as a preview's, are served without disturbing it.
-
-    Args:
-        pixels: the images.
-        index: maps positions [count] to rows of `pixels`, int64 [count].
+    on where the last call ended; other reads, such as a preview's, are served without disturbing it. `index` maps
+    positions [count] to rows of `pixels` [count].
     """
 
     def __init__(self, pixels: LazyPixels, index: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
@@ -154,8 +145,7 @@ class _Prefetcher:
     def read(self, first: int, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the images at positions first … first + size - 1, uint8 [size, C, H, W], and their rows [size].
 
-        Raises:
-            RunError: they cannot be decoded. Errors of prefetched images are raised once these are read.
+        Raises RunError if they cannot be decoded; errors of prefetched images are raised once these are read.
         """
         begin = self._order.index_of(first, size)
         if begin is None:
@@ -187,7 +177,7 @@ class _Prefetcher:
         return self._pixels.take_with_rows(self._index(np.arange(first, first + size, dtype=np.int64)))
 
     def _reach(self, size: int) -> int:
-        """Return how many positions behind a batch of `size` to prefetch."""
+        """Return the number of positions to prefetch behind a batch of `size`."""
         fit = _BYTES // int(np.prod(self._pixels.shape[1:]))
         return max(size, min(fit, max(_LEAST, _BATCHES * size)))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 import struct
-import time
 import zipfile
 import zlib
 from contextlib import suppress
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unfog.cache_folder import cache_folder
+from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.errors import RequestError
@@ -35,7 +34,6 @@ _DAMAGE_ERRORS = (
     *(NotImplementedError, RuntimeError, struct.error, zlib.error, LZMAError, TokenError),
 )
 _MAX_MEMORY_SHARE = 0.5  # of the free memory, for what an .npz file unpacks to
-_ABANDONED_SECONDS = 7 * 24 * 3600
 _SHAPES = "[N, H, W], [N, H, W, C] or [N, C, H, W] with C = 1, 3 or 4"
 
 
@@ -110,10 +108,10 @@ def store_array(array: Any, labels: Any = None) -> Path:
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path.parent)
+        remove_stale_entries(path.parent)
         with partial.open("wb") as file:
             np.savez(file, **arrays)
-            file.flush()
+            file.flush()  # to the disk before the rename, so that a crash leaves no damaged file under the final name
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -124,16 +122,6 @@ def store_array(array: Any, labels: Any = None) -> Path:
     return path
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what processes that were killed here over a week ago left half-written."""
-    for file in folder.glob(f"array-{'[0-9a-f]' * 32}.*.partial"):
-        if not re.fullmatch(r"array-[0-9a-f]{32}\.[0-9]+\.partial", file.name) or file.is_symlink():
-            continue  # somebody else's
-        with suppress(OSError):
-            if file.is_file() and time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
-                file.unlink()
-
-
 def _as_array(values: Any) -> NDArray[Any]:
     # A tensor is told by its method, as importing torch for it would take seconds.
     if hasattr(values, "detach"):
@@ -142,7 +130,6 @@ def _as_array(values: Any) -> NDArray[Any]:
 
 
 def _file_digest(path: Path) -> str:
-    """Return a digest of a file's size, mtime and a sample of its bytes."""
     status = path.stat()
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
     digest.update(sample_digest(path))  # with the end of an .npz file, which has the checksums of its members
@@ -150,7 +137,6 @@ def _file_digest(path: Path) -> str:
 
 
 def _read(path: Path, name: str) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return (images, labels or None), unchecked."""
     if path.suffix.lower() == ".npy":
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
@@ -186,7 +172,7 @@ def _read_member(archive: zipfile.ZipFile, key: str, name: str) -> NDArray[Any]:
 
 
 def _free_memory() -> int | None:
-    """Return the bytes of memory that can be used without swapping, None where the system does not tell."""
+    """Return the bytes of memory that can be used without swapping, None where the system has no such number."""
     with suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
     with suppress(AttributeError, OSError, ValueError):
@@ -213,7 +199,7 @@ def _as_nhwc(name: str, images: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _index_labels(name: str, labels: NDArray[Any], n: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Return (classes, [N] class of each image). Raises RequestError if these are not n labels."""
+    """Return (classes, [N] class of each image)."""
     if labels.shape != (n,) or labels.dtype.kind not in "iuUb":
         found = f"{labels.dtype} {'x'.join(map(str, labels.shape))}"
         raise RequestError(

@@ -1,8 +1,8 @@
 """`Source`, the interface of everything that images are read from, and the errors that reading them raises.
 
-To add a source, write a subclass in a file of its own and name it in `registry.BUILT_IN`. It must set `names` and
-define `match`, `open` and `stamp`; all other members have defaults. A class outside this package is registered with
-`unfog.data.sources.registry.register`, or given on the command line as `python:MODULE:CLASS`.
+To add a source, write a subclass and name it in `registry.BUILT_IN`. It must set `names` and define `open` and `stamp`;
+all other members have defaults. A class outside this package is registered with `registry.register`, or given on the
+command line as `python:MODULE:CLASS`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class RemotePolicy:
-    """Limits for remote shards: bytes that are cached, and the share that may fail while a run goes on."""
+    """Limits for remote shards."""
 
     cache_bytes: int = 0
     """Bytes on disk for what was read; 0 caches nothing."""
@@ -138,19 +138,15 @@ class ShardFailures(Protocol):
         """Take over the shards that failed in other processes. Raises RunError if they are too many."""
 
     def fail_shard_of(self, i: int, reason: str) -> None:
-        """Fail the shard of an image that stays unreadable. Return if no other shard can be read either.
+        """Raise FailedShardError for the shard of an unreadable image, unless no other shard can be read either.
 
-        Raises:
-            FailedShardError: the shard has failed.
-            RunError: one more shard has failed than the policy allows.
+        Raises RunError if one more shard has failed than the policy allows.
         """
 
     def recheck(self, i: int) -> None:
         """Drop an image that cannot be decoded from the cache, and check once that its shard is still the same.
 
-        Raises:
-            FailedShardError: it is not, so the shard has failed.
-            RunError: one more shard has failed than the policy allows.
+        Raises FailedShardError if it is not, and RunError if one more shard has failed than the policy allows.
         """
 
 

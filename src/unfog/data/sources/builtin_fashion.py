@@ -10,7 +10,7 @@ from PIL import Image
 
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 
-FASHION_CLASSES = (
+_CLASSES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle_boot"),
 )
@@ -24,9 +24,9 @@ class FashionSource(Source):
     """
 
     name = resolved = "fashion"
-    classes = FASHION_CLASSES
-    names = tuple(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(1000))
-    held_out = frozenset(f"{name}/{i:04}" for name in FASHION_CLASSES for i in range(900, 1000))
+    classes = _CLASSES
+    names = tuple(f"{name}/{i:04}" for name in _CLASSES for i in range(1000))
+    held_out = frozenset(f"{name}/{i:04}" for name in _CLASSES for i in range(900, 1000))
 
     def __init__(self) -> None:
         with (files("unfog.data") / "builtin" / "fashion.png").open("rb") as file, Image.open(file) as sheet:

@@ -27,8 +27,7 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 256, 64
 class FolderSource(Source):
     """Every image below a folder, at any depth, sorted by path. Hidden files are left out, links are followed.
 
-    Raises:
-        RequestError: no file below it has a suffix of images, or the folder cannot be read.
+    Raises RequestError if no file below it has a suffix of images, or the folder cannot be read.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,9 @@ class HuggingFaceSource(Source):
     What `datasets` makes of parquet files is in the folder `hf` of the cache.
 
     Args:
-        place: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub.
+        text: a folder that `save_to_disk` wrote, a parquet file, a folder of those, or a name on the hub. A split may
+            follow, as in PLACE:SPLIT; without, it is "train", else the first. `resolved` names it.
         name: the source as the user wrote it, for messages.
-        split: the split to use; "" for "train", else the first. `resolved` names it.
 
     Raises:
         RequestError: there is no such dataset or split, it has no images, or `datasets` is not installed.
@@ -42,9 +41,9 @@ class HuggingFaceSource(Source):
 
     suffixes = (".parquet",)
 
-    def __init__(self, place: str, name: str, split: str = "") -> None:
+    def __init__(self, text: str, name: str) -> None:
         datasets = _import_datasets()
-        place, split = _parse_split(f"{place}:{split}" if split else place)
+        place, split = _parse_split(text)
         local = Path(place).expanduser()
         there = local.exists()
         try:
@@ -67,14 +66,15 @@ class HuggingFaceSource(Source):
         where = str(local.resolve()) if there else place
         self.resolved = where if there and not split else f"hf:{where}{f':{split}' * bool(split)}"
         self._column = _image_column(name, dataset, datasets)
+        # The files' bytes, as `decode` must see the file itself.
         self._images = dataset.select_columns([self._column]).cast_column(self._column, datasets.Image(decode=False))
         if not len(dataset):
             raise RequestError(f"{sanitize(self.name)} is empty; give another split")
         self.names = LazyNames("{:08}".format, range(len(dataset)))
         self.classes, self.labels, self.label_warning = _read_labels(dataset, datasets)
         # The only folders from which images that are files are read.
-        self._roots = [_dataset_folder(local)] if there else _download_folders(datasets)
-        state = _parquet_state(local) if there and is_parquet(local) else str(dataset._fingerprint)
+        self._roots = [(local if local.is_dir() else local.parent).resolve()] if there else _download_folders(datasets)
+        state = _parquet_state(local) if there and _is_parquet(local) else str(dataset._fingerprint)
         self._stamp = state, int(dataset.data.nbytes)
         self._image_files = _image_files(_column(self._images, self._column), self._roots[0]) if there else []
 
@@ -91,10 +91,7 @@ class HuggingFaceSource(Source):
 
     @classmethod
     def load(cls, location: SourceLocation, options: OpenOptions) -> HuggingFaceSource:
-        if location.form == "name":
-            place, _, split = location.resolved.removeprefix("hf:").partition(":")
-            return cls(place, location.name, split)
-        return cls(location.resolved, location.name)
+        return cls(location.resolved.removeprefix("hf:"), location.name)
 
     def open(self, i: int) -> Image.Image:
         one = self._images[i][self._column]
@@ -115,8 +112,8 @@ class HuggingFaceSource(Source):
         return hashlib.sha256(fingerprint.encode()).hexdigest(), size
 
 
-def is_parquet(path: Path) -> bool:
-    """Return whether this is a parquet file, or a folder of parquet files with at most .md and .json beside them."""
+def _is_parquet(path: Path) -> bool:
+    """Return True for a parquet file, or a folder of parquet files with at most .md and .json beside them."""
     if path.is_file():
         return path.suffix.lower() == ".parquet"
     suffixes = {one.suffix.lower() for one in path.iterdir() if one.is_file() and not one.name.startswith(".")}
@@ -124,13 +121,9 @@ def is_parquet(path: Path) -> bool:
 
 
 def _parse_split(text: str) -> tuple[str, str]:
-    """Return (place, split) of PLACE:SPLIT or PLACE, which may be a path with colons of its own."""
     place, colon, split = text.rpartition(":")
+    # A path may have colons of its own.
     return (place, split) if colon and not Path(text).expanduser().exists() else (text, "")
-
-
-def _dataset_folder(local: Path) -> Path:
-    return (local if local.is_dir() else local.parent).resolve()
 
 
 def _download_folders(datasets: Any) -> list[Path]:
@@ -156,13 +149,11 @@ def _parquet_files(local: Path) -> list[Path]:
 
 def _parquet_state(local: Path) -> str:
     # Not the library's own fingerprint, which is another whenever it reads the files anew.
-    states = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns, sample_digest(file)) for file in _parquet_files(local)
-    ]
-    return repr(states)
+    states = [(file, file.stat()) for file in _parquet_files(local)]
+    return repr([(file.name, state.st_size, state.st_mtime_ns, sample_digest(file)) for file, state in states])
 
 
-def _import_datasets() -> ModuleType:
+def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:
@@ -170,8 +161,7 @@ def _import_datasets() -> ModuleType:
             "a Hugging Face dataset needs datasets, which is not installed: pip install 'unfog[hf]'"
         ) from None
     datasets.disable_progress_bars()
-    library: ModuleType = datasets
-    return library
+    return datasets
 
 
 def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
@@ -208,7 +198,7 @@ def _image_column(name: str, dataset: Any, datasets: Any) -> str:
 
 
 def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[np.int64] | None, str]:
-    """Return (classes, label of each image, columns that are not used and why), or ((), None, …) without labels."""
+    """Return (classes, label of each image, reasons for columns that are left out), or ((), None, …) without labels."""
     for column, feature in dataset.features.items():
         if isinstance(feature, datasets.ClassLabel) and feature.names:
             values = _column(dataset, column).fill_null(-1).to_numpy()
@@ -235,11 +225,9 @@ def _read_labels(dataset: Any, datasets: Any) -> tuple[tuple[str, ...], NDArray[
 
 
 def _missing_values(column: str, count: int, of: int) -> str:
-    # The column is not used rather than the images without a value dropped, which nobody asked for.
-    return (
-        f"column {sanitize(column)} is left out: {count:,} of {of:,} images have no value in it; fill it, or leave "
-        "those images out of the dataset"
-    )
+    # The column is left out rather than the images without a value, which nobody asked for.
+    problem = f"{count:,} of {of:,} images have no value in it"
+    return f"column {sanitize(column)} is left out: {problem}; fill it, or leave those images out of the dataset"
 
 
 def _column(dataset: Any, column: str) -> Any:

@@ -23,11 +23,10 @@ SUFFIXES = frozenset(
         *("heic", "heif", "jp2", "j2k", "ppm", "pgm", "pbm", "pnm", "tga", "ico"),
     )
 )
-"""Suffixes of the files that a folder is searched for. The content decides how a file is read, so a misnamed one works.
-HEIC needs a plugin of the user's; it is listed so that it is reported as skipped rather than ignored."""
+"""Suffixes of image files. The content decides how a file is read, so a misnamed one works."""
+# HEIC needs a plugin of the user's; it is listed so that it is reported as skipped rather than ignored.
 
-MAX_FILE_BYTES = 512 * 2**20
-"""Largest image file in an archive that is read."""
+MAX_FILE_BYTES = 512 * 2**20  # of an image in an archive; a larger one is skipped
 
 # Pillow's names for those, the commonest first. It would open others, too, whatever their suffix: PostScript by
 # running Ghostscript on it. TGA comes last, as it has no signature and fits much that is damaged.
@@ -53,12 +52,7 @@ ARCHIVE_GONE = f"in an archive {GONE}"
 
 
 def open_image(path: Path) -> Image.Image:
-    """Open an image file and read its header; pixels are read on use.
-
-    Raises:
-        ImageError: it is no regular file, or no image.
-        Exception: what else Pillow raises on a damaged file.
-    """
+    """Open an image file and read its header; pixels are read on use. Raises ImageError, and what Pillow raises."""
     try:
         status = path.stat()
     except OSError as error:
@@ -111,7 +105,6 @@ def _unidentified(start: bytes, name: str) -> ImageError:
 
 @cache
 def _readable_formats() -> tuple[str, ...]:
-    """Return those of _FORMATS that this Pillow and its plugins can read."""
     Image.init()
     _silence_decoders()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
@@ -128,7 +121,7 @@ def _silence_decoders() -> None:
 
 
 def _open_without_texts(png: bytes) -> Image.Image:
-    """Open a PNG without its texts, or without its colour profile too, which unpack to too much. Pixels are intact."""
+    # Texts, or texts and the colour profile, unpack to too much; the pixels are intact.
     try:
         return Image.open(_without_chunks(png, _PNG_TEXTS), formats=["PNG"])
     except ValueError:
@@ -149,7 +142,7 @@ def _without_chunks(png: bytes, kinds: frozenset[bytes]) -> BytesIO:
 
 
 def os_error_reason(error: OSError) -> str:
-    """Return in a few words why a file or folder cannot be read."""
+    """Return the reason for which a file or folder cannot be read, in a few words."""
     if isinstance(error, PermissionError):
         return "not permitted to be read"
     if isinstance(error, FileNotFoundError):
@@ -165,7 +158,6 @@ def image_error(error: Exception) -> ImageError:
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return True if another attempt may succeed."""
     while error is not None:
         # Pillow's errors on damaged files have no errno, except EINVAL of a seek to before the beginning.
         transient = isinstance(error, MemoryError | TimeoutError | ConnectionError | TransientImageError)
@@ -176,7 +168,6 @@ def _is_transient(error: BaseException | None) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Say in a few words why an image cannot be used."""
     text = str(error)
     match error:
         case ImageError():

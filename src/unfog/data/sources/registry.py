@@ -27,11 +27,10 @@ BUILT_IN = (
     "unfog.data.sources.arrays:ArraySource",
     "unfog.data.sources.folder:FolderSource",  # last, as it matches every folder
 )
-"""MODULE:CLASS of each source, in the order in which they are asked. They are imported at the first SOURCE, as Pillow
-and NumPy would slow down commands that read no images."""
+"""MODULE:CLASS of each source, in the order in which they are asked."""
 
 PYTHON = "python:"
-"""A SOURCE that begins so names a class to import: python:MODULE:CLASS, or python:MODULE:CLASS:ARGUMENT."""
+"""Beginning of a SOURCE that names a class to import: python:MODULE:CLASS, or python:MODULE:CLASS:ARGUMENT."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
@@ -61,6 +60,7 @@ def locate(text: str) -> tuple[type[Source], SourceLocation]:
         _, _, argument = text.removeprefix(PYTHON).partition(":")[2].partition(":")
         return _import_class(text), SourceLocation(text, text, "name", (argument,) if argument else ())
     text = text.removeprefix("file://")
+    # Imported only now, as Pillow and NumPy would slow down commands that read no images.
     sources = [*_registered, *map(_import_class, BUILT_IN)]
     # Names come first, so that a folder called "fashion" in the working directory does not hide the built-in set.
     if named := _match(sources, SourceLocation(text, text, "name")):
@@ -84,7 +84,7 @@ def open_source(
         text: a built-in name, hf:NAME, a URL, the path of a folder or file, a pattern of paths of tar shards with
             {000..099}, {a,b}, * or ?, or python:MODULE:CLASS.
         progress: called with (megabytes done, megabytes in all) while an index of shards is built, which may take
-            minutes once. What it raises stops that; what is done by then is kept.
+            minutes once. It may raise to stop; what is done by then is kept.
         policy: for remote shards.
 
     Raises:

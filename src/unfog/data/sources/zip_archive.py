@@ -58,19 +58,18 @@ class ZipSource(Source):
         self._storage = open_storage(self._path)
         self.remote = self._storage.remote
         ((self._path, self._state),) = self._storage.states([self._path]).items()
-        ignored = Counter[str]()
-        unreadable: list[SkippedFile] = []
+        self.ignored, self.unreadable = Counter[str](), list[SkippedFile]()
         self._members: dict[str, _Member] = {}
         self._tables: dict[str, zipfile.ZipInfo] = {}
         for info in self._read_directory():
-            self._add(info, ignored, unreadable)
-        self.ignored = ignored
+            if not info.is_dir():
+                self._add(info, self.ignored, self.unreadable)
         self.names = sorted(self._members)
-        # The directory has the checksum of every member.
+        self.unreadable.sort()
+        # The directory has the checksum of every member, so that its digest stands for the contents.
         self._contents = hashlib.sha256(repr(sorted(self._members.items())).encode("utf-8", "replace")).digest()
-        self.unreadable = sorted(unreadable)
         if not self.names:
-            raise no_images_error(self.name, ignored, self.unreadable)
+            raise no_images_error(self.name, self.ignored, self.unreadable)
 
     @classmethod
     def match(cls, location: SourceLocation) -> SourceLocation | None:
@@ -124,8 +123,6 @@ class ZipSource(Source):
         return infos
 
     def _add(self, info: zipfile.ZipInfo, ignored: Counter[str], unreadable: list[SkippedFile]) -> None:
-        if info.is_dir():
-            return
         name = normalize_path(info.filename.replace("\\", "/"))  # as some Windows programs write it
         if kind := ignored_kind(name):
             ignored[kind] += 1
@@ -178,7 +175,7 @@ def _to_member(info: zipfile.ZipInfo) -> _Member:
 
 
 def _unusable_reason(info: zipfile.ZipInfo) -> str:
-    """Return why a member cannot be read, "" if it can."""
+    """Return the reason for which a member cannot be read, "" if it can."""
     if info.flag_bits & _ENCRYPTED:
         return "encrypted"
     if max(info.file_size, info.compress_size) > MAX_FILE_BYTES:
