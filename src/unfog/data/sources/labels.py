@@ -44,6 +44,20 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
     if source.labels is not None:
         return tuple(sanitize(name) for name in source.classes), source.labels
     parts, codes = _folders(source)
+    of_folders = _class_of_folders(source, mode, parts, codes)
+    if of_folders is None:
+        return (), None
+    classes = source.classes or tuple(sorted(set(of_folders)))
+    index = {name: i for i, name in enumerate(classes)}
+    labels = np.array([index[name] for name in of_folders], np.int64)[codes]
+    # Class names end up in files, figures and terminals, so control characters must not act there.
+    return tuple(sanitize(name) for name in classes), labels
+
+
+def _class_of_folders(
+    source: Source, mode: str, parts: list[tuple[str, ...]], codes: NDArray[np.int64]
+) -> list[str] | None:
+    """Return the class of each folder, None if mode "auto" finds no classes. See `_folders` for parts and codes."""
     first, last = min(parts), max(parts)
     shared = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     tops = [folder[shared] if len(folder) > shared else "" for folder in parts]
@@ -62,13 +76,7 @@ def read_labels(source: Source, mode: str) -> tuple[tuple[str, ...], NDArray[np.
         tops = [folder[shared + 1] for folder in parts]
         found, split = sorted(set(tops)), False
     unclear = len(found) < 2 or found[0] == "" or split or len(codes) < 4 * len(found)
-    if mode == "auto" and not source.classes and unclear:
-        return (), None
-    classes = source.classes or tuple(found)
-    index = {name: i for i, name in enumerate(classes)}
-    labels = np.array([index[top] for top in tops], np.int64)[codes]
-    # Class names end up in files, figures and terminals, so control characters must not act there.
-    return tuple(sanitize(name) for name in classes), labels
+    return None if mode == "auto" and not source.classes and unclear else tops
 
 
 def _folders(source: Source) -> tuple[list[tuple[str, ...]], NDArray[np.int64]]:
