@@ -58,12 +58,7 @@ def load(key: str) -> Pack | None:
 
 
 def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
-    """Decode a source into the entry of a key, or finish one that was interrupted.
-
-    Raises:
-        RequestError: no image can be used; there is no space, or the cache cannot be written.
-        RunError: the disk is full or fails.
-    """
+    """Decode a source into the entry of a key, or finish one that was interrupted. Raises as `write_pack`."""
     folder = cache_folder()
     gigabytes = len(scan.source.names) * scan.channels * scan.size**2 / 1e9
     remedy = f"set UNFOG_CACHE to a folder with {gigabytes:.1f} GB free, or use cache = none or memory"
@@ -135,10 +130,8 @@ def disk_usage(entry: Path) -> int:
 
 
 def remove_stale_entries(folder: Path) -> None:
-    """Remove unfinished packs, latents and unpacked arrays that nobody wrote to for a week.
-
-    The folder may hold anything else too, so an entry must have one of our names and hold nothing but our files.
-    """
+    """Remove unfinished packs, latents and arrays that nobody wrote to for a week."""
+    # The folder may hold anything else too, so an entry must have one of our names and hold nothing but our files.
     with suppress(OSError):
         for path in list(folder.iterdir()):
             with suppress(OSError, BusyError):

@@ -95,11 +95,8 @@ def _decode_into_memory(scan: Scan, progress: Progress | None) -> Dataset:
 
 
 def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
-    """Return `_placement` for a resume, which must decode images in the way that its fingerprint was made.
-
-    Raises:
-        RequestError: the settings decode them in the other way.
-    """
+    """Return `_placement` for a resume. Raises RequestError if images would not be decoded as in the run so far."""
+    # The fingerprint of undecoded images is of another kind, so the two could not be compared.
     if unread and scan.settings.cache == "auto":
         return "none", ""
     where, why = _placement(scan, key, to_draw=0)
@@ -114,7 +111,7 @@ def _placement_on_resume(scan: Scan, key: str, unread: bool) -> tuple[str, str]:
 
 
 def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
-    """Return ("memory", "disk" or "none", a line that says why where it was chosen automatically).
+    """Return ("memory", "disk" or "none"; the reason, where it was chosen automatically).
 
     A small set stays in memory. A larger one is packed into the cache if that takes at most half of the free space and
     most images will be drawn. Otherwise each image is decoded when it is drawn.

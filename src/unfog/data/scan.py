@@ -78,11 +78,7 @@ class Scan:
         )
 
     def resolve(self) -> Scan:
-        """Choose size and channels, where the settings leave them open, from a sample of the images.
-
-        Raises:
-            RunError: one of them cannot be read now.
-        """
+        """Choose size and channels, where left open, from a sample of images. RunError if one cannot be read now."""
         size = self.size or _choose_size(self.source)
         channels = self.channels or _guess_channels(self.source, PixelFormat(size, 3, self.background))
         return replace(self, size=size, channels=channels, channels_certain=self.channels_certain or channels == 3)
@@ -137,7 +133,7 @@ def split_held_out(source: Source, fraction: float) -> tuple[NDArray[np.int64], 
     """Return (indices of the training images, then of those held out; number of training images).
 
     An image is held out if the hash of its name, as a number in [0, 1), is below `fraction`, so that adding images
-    leaves the others where they are. At most _MAX_HELD_OUT are, those with the lowest hashes.
+    leaves the others where they are. At most 1,000 are, those with the lowest hashes.
     """
     n = len(source.names)
     if fraction == 0 or (source.held_out is None and n < MIN_TO_HOLD_OUT):
@@ -233,8 +229,7 @@ class DecodeResult:
     def create(cls, scan: Scan, order: NDArray[np.int64], in_train: int, statistics: DecodeStatistics) -> DecodeResult:
         """Collect the result for images in this order, of which the first `in_train` are training images.
 
-        Raises:
-            RequestError: none of them can be used.
+        Raises RequestError if none of them can be used.
         """
         used, source = statistics.used, scan.source
         if not used.any():

@@ -41,10 +41,7 @@ class ArraySource(Source):
     """uint8 images in a NumPy file; `store_array` writes one from memory.
 
     A .npy file is memory-mapped. An .npz file has the images as x, images or arr_0, and may have labels as y or labels:
-    whole numbers or texts, of which each value is a class.
-
-    Raises:
-        RequestError: the file cannot be read, or holds no uint8 images.
+    whole numbers or texts, of which each value is a class. RequestError if it cannot be read or holds no uint8 images.
     """
 
     suffixes = (".npy", ".npz")

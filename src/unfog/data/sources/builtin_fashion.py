@@ -10,11 +10,11 @@ from PIL import Image
 
 from unfog.data.sources.base import OpenOptions, Source, SourceLocation
 
+# In the order of Fashion-MNIST's labels.
 _CLASSES = (
     *("tshirt_top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle_boot"),
 )
-"""Class names in the order of Fashion-MNIST's labels."""
 
 
 class FashionSource(Source):

@@ -50,11 +50,7 @@ def sort_labels(labels: set[str]) -> list[str]:
 
 
 def read_table(table: LabelTable) -> tuple[dict[str, str], str]:
-    """Return (file name -> label, "" where it is empty; a digest of the file).
-
-    Raises:
-        RequestError: it cannot be read, has no such columns, or contradicts itself.
-    """
+    """Return (file name -> label, "" where it is empty; a digest of the file). Raises RequestError if it is unfit."""
     said = sanitize(table.name)
     try:
         content = table.read()

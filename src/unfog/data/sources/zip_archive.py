@@ -45,8 +45,7 @@ class _Member(NamedTuple):
 class ZipSource(Source):
     """Every image in a zip archive, at any depth, sorted by path. Hidden files are left out, as in a folder.
 
-    Raises:
-        RequestError: it is no whole zip archive, or holds no image that can be read.
+    Raises RequestError if it is no whole zip archive, or holds no image that can be read.
     """
 
     suffixes = (".zip",)
