@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from unfog.process.run_folder import RunFolder
     from unfog.reporting.findings import Finding
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the build reads it from this line
 __all__ = [
     "RequestError",
     "RunError",
@@ -247,7 +247,7 @@ def _training_settings(source: Source, preset: str, settings: dict[str, Any]) ->
 
 def _stored(source: Any, settings: dict[str, Any]) -> str:
     """Return the path of the images; an array is written to the cache first, with the labels among the settings."""
-    if not hasattr(source, "__array__"):
+    if not hasattr(source, "__array__"):  # asked like this, a path needs no import of NumPy
         return _path(source, "source")
     from unfog.data.sources.arrays import store_array
 

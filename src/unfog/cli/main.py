@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    debug = "--debug" in words  # of every command, and so of no request
     words = [word for word in words if word != "--debug"]
     try:
         sys.exit(_run(words))

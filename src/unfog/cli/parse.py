@@ -145,7 +145,7 @@ class ParsedArgs:
     def put(self, flag: _Flag, spelled: str, words: list[str]) -> None:
         """Store the value of a flag. Raise RequestError if it has another value already."""
         before = self.spelled.setdefault(flag.path, (spelled, words))
-        if before != (spelled, words):
+        if before != (spelled, words):  # repeated alike, it contradicts nothing
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
             raise RequestError(f"{spelled} is given twice: {sanitize(first)} and {sanitize(second)}; give one of them")
         table = self.table

@@ -179,11 +179,11 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
         return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if typing.get_origin(annotation) is typing.Literal:
         for choice in args:
-            if type(value) is type(choice) and value == choice:
+            if type(value) is type(choice) and value == choice:  # True equals 1, and 1.0 does
                 return choice
         if is_own_choice(annotation, value):
             return value
-    # NumPy's numbers become plain ones, as config.toml can hold no others.
+    # NumPy's numbers become plain ones, as config.toml can hold no others. Python counts True among the whole numbers.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
         if abs(int(value)) > MAX_INT:
             raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")

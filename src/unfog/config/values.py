@@ -129,7 +129,7 @@ def _whole(word: str) -> int:
         value = float(plain) if _NUMBER.fullmatch(plain) else math.nan
         remedy = f"{int(value)}" if value.is_integer() and abs(value) <= MAX_INT else "it in digits, such as 1000"
         raise FormatError(f"no whole number; write {remedy}")
-    if len(word) > 25:
+    if len(word) > 25:  # beyond 64 bits; of thousands of digits, int() would raise a ValueError of its own
         raise FormatError("too large a number; give less")
     return int(word)
 

@@ -167,7 +167,7 @@ class AutoSettings:
         device, sheet = self.machine.device, self.machine.data_sheet
         if sheet is not None and sheet.precision != "fp32":
             return sheet.precision, f"native to {sheet.name}"
-        if sheet is not None:
+        if sheet is not None:  # of a CPU, see `benchmark_cpu`: accelerators have a faster type
             why = "several processes share this CPU" if self.processes > 1 else "a step takes minutes"
             return "fp32", f"not timed, as {why}"
         if device.type != "cpu":

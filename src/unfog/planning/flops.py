@@ -140,7 +140,7 @@ class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type
         self.operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.operations += func.namespace == "aten" and not func.is_view
+        self.operations += func.namespace == "aten" and not func.is_view  # a view launches no kernel
         return func(*args, **(kwargs or {}))
 
 
@@ -155,7 +155,8 @@ def step_time(work: NetworkCost, device: Device, training: Training) -> TimeRang
 
 def call_time(work: NetworkCost, images: int, device: Device) -> TimeRange:
     """Predict the seconds of a forward pass of so many images in fp32, without gradients."""
-    return _seconds(images * work.forward, device.full, work.operations / 3 * _LAUNCH)
+    launches = work.operations / 3 * _LAUNCH  # a forward pass is about a third of them
+    return _seconds(images * work.forward, device.full, launches)
 
 
 def _seconds(flops: float, rate: float, launches: float) -> TimeRange:

@@ -69,7 +69,7 @@ def _snapshot_interval(config: Config, steps: int) -> tuple[int, str]:
         return -1, ""
     every = max(1, round(steps / _SNAPSHOTS))
     needed = snapshot_bytes(sum(p.numel() for p in build_network(config).parameters()), every, steps)
-    if needed > free_bytes(Path.cwd()) / 4:
+    if needed > free_bytes(Path.cwd()) / 4:  # where the folder runs/ is
         return -1, f"{format_bytes(needed)} would be over a quarter of the disk that is free"
     return every, f"{format_bytes(needed)} of snapshots, from which unfog ema-sweep rebuilds an EMA of any width"
 

@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._live:
+        if address not in self._live:  # a view has the storage of its base
             self._live[address] = self.allocate(storage.nbytes(), self.kind)
             weakref.finalize(storage, self._free, address)
 
