@@ -29,15 +29,12 @@ from unfog.training.out_of_memory import microbatch_size
 from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 
-_FLAT = 0.02
-"""Share of its loss at the start that a network must lose to have learned something."""
-_AS_GOOD = 1.03
-"""Factor on the best loss within which trials are as good; the lowest rate of those is suggested."""
+_FLAT = 0.02  # share of its loss at the start that a network must lose to have learned something
+_AS_GOOD = 1.03  # factor on the best loss within which trials are as good; the lowest rate of those is suggested
 _WORST = 2.0
 """Losses are clipped to this times the loss at the start before smoothing. With weights of fixed norm the loss
 explodes from one step to the next, and its average would hide all that was learned before."""
-_RAMP_ALONE = 0.3
-"""Factor on the rate of the ramp's lowest loss, if there is no time for trials."""
+_RAMP_ALONE = 0.3  # factor on the rate of the ramp's lowest loss, if there is no time for trials
 
 
 @dataclass(frozen=True)
@@ -149,16 +146,11 @@ def _rounded(rate: float) -> float:
 
 _LOWEST, _HIGHEST = 1e-5, 1.0
 """Rates of the ramp: AdamW moves each weight by about the rate, and weights are about 0.1."""
-_RAMP = (60, 120)
-"""Fewest and most steps of the ramp."""
-_RAMP_SHARE = 0.3
-"""Share of the time for the ramp."""
-_TRIAL = (40, 200)
-"""Fewest and most steps of a trial."""
-_TRIED = (1.0, 0.3, 0.1)
-"""Rates of the first trials, over the rate of the ramp's lowest loss; highest first."""
-_MOST_TRIALS = 6
-"""With the trials that are added, three times as high or as low."""
+_RAMP = (60, 120)  # fewest and most steps of the ramp
+_RAMP_SHARE = 0.3  # share of the time for the ramp
+_TRIAL = (40, 200)  # fewest and most steps of a trial
+_TRIED = (1.0, 0.3, 0.1)  # rates of the first trials, over the rate of the ramp's lowest loss; highest first
+_MOST_TRIALS = 6  # with the trials that are added, three times as high or as low
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 _TRACED = (2, 4)
 """Batch sizes that are traced; others are extrapolated, as every tensor is affine in the batch size. Not 1, for which
 PyTorch saves a copy here and there."""
-_KEPT = 16
-"""Traces in the cache, of about a megabyte each."""
+_KEPT = 16  # traces in the cache, of about a megabyte each
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unfog.errors import RequestError
 from unfog.models import layers
@@ -107,8 +108,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented  # a DTensor dispatches again with its local shard
         output = func(*args, **(kwargs or {}))
-        for tensor in _tensors_of(output):
-            self._see(tensor)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
         return output
 
     def _see(self, tensor: Tensor) -> None:
@@ -164,14 +166,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in self._live.values():
             if number >= first and self.trace.kinds[number] == self.kind:
                 self.trace.kinds[number] = kind
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
-        for part in output:
-            yield from _tensors_of(part)
 
 
 def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtype | None = None) -> Trace:

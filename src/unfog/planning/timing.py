@@ -28,8 +28,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
 
-_TIMED = 64
-"""Images that steps are timed with, if none are decoded yet."""
+_TIMED = 64  # images that steps are timed with, if none are decoded yet
 
 
 class _StepTimer(TrainingHooks):
