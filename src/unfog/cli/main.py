@@ -115,7 +115,7 @@ def _run(words: list[str]) -> int:
         return 0
     # Imported only now, so that the above answers at once.
     from unfog.config.aliases import COMMANDS, with_old_defaults
-    from unfog.config.values import sanitize, suggest
+    from unfog.config.values import quote, suggest
 
     command, rest = COMMANDS.get(words[0], words[0]), words[1:]
     if command in _TRAINING and os.environ.get("RANK", "0") != "0":
@@ -125,9 +125,9 @@ def _run(words: list[str]) -> int:
     if command not in REQUESTS:
         if command.startswith("-"):
             raise RequestError(
-                f"{sanitize(command)} comes before the command; write unfog COMMAND first (see unfog --help)"
+                f"{quote(command)} comes before the command; write unfog COMMAND first (see unfog --help)"
             )
-        raise RequestError(f"{sanitize(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
+        raise RequestError(f"{quote(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
     request = with_old_defaults(words[0], read_request(command, rest))
     module = _MODULES.get(command, command.replace("-", "_"))
     status: int = import_module(f"unfog.commands.{module}").main(request)

@@ -25,8 +25,8 @@ from unfog.config.values import (
     format_spec,
     parse_spec,
     parse_value,
+    quote,
     registry_of,
-    sanitize,
     strip_optional,
 )
 from unfog.errors import RequestError
@@ -126,7 +126,7 @@ class _Flag:
                 return parse_spec(registry, words[0])
             return parse_value(self.annotation, words)
         except FormatError as error:
-            raise RequestError(f"{spelled} got {sanitize(' '.join(words))}, which is {error}") from None
+            raise RequestError(f"{spelled} got {quote(' '.join(words))}, which is {error}") from None
         except RequestError as error:
             raise RequestError(f"{spelled}: {error}") from None
 
@@ -147,7 +147,7 @@ class ParsedArgs:
         before = self.spelled.setdefault(flag.path, (spelled, words))
         if before != (spelled, words):  # repeated alike, it contradicts nothing
             first, second = (" ".join([name, *said]) for name, said in (before, (spelled, words)))
-            raise RequestError(f"{spelled} is given twice: {sanitize(first)} and {sanitize(second)}; give one of them")
+            raise RequestError(f"{spelled} is given twice: {quote(first)} and {quote(second)}; give one of them")
         table = self.table
         for name in flag.path[:-1]:
             table = table.setdefault(name, {})
@@ -265,15 +265,15 @@ def _check_count(flag: _Flag, spelled: str, values: list[str]) -> None:
 
 def _wrong_count(free: Sequence[str], args: ParsedArgs, prog: str, metavars: Sequence[str]) -> str:
     if len(free) < len(metavars):
-        lists = [f"; {flag} took {sanitize(' '.join(words))}" for flag, words in args.spelled.values() if words[1:]]
+        lists = [f"; {flag} took {quote(' '.join(words))}" for flag, words in args.spelled.values() if words[1:]]
         usage = " ".join([prog, *metavars])
         return f"{metavars[len(free)]} is missing{''.join(lists)}; write {usage} before all else (see {prog} --help)"
     extra, taken = " ".join(free[len(metavars) :]), " ".join(free[: len(metavars)])
     if not metavars:
-        return f"{prog} takes flags alone, so what is {sanitize(extra)}? (see {prog} --help)"
+        return f"{prog} takes flags alone, so what is {quote(extra)}? (see {prog} --help)"
     count = "one" if len(metavars) == 1 else f"{len(metavars)} names,"
     return (
-        f"{prog} takes {count} {' '.join(metavars)}, which is {sanitize(taken)}, so what is {sanitize(extra)}? "
+        f"{prog} takes {count} {' '.join(metavars)}, which is {quote(taken)}, so what is {quote(extra)}? "
         "Quote names with blanks"
     )
 
@@ -288,7 +288,7 @@ def _unknown_flag(spelled: str, flags: Mapping[str, _Flag], prog: str, others: M
     owners = [command for command, kind in others.items() if named in _flags_of(kind)]
     theirs = f", but of {' and '.join(filter(None, [', '.join(owners[:-1]), *owners[-1:]]))}" if owners else ""
     if theirs and not meant:
-        return f"{sanitize(spelled)[1:-1]} is no flag of {prog}{theirs}"
+        return f"{quote(spelled)[1:-1]} is no flag of {prog}{theirs}"
     meant = meant or difflib.get_close_matches(named[:40], flags, n=1, cutoff=0.7)
     hint = f"did you mean {' or '.join(meant[:4])}?" if meant else f"see {prog} --help"
-    return f"{sanitize(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"
+    return f"{quote(spelled)[1:-1]} is no flag of {prog}{theirs}; {hint}"

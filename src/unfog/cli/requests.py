@@ -20,7 +20,7 @@ from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.config.validate import check_device, check_out, check_request, check_source, reason_of
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 
@@ -159,7 +159,7 @@ def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
         if budget.get("budget"):
             raise RequestError("a --budget would begin anew with each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
-    raise _no_command(f"not {sanitize(name)}" if name else "and there is none")
+    raise _no_command(f"not {quote(name)}" if name else "and there is none")
 
 
 def _no_command(reason: str) -> RequestError:
@@ -172,12 +172,10 @@ def _open_run(path: Path) -> RunFolder:
     try:
         folder.check_is_run()
     except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
-        raise RequestError(
-            f"{sanitize(str(path))} cannot be read: {reason_of(error)}; give the folder of a run"
-        ) from None
+        raise RequestError(f"{quote(str(path))} cannot be read: {reason_of(error)}; give the folder of a run") from None
     except RequestError as error:
         raise RequestError(
-            f"{sanitize(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml'}"
+            f"{quote(str(path))[1:-1]} is not a run{_similar_run(path) or ': it has no config.toml'}"
         ) from error
     return folder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unfog.config.requests import SlurmRequest
 from unfog.config.validate import reason_of
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
 
@@ -62,11 +62,9 @@ def main(request: SlurmRequest) -> int:
         with file.open("x") as batch:  # a batch file that is there may have been edited
             batch.write(_batch_script(request))
     except FileExistsError:
-        raise RequestError(f"{sanitize(str(file))[1:-1]} is there already; give another --file, or remove it") from None
+        raise RequestError(f"{quote(str(file))[1:-1]} is there already; give another --file, or remove it") from None
     except (OSError, ValueError) as error:
-        raise RequestError(
-            f"{sanitize(str(file))} cannot be written: {reason_of(error)}; give another --file"
-        ) from None
+        raise RequestError(f"{quote(str(file))} cannot be written: {reason_of(error)}; give another --file") from None
     say(f"  run       {request.run}, which must be on a disk that all nodes share, as the images must")
     say(f"  next      look at the file, then: sbatch {shlex.quote(str(file))}")
     print_result(str(file))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from unfog.config.schema import Config
-from unfog.config.values import sanitize, suggest
+from unfog.config.values import quote, suggest
 from unfog.data.settings import Data
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VE, VP, Cosine, Flow, LogitNormal, LogNormal
@@ -93,7 +93,7 @@ PRESETS: dict[str, Callable[[], Config]] = {"default": _default, "ddpm": _ddpm, 
 def preset(name: str) -> Config:
     """Return the preset of this name. Raise RequestError with a suggestion if there is none."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise RequestError(f"preset = {sanitize(name)} is unknown{suggest(name, PRESETS)}")
+        raise RequestError(f"preset = {quote(name)} is unknown{suggest(name, PRESETS)}")
     return PRESETS[name]()
 
 
@@ -157,9 +157,9 @@ def add_autoencoder(
 ) -> Config:
     """Return `config`, made from `autoencoder_recipe`, with an autoencoder; `weights` are kl and pyramid."""
     if width not in WIDTHS:
-        raise RequestError(f"width = {sanitize(width)} is unknown{suggest(width, WIDTHS)}")
+        raise RequestError(f"width = {quote(width)} is unknown{suggest(width, WIDTHS)}")
     if factor not in FACTORS:
-        raise RequestError(f"factor = {sanitize(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
+        raise RequestError(f"factor = {quote(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
     levels = WIDTHS[width][: factor.bit_length() - 1]
     codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
     return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]

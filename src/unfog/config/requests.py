@@ -15,7 +15,7 @@ from tyro.conf import Positional, Suppress
 
 from unfog.config.presets import AutoencoderRunSettings
 from unfog.config.schema import Config
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.data.settings import Data
 from unfog.errors import RequestError
 
@@ -216,18 +216,18 @@ class SlurmRequest:
             if not least <= (value := getattr(self, name)) <= most:
                 raise RequestError(f"{name} = {value} must be from {least} to {most}")
         if self.seconds < 120:
-            raise RequestError(f"time = {sanitize(self.time)} is too short to start in; give at least 2 minutes")
+            raise RequestError(f"time = {quote(self.time)} is too short to start in; give at least 2 minutes")
         for name in ("partition", "account", "container"):
             # These go into the script unquoted.
             if not _NAME.fullmatch(value := getattr(self, name)):
-                raise RequestError(f"{name} = {sanitize(value)} has characters that Slurm takes no name with")
+                raise RequestError(f"{name} = {quote(value)} has characters that Slurm takes no name with")
 
     @property
     def seconds(self) -> int:
         """Time limit in seconds. Raises RequestError if `time` is not in a format of Slurm."""
         match = _TIME.fullmatch(self.time)
         if not match:
-            raise RequestError(f"time = {sanitize(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
+            raise RequestError(f"time = {quote(self.time)} is no time for Slurm; write 90, 12:00:00 or 2-00:00:00")
         parts = [int(part) for part in match["rest"].split(":")]
         if match["days"] or len(parts) == 3:  # hours come first, and else minutes
             hours, minutes, seconds = (*parts, 0, 0)[:3]

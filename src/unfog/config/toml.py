@@ -22,8 +22,8 @@ from unfog.config.values import (
     lookup,
     parse_spec,
     parse_value,
+    quote,
     registry_of,
-    sanitize,
     strip_optional,
     suggest,
 )
@@ -92,7 +92,7 @@ def read_toml(path: Path, base: T) -> T:
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:  # a name that cannot be one, as it holds a NUL
-        raise RequestError(f"{sanitize(str(path))}: {error}") from None
+        raise RequestError(f"{quote(str(path))}: {error}") from None
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 
@@ -110,7 +110,7 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
         if key in changes:
             raise RequestError(f"{name} is given twice, once by its old name; give one of them")
         if key not in known:
-            raise RequestError(f"unknown setting {sanitize(name)[1:-1]}{suggest(key, known)}")
+            raise RequestError(f"unknown setting {quote(name)[1:-1]}{suggest(key, known)}")
         changes[key] = _convert(hints[key], getattr(base, key), value, name)
     try:
         return replace(base, **changes)  # type: ignore[type-var]
@@ -134,7 +134,7 @@ def _convert(annotation: Any, old: Any, value: Any, name: str) -> Any:
         if type(value) is type(old):
             return _checked(value, name)
         if not isinstance(value, Mapping):
-            raise RequestError(f"{name} = {sanitize(value)} must be a table of settings")
+            raise RequestError(f"{name} = {quote(value)} must be a table of settings")
         return update(old, value, name)
     return of_type(annotation, value, name)
 
@@ -151,7 +151,7 @@ def _part(words: Mapping[str, Any], value: Any, name: str) -> Any:
         return part if part is None else _checked(part, name)
     if not isinstance(value, Mapping) or "kind" not in value:
         known = ", ".join(sorted(words))
-        raise RequestError(f"{name} = {sanitize(value)} must be one of {known}, or a table with such a kind")
+        raise RequestError(f"{name} = {quote(value)} must be one of {known}, or a table with such a kind")
     try:
         part = lookup(words, value["kind"])
     except RequestError as error:
@@ -175,7 +175,7 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | tuple):
         if args[-1] is not Ellipsis and len(value) != len(args):
-            raise RequestError(f"{name} = {sanitize(value)} must have {len(args)} values")
+            raise RequestError(f"{name} = {quote(value)} must have {len(args)} values")
         return tuple(of_type(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if typing.get_origin(annotation) is typing.Literal:
         for choice in args:
@@ -186,14 +186,14 @@ def of_type(annotation: Any, value: Any, name: str) -> Any:
     # NumPy's numbers become plain ones, as config.toml can hold no others. Python counts True among the whole numbers.
     elif annotation is int and type(value) is not bool and isinstance(value, Integral):
         if abs(int(value)) > MAX_INT:
-            raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")
+            raise RequestError(f"{name} = {quote(value)} is too large a number; give less")
         return int(value)
     elif annotation is float and type(value) is not bool and isinstance(value, Real):
         return _finite(value, name)
     elif type(value) is annotation or (annotation is Path and isinstance(value, Path)):
         return value
     remedy = "; leave the quotes away" if annotation in (int, float) and _spells(annotation, value) else ""
-    raise RequestError(f"{name} = {sanitize(value)} is {describe_mismatch(annotation, value)}{remedy}")
+    raise RequestError(f"{name} = {quote(value)} is {describe_mismatch(annotation, value)}{remedy}")
 
 
 def _finite(value: Real, name: str) -> float:
@@ -202,9 +202,9 @@ def _finite(value: Real, name: str) -> float:
     except OverflowError:  # a whole number beyond all floating-point ones
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{name} = {sanitize(value)} must be a finite number")
+        raise RequestError(f"{name} = {quote(value)} must be a finite number")
     if abs(number) > _LARGEST_FLOAT:
-        raise RequestError(f"{name} = {sanitize(value)} is too large a number; give less")
+        raise RequestError(f"{name} = {quote(value)} is too large a number; give less")
     return number
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from unfog.config.schema import LENGTH, Config
 from unfog.config.toml import update
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.data.decode import parse_colour
 from unfog.data.settings import LABELS
 from unfog.data.sources.labels import find_table
@@ -96,7 +96,7 @@ def check_autoencoder(config: Config) -> int:
 def check_device(name: str) -> None:
     """Raise RequestError unless this names a device that may exist, as far as can be told without importing torch."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,4})?", str(name)):
-        raise RequestError(f"device = {sanitize(name)} is not one of auto, cpu, cuda, cuda:1, mps")
+        raise RequestError(f"device = {quote(name)} is not one of auto, cpu, cuda, cuda:1, mps")
     torch = version("torch")
     if (name.startswith("cuda") and torch.endswith("+cpu")) or (name == "mps" and sys.platform != "darwin"):
         raise RequestError(f"device = {name} is not available to torch {torch} on this machine; try --device auto")
@@ -136,7 +136,7 @@ def check_source(source: str) -> None:
             open_source(source)  # raises with the reason
     except (OSError, RuntimeError, ValueError) as error:
         raise RequestError(
-            f"{sanitize(source)} cannot be read: {reason_of(error)}; give a folder of images, or fashion"
+            f"{quote(source)} cannot be read: {reason_of(error)}; give a folder of images, or fashion"
         ) from None
 
 
@@ -144,10 +144,10 @@ def parse_duration(text: str) -> float:
     """Return seconds of a time span such as 90s, 10m, 2h or 1d. Raise RequestError for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text.strip())
     if not match or float(match[1]) <= 0:
-        raise RequestError(f"budget = {sanitize(text)} is no time span; write 90s, 10m, 2h or 1d")
+        raise RequestError(f"budget = {quote(text)} is no time span; write 90s, 10m, 2h or 1d")
     span = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
     if span > _TEN_YEARS:
-        raise RequestError(f"budget = {sanitize(text)} is over ten years; give less")
+        raise RequestError(f"budget = {quote(text)} is over ten years; give less")
     return span
 
 
@@ -158,7 +158,7 @@ def path_text(value: object, name: str) -> str:
     """Return a path as text, with ~ expanded. Raise RequestError if `value` is no path."""
     text = os.fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(text, str):
-        raise RequestError(f"{name} = {sanitize(value)} is no path; give a text or a pathlib.Path")
+        raise RequestError(f"{name} = {quote(value)} is no path; give a text or a pathlib.Path")
     return os.path.expanduser(text)
 
 
@@ -169,7 +169,7 @@ def check_out(out: Path, source: str = "", what: str = "a run folder") -> None:
     except (OSError, RuntimeError, ValueError) as error:
         reason = reason_of(error)
     if reason:
-        raise RequestError(f"{sanitize(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
+        raise RequestError(f"{quote(str(out))[1:-1]} cannot be {what}: {reason}; give another --out")
 
 
 def _in_the_way(out: Path, source: str) -> str:

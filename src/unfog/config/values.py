@@ -43,7 +43,7 @@ class FormatError(ValueError):
     """A value of the wrong format. The message follows "which is": "no whole number; write 1000"."""
 
 
-def sanitize(value: object) -> str:
+def quote(value: object) -> str:
     """Return the repr of a value for a message: in one line, and shortened."""
     try:
         text = repr(value)
@@ -161,7 +161,7 @@ def registry_of(annotation: Any) -> Mapping[str, Any] | None:
 def lookup(words: Mapping[str, Any], word: object) -> Any:
     """Return the part of a word. Raise RequestError with a suggestion if there is none."""
     if not isinstance(word, str) or word not in words:
-        raise RequestError(f"{sanitize(word)} is not known here{suggest(word, words)}")
+        raise RequestError(f"{quote(word)} is not known here{suggest(word, words)}")
     return words[word]
 
 
@@ -178,17 +178,17 @@ def parse_spec(words: Mapping[str, Any], text: str) -> Any:
             continue
         if name not in known:
             hint = suggest(name, known) if known else ", nor any other"
-            raise RequestError(f"{kind} has no setting {sanitize(name)}{hint}")
+            raise RequestError(f"{kind} has no setting {quote(name)}{hint}")
         if not equals:
-            raise RequestError(f"{sanitize(assignment)} in {sanitize(text)} needs a value, as in {name}=1")
+            raise RequestError(f"{quote(assignment)} in {quote(text)} needs a value, as in {name}=1")
         if name in changes:
-            raise RequestError(f"{name} is given twice in {sanitize(text)}; give it once")
+            raise RequestError(f"{name} is given twice in {quote(text)}; give it once")
         annotation = typing.get_type_hints(type(part))[name]
         items = value.split("/") if typing.get_origin(annotation) is tuple else [value]
         try:
             changes[name] = parse_value(annotation, items)
         except FormatError as error:
-            raise RequestError(f"{kind}:{name} = {sanitize(value)} is {error}") from None
+            raise RequestError(f"{kind}:{name} = {quote(value)} is {error}") from None
     return replace(part, **changes) if changes else part
 
 

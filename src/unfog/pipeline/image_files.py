@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.data.augmentation import to_model_range
 from unfog.data.decode import ImageInfo, decode, parse_colour
 from unfog.data.prepare import silence_pillow
@@ -86,7 +86,7 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
         with silence_pillow():
             return decode(opener, size, channels, parse_colour(background))
     except ImageError as error:
-        named = sanitize(str(path)) if path else "the array"
+        named = quote(str(path)) if path else "the array"
         reason = "there is no such file" if path and not path.exists() else error
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 

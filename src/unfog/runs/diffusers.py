@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unfog.config.values import sanitize
+from unfog.config.values import quote
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.noise import VP, Cosine, Flow, FlowUniform, Linear
 from unfog.diffusion.target import X0, Eps, FlowVelocity, Target, V
@@ -33,7 +33,7 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
     if kind.startswith(("EDM", "KarrasVe", "ScoreSdeVe", "VQ", "Cosine", "CM")) or scheduler.get("trained_betas"):
         raise _untranslatable(kind, "has no equivalent that could be read off it")
     if not isinstance(steps, int) or steps < 2:
-        raise _untranslatable(f"'s num_train_timesteps = {sanitize(steps)}", "is no number of steps")
+        raise _untranslatable(f"'s num_train_timesteps = {quote(steps)}", "is no number of steps")
     betas, zero = scheduler.get("beta_schedule", "linear"), bool(scheduler.get("rescale_betas_zero_snr", False))
     if betas == "linear":
         ends = (float(scheduler.get(name, usual)) for name, usual in (("beta_start", 1e-4), ("beta_end", 0.02)))
@@ -44,11 +44,11 @@ def objective_from_scheduler(scheduler: Mapping[str, Any], base: Diffusion) -> D
         schedule = Cosine(steps=steps, zero_terminal=zero)
     else:
         known = "has no equivalent; there is linear and squaredcos_cap_v2"
-        raise _untranslatable(f"'s beta_schedule = {sanitize(betas)}", known)
+        raise _untranslatable(f"'s beta_schedule = {quote(betas)}", known)
     predicted = scheduler.get("prediction_type", "epsilon")
     if predicted not in _TARGETS:
         known = f"has no equivalent; there is {', '.join(_TARGETS)}"
-        raise _untranslatable(f"'s prediction_type = {sanitize(predicted)}", known)
+        raise _untranslatable(f"'s prediction_type = {quote(predicted)}", known)
     return replace(plain, path=VP(), schedule=schedule, target=_TARGETS[predicted])
 
 

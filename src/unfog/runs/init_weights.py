@@ -14,7 +14,7 @@ from torch import Tensor
 from unfog.config.schema import Config, Init
 from unfog.config.toml import update
 from unfog.config.validate import reason_of
-from unfog.config.values import format_spec, sanitize
+from unfog.config.values import format_spec, quote
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import UNetFolder, from_unet2d, unet2d_settings
@@ -90,7 +90,7 @@ def adopt_latent_statistics(config: Config) -> Config:
         trained_on = "latents of another autoencoder" if ours and theirs else "latents" if theirs else "pixels"
         raise RequestError(
             f"the weights in {config.init.folder} were trained on {trained_on}, which is not what they would get with "
-            f"autoencoder_folder = {sanitize(config.autoencoder_folder)}; leave --autoencoder away, or start from "
+            f"autoencoder_folder = {quote(config.autoencoder_folder)}; leave --autoencoder away, or start from "
             "other weights"
         )
     return replace(config, latents=trained.latents) if ours else config
@@ -104,11 +104,11 @@ def _describe_source(init: Init, diffusion: Diffusion, known: bool = True) -> _W
     folder = Path(init.folder).expanduser()
     try:
         if not folder.is_dir():
-            raise RequestError(f"init = {sanitize(init.folder)} is no folder; give a run, or a folder of diffusers")
+            raise RequestError(f"init = {quote(init.folder)} is no folder; give a run, or a folder of diffusers")
         return _in_run(init, folder) if (folder / "config.toml").is_file() else _in_diffusers(folder, diffusion, known)
     except (OSError, ValueError) as error:
         raise RequestError(
-            f"init = {sanitize(init.folder)} cannot be read: {reason_of(error)}; give another folder"
+            f"init = {quote(init.folder)} cannot be read: {reason_of(error)}; give another folder"
         ) from None
 
 
@@ -117,8 +117,8 @@ def _in_run(init: Init, folder: Path) -> _WeightsSource:
     config = run.read_config()
     if config.trains_autoencoder:
         raise RequestError(
-            f"init = {sanitize(init.folder)} is an autoencoder, and a diffusion network cannot start from its weights; "
-            f"train on its latents: --autoencoder {sanitize(init.folder)}"
+            f"init = {quote(init.folder)} is an autoencoder, and a diffusion network cannot start from its weights; "
+            f"train on its latents: --autoencoder {quote(init.folder)}"
         )
     which = {"newest": None, "best": "best"}[init.checkpoint] if init.checkpoint.isalpha() else int(init.checkpoint)
     saved = checkpoint.find_checkpoint(run.checkpoints, which, warn)  # type: ignore[arg-type]
