@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,8 +156,7 @@ def _compute_metrics(
 
 
 def _metrics_due(config: Config, step: int) -> bool:
-    """Return True if metrics are due at the evaluation after this step: at the last one, and at the first after each
-    multiple of `metrics_every`."""
+    """Return True if metrics are due after this step: the last one, or the first evaluation after their interval."""
     every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
     return every >= 0 and (step >= steps or step // every > (step - config.evaluate.every) // every)
 
@@ -167,7 +167,6 @@ class _MetricsHook:
     def __init__(self, config: Config, images: ImageSet, previews: Previews, device: torch.device):
         self.config, self.images, self.previews = config, images, previews
         self.features = open_features(config.evaluate.features, device, only_known=True)
-        self._real: Tensor | None = None
 
     def dry_run(self) -> dict[str, float]:
         """Compute the metrics of a few samples, so that errors surface early; there is nothing to record.
@@ -175,8 +174,8 @@ class _MetricsHook:
         RequestError if the best checkpoint is chosen by FID, and there are fewer samples than features.
         """
         self.measure(TRIAL_SAMPLES)
-        evaluate, width = self.config.evaluate, self._reference().shape[1]
-        if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference()))) <= width:
+        evaluate, width = self.config.evaluate, self._reference.shape[1]
+        if "fid" in evaluate.metrics and (few := min(evaluate.samples, len(self._reference))) <= width:
             said = f"fid needs more than {width:,} samples with {self.features.name}, and here are {few:,}"
             if evaluate.best == "fid":
                 raise RequestError(f"evaluate.best = fid: {said}; choose by kid, or set --evaluate.samples")
@@ -189,34 +188,28 @@ class _MetricsHook:
         labels = proportional_labels(self.images.labels, count)
 
         def generate(batch: int) -> Pixels:
-            return generate_images(
-                self.previews.state.model, config, replace(default_generation(config, count, batch), labels=labels)
-            )
+            settings = replace(default_generation(config, count, batch), labels=labels)
+            return generate_images(self.previews.state.model, config, settings)
 
         pixels = np.ascontiguousarray(self.previews.with_ema_weights(count, generate).transpose(0, 3, 1, 2))
         fake = compute_features(pixels, self.features)
         real = pixels  # not looked at unless pixels are compared
         if _PIXEL_METRIC in metrics:
             real = np.ascontiguousarray(self.images.pixels[evenly_spaced(len(self.images), count)])
-        found = _compute_metrics(config, self._reference(), fake, torch.from_numpy(real), torch.from_numpy(pixels))
+        found = _compute_metrics(config, self._reference, fake, torch.from_numpy(real), torch.from_numpy(pixels))
         record: dict[str, float] = {"drawn": count}
         for name, one in found.items():
             record |= {} if one.value is None else {name: one.value}
             record |= {} if one.error is None else {f"{name}_error": one.error}
         return record
 
+    @cached_property
     def _reference(self) -> Tensor:
-        """Return the features of the reference images, computed at the first call."""
-        if self._real is None:
-            rows = evenly_spaced(len(self.images), self.config.evaluate.reference)
-            with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
-                self._real = compute_features(
-                    ImageRows(self.images, rows),
-                    self.features,
-                    f"{self.images.fingerprint} spread",
-                    lambda done, total: progress.update(done),
-                )
-        return self._real
+        """Features of the reference images."""
+        rows, key = evenly_spaced(len(self.images), self.config.evaluate.reference), f"{self.images.fingerprint} spread"
+        with Progress(f"{self.features.name} of {plural(len(rows), 'training image')}", len(rows)) as progress:
+            source = ImageRows(self.images, rows)
+            return compute_features(source, self.features, key, lambda done, total: progress.update(done))
 
 
 class EvaluationHook:
