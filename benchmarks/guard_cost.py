@@ -31,7 +31,7 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.records import read_events
-from unfog.reporting.settings import Log
+from unfog.reporting.trackers import Log
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training import loop

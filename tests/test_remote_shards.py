@@ -38,7 +38,7 @@ from unfog.pipeline.skipped_images import FailureReporter, failures_on_this_rank
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events
-from unfog.reporting.settings import Log
+from unfog.reporting.trackers import Log
 
 pytestmark = pytest.mark.slow
 

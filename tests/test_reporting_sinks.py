@@ -16,8 +16,7 @@ from unfog.errors import RequestError
 from unfog.reporting import recorder as recorder_module
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
-from unfog.reporting.settings import Log
-from unfog.reporting.trackers import open_tracker
+from unfog.reporting.trackers import Log, open_tracker
 
 PICTURE = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
 
@@ -153,7 +152,7 @@ def test_settings_refuse_what_cannot_be():
 
 def test_nothing_is_imported_that_was_not_asked_for():
     code = (
-        "import sys, unfog.reporting.settings; light = set(sys.modules);"
+        "import sys, unfog.reporting.trackers; light = set(sys.modules);"
         "import unfog.reporting.recorder, unfog.reporting.report;"
         "assert not {'rich', 'numpy', 'PIL', 'jinja2'} & light;"
         "assert not {'torch', 'wandb', 'tensorboard', 'tensorflow'} & set(sys.modules)"

@@ -44,7 +44,7 @@ from unfog.process.heartbeat import Heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.settings import Log
+from unfog.reporting.trackers import Log
 from unfog.runs.ranks import RunContext
 from unfog.runs.session import Session
 from unfog.training.optimizers import build_optimizer

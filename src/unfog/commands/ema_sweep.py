@@ -31,9 +31,9 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, json_values, render
+from unfog.reporting.findings import Figure, Finding, render
 from unfog.reporting.progress import Progress, print_result, say
-from unfog.reporting.records import write_atomic
+from unfog.reporting.records import json_values, write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
 from unfog.training.settings import PowerEma

@@ -25,9 +25,9 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import next_folder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, Severity, json_values, render
+from unfog.reporting.findings import Figure, Finding, Severity, render
 from unfog.reporting.progress import print_result, say
-from unfog.reporting.records import write_atomic
+from unfog.reporting.records import json_values, write_atomic
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.text import sanitize
 

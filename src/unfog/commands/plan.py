@@ -34,8 +34,9 @@ from unfog.planning.timing import (
 )
 from unfog.process.device import available_memory, choose_device
 from unfog.process.signals import StopSignals
-from unfog.reporting.findings import Finding, has_fatal, json_values, print_findings
+from unfog.reporting.findings import Finding, has_fatal, print_findings
 from unfog.reporting.progress import format_bytes, plural, print_result
+from unfog.reporting.records import json_values
 from unfog.training.out_of_memory import microbatch_size
 
 _OF_FINDING = ("code", "severity", "evidence", "remedy")

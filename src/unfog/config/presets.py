@@ -16,7 +16,7 @@ from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
 from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.models.settings import SIZES
-from unfog.reporting.settings import Log
+from unfog.reporting.trackers import Log
 from unfog.training.settings import (
     Checkpoint,
     EmaSchedule,

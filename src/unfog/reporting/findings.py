@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from markupsafe import Markup
-
-from unfog.reporting.html import render_template
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
-from unfog.reporting.records import write_atomic
+from unfog.reporting.records import json_values, write_atomic
+from unfog.reporting.report import render_template
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 
@@ -34,14 +31,18 @@ class Figure:
     title: str
     image: Pixels | None = None
     """uint8 [H, W] or [H, W, 3]."""
-
     svg: str = ""
     """A chart of `reporting.charts`."""
-
     table: Sequence[Sequence[str]] = ()
     """Rows of cells, the first of which is the heading."""
-
     caption: str = ""
+
+    @property
+    def uri(self) -> str:
+        """The image as a `data:` URI; "" without one."""
+        return (
+            "" if self.image is None else f"data:image/png;base64,{base64.b64encode(encode_png(self.image)).decode()}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,17 +51,13 @@ class Finding:
 
     code: str
     """Stable name for scripts and tests, "area.thing": "data.duplicates", "settings.lr"."""
-
     severity: Severity
     evidence: str
     """Observation with its numbers and names, as a sentence without a full stop."""
-
     remedy: str = ""
     """What to do, with the command or setting; "" for nothing."""
-
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the evidence, as plain values for JSON."""
-
     figures: tuple[Figure, ...] = ()
 
     @classmethod
@@ -78,7 +75,7 @@ class Finding:
         return f"{mark}{self.evidence}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
+def _sort_by_severity(findings: Sequence[Finding]) -> list[Finding]:
     """Sort the worst first; findings of one severity keep their order."""
     return sorted(findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
 
@@ -90,7 +87,7 @@ def has_fatal(findings: Sequence[Finding]) -> bool:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print all findings that are not fine, the worst first, and the number of each severity."""
-    for finding in sort_by_severity(findings):
+    for finding in _sort_by_severity(findings):
         if finding.severity != "fine":
             say(f"  {finding}", style=_SEVERITIES[finding.severity])
     say(f"  {summary(findings)}")
@@ -107,16 +104,8 @@ def summary(findings: Sequence[Finding]) -> str:
 def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Path:
     """Write findings.json and a self-contained report.html into a folder; return the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = [
-        {
-            "code": f.code,
-            "severity": f.severity,
-            "evidence": f.evidence,
-            "remedy": f.remedy,
-            "facts": json_values(f.facts),
-        }
-        for f in sort_by_severity(findings)
-    ]
+    names = ("code", "severity", "evidence", "remedy", "facts")
+    plain = [{name: json_values(getattr(one, name)) for name in names} for one in _sort_by_severity(findings)]
     text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
     path = folder / "report.html"
@@ -124,27 +113,8 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     return path
 
 
-def json_values(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, Mapping):
-        return {str(key): json_values(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def render(title: str, findings: Sequence[Finding]) -> str:
     """Render the findings as an HTML page that makes no requests."""
-    shown = [
-        {"finding": one, "figures": [_shown(figure) for figure in one.figures]} for one in sort_by_severity(findings)
-    ]
-    return render_template("findings.html", title=title, summary=summary(findings), shown=shown)
-
-
-def _shown(exhibit: Figure) -> dict[str, object]:
-    uri = ""
-    if exhibit.image is not None:
-        uri = f"data:image/png;base64,{base64.b64encode(encode_png(exhibit.image)).decode()}"
-    # Safe as markup: charts escape all text they are given.
-    drawn = {"uri": uri, "svg": Markup(exhibit.svg), "table": exhibit.table}
-    return {"title": exhibit.title, "caption": exhibit.caption, **drawn}
+    return render_template(
+        "findings.html", title=title, summary=summary(findings), findings=_sort_by_severity(findings)
+    )

@@ -1,8 +1,8 @@
 """Printing: messages, results and progress.
 
-Results (paths, numbers asked for) go to stdout, so that they can be piped; messages go
-to stderr. On a terminal, progress is a live line; elsewhere it is plain lines without control characters, at
-a rate that a log file bears. Nothing here runs in a thread: a line moves when its work reports.
+Results (paths, requested numbers) go to stdout, so that they can be piped; messages go to stderr. On a terminal,
+progress is a live line; elsewhere it is plain lines without control characters, at a rate that a log file bears.
+Nothing here runs in a thread: a line moves when its work reports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
@@ -45,8 +44,7 @@ def print_result(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError:
-        # The pipe is closed or its disk full. Python would fail again when it flushes at exit, and change the exit
-        # status.
+        # The pipe is closed or its disk full. Python would fail again at exit, when it flushes, and change the status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -156,9 +154,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _draw(self, now: float) -> None:

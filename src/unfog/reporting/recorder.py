@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ import numpy.typing as npt
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import Progress, format_number, warn
 from unfog.reporting.records import Events, Metrics, write_atomic
-from unfog.reporting.settings import Log
-from unfog.reporting.trackers import Tracker, check_installed, open_tracker
+from unfog.reporting.trackers import Log, Tracker, check_installed, open_tracker
 
 Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 
@@ -59,7 +57,7 @@ class Recorder:
         before = (self._metrics.last or {}).get("seconds")
         self._opened = time.monotonic() - (before if isinstance(before, int | float) else 0.0)
         self._disk_refused = False
-        self._pictures: dict[Path, bytes] = {}  # that the disk has not taken yet
+        self._images: dict[Path, bytes] = {}  # that the disk has not taken yet
         self._notes: dict[str, str] = {}
         self._step = start
         for file, name in ((self._events, "events.jsonl"), (self._metrics, "metrics.jsonl")):
@@ -98,15 +96,15 @@ class Recorder:
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
         path = self.run_dir / name / f"{step:08d}.png"
-        self._pictures[path] = encode_png(pixels)
-        self._write(self._write_pictures)
+        self._images[path] = encode_png(pixels)
+        self._write(self._write_images)
         self._each_sink(lambda sink: sink.log_image(step, name, pixels))
 
     def event(self, kind: str, step: int, **fields: object) -> None:
         """Write a line of events and synchronise everything written so far."""
         self._write(lambda: self._events.write(kind, step, fields))
         self.sync()
-        self._write(self._write_pictures)
+        self._write(self._write_images)
 
     def sync(self) -> None:
         """Synchronise the metrics with the disk, so that they survive a power cut."""
@@ -133,9 +131,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _open(self, name: str, start: int, config: Mapping[str, object]) -> None:
@@ -157,11 +153,11 @@ class Recorder:
         warn(f"{name} failed and is left out from here on ({reason}); the run and its own record go on")
         self.event("sink_failed", self._step, sink=name, reason=reason)
 
-    def _write_pictures(self) -> None:
-        for path, data in list(self._pictures.items()):
+    def _write_images(self) -> None:
+        for path, data in list(self._images.items()):
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, data)
-            del self._pictures[path]
+            del self._images[path]
 
     def _write(self, write: Callable[[], None]) -> None:
         """Keep data in memory while the disk refuses it, and warn once."""

@@ -64,8 +64,7 @@ class JsonLines:
     def sync(self) -> None:
         """Make all lines survive a power cut, not only the end of this process."""
         self._flush()
-        # Some file systems cannot synchronise; the lines are written all the same.
-        with suppress(OSError):
+        with suppress(OSError):  # some file systems cannot synchronise; the lines are written all the same
             os.fsync(self._file)
 
     def close(self) -> None:
@@ -93,7 +92,7 @@ class Metrics(JsonLines):
     def write(self, step: int, images: int, seconds: float, values: Mapping[str, object]) -> None:
         """Append a line: `images` seen and `seconds` of wall time spent since step 0, then the values."""
         row = {"step": step, "images": images, "seconds": round(seconds, 3), **values}
-        self.append(_plain(row, lambda number: None))
+        self.append(json_values(row))
 
 
 class Events(JsonLines):
@@ -105,7 +104,7 @@ class Events(JsonLines):
     def write(self, kind: str, step: int, fields: Mapping[str, object]) -> None:
         """Append a line stamped with the time (ISO 8601, UTC) and synchronise the file."""
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.append(_plain({"time": time, "step": step, "kind": kind, **fields}, str))
+        self.append(json_values({"time": time, "step": step, "kind": kind, **fields}, str))
         self.sync()
 
 
@@ -194,18 +193,18 @@ def _step(row: Row) -> float:
     return step if isinstance(step, int) else math.inf
 
 
-def _plain(value: object, spell: Callable[[float], object]) -> Any:
-    """`value` as JSON can hold it: numpy to Python, paths to text, a non-finite float as `spell` has it."""
+def json_values(value: object, non_finite: Callable[[float], object] = lambda number: None) -> Any:
+    """Return `value` as JSON can hold it: numpy to Python, paths to text, floats that JSON lacks by `non_finite`."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, spell) for key, item in value.items()}
+        return {str(key): json_values(item, non_finite) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist(), spell)
+        return json_values(value.tolist(), non_finite)
     if isinstance(value, list | tuple):
-        return [_plain(item, spell) for item in value]
+        return [json_values(item, non_finite) for item in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return spell(value)
+        return non_finite(value)
     return value
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 import struct
 import tomllib
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jinja2
 import numpy as np
 from PIL import Image
 
 from unfog.errors import RequestError
-from unfog.reporting.html import render_template
 from unfog.reporting.image_grids import png_data_uri
 from unfog.reporting.progress import format_duration, format_number
 from unfog.reporting.records import (
@@ -32,44 +34,27 @@ from unfog.reporting.records import (
     write_atomic,
 )
 from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
-from unfog.reporting.stored_evaluations import COLUMNS, StoredEvaluation, read_evaluations
 from unfog.text import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most
-_THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that a picture is embedded with
+_THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embedded with
 _EVENTS = 300  # latest events shown, at most
-_TROUBLES = frozenset(
-    ["warning", "step_refused", "rolled_back", "disk_full", "not_removed", "averages_left_out", "sink_failed", "failed"]
+_EVALUATIONS = 20  # latest evaluations shown, at most
+_LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes have a few thousand
+_EVALUATION_HEAD = ("metric", "value", "95% interval", "n", "reference", "features", "resize")
+_TROUBLES = (
+    "warning",
+    "step_refused",
+    "rolled_back",
+    "disk_full",
+    "not_removed",
+    "averages_left_out",
+    "sink_failed",
+    "failed",
 )
 _SHOWN_TROUBLES = 20
 _DEEPEST = 8  # lists in lists that are written out
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class RunData:
-    """Contents of a run folder for the report."""
-
-    name: str
-    metrics: list[Row]
-    events: list[Row]
-    settings: dict[str, dict[str, str]]
-    """Section of config.toml ("" for the top) -> key -> value as text."""
-
-    samples: list[tuple[int, Path]]
-    """Preview grids by step."""
-
-    denoising: list[tuple[int, Path]]
-    """Denoising strips by step."""
-
-    checkpoints: list[tuple[int, int]]
-    """Whole checkpoints: step and bytes."""
-
-    written: datetime
-    """When the record was last added to."""
-
-    evaluations: Sequence[StoredEvaluation] = ()
-    """What `unfog evaluate` has measured, by step."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -77,115 +62,147 @@ def write_report(run_dir: Path) -> Path:
 
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
+    record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
+    changed = [path.stat().st_mtime for path in record if path.exists()]
+    if not changed:
+        raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
+    metrics, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
+    state, detail = _state(events, datetime.fromtimestamp(max(changed), UTC))
+    samples, denoising = _numbered(run_dir / "samples", "*.png"), _numbered(run_dir / "denoising", "*.png")
+    film = _pictures(_evenly(samples, _FILMSTRIP), _THUMBNAIL)
+    run = {
+        "name": run_dir.resolve().name,
+        "state": state,
+        "detail": detail,
+        "facts": [*_metric_facts(metrics), *_checkpoint_facts(run_dir / "checkpoints"), *_event_facts(events)],
+        "samples": _last(_pictures(samples[-1:], _LARGE)),
+        "denoising": _last(_pictures(denoising[-1:], _LARGE)),
+        "film": film if len(film) > 1 else [],
+        "charts": metric_charts(metrics),
+        "evaluations": _evaluations(run_dir / "evaluations"),
+        "evaluation_head": _EVALUATION_HEAD,
+        "data": _last([_fields(event) for event in _of_kind(events, "data")]),
+        "choices": [defaultdict(str, _fields(event)) for event in _of_kind(events, "choice")],
+        "settings": _settings(run_dir / "config.toml"),
+        "troubles": [_event(event) for event in _of_kind(events, *_TROUBLES)[-_SHOWN_TROUBLES:]],
+        "events": [_event(event) for event in events[-_EVENTS:]],
+        "events_left_out": max(0, len(events) - _EVENTS),
+    }
     path = run_dir / "report.html"
-    write_atomic(path, render_report([read_run(run_dir)]).encode("utf-8", "replace"))
+    write_atomic(path, render_template("report.html", run=run).encode("utf-8", "replace"))
     return path
 
 
-def read_run(run_dir: Path) -> RunData:
-    """Read the record in a run folder; RequestError when there is none."""
-    record = [run_dir / name for name in ("config.toml", "metrics.jsonl", "events.jsonl")]
-    found = [path for path in record if path.exists()]
-    if not found:
-        raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
-    return RunData(
-        name=run_dir.resolve().name,
-        metrics=read_metrics(run_dir / "metrics.jsonl"),
-        events=read_events(run_dir / "events.jsonl"),
-        settings=_settings(run_dir / "config.toml"),
-        samples=_numbered(run_dir / "samples", "*.png"),
-        denoising=_numbered(run_dir / "denoising", "*.png"),
-        checkpoints=[
-            (step, _size(path))
-            for step, path in _numbered(run_dir / "checkpoints", "*")
-            if (path / "manifest.json").exists()
-        ],
-        written=datetime.fromtimestamp(max(path.stat().st_mtime for path in found), UTC),
-        evaluations=read_evaluations(run_dir),
+def render_template(template: str, **values: Any) -> str:
+    """Return an HTML page from the template of this name; all values are escaped, and a missing name is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("unfog.reporting"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template(template).render(written=now, **values)
 
 
-def render_report(runs: Sequence[RunData]) -> str:
-    """Render the runs, in order, as a self-contained HTML page that makes no requests."""
-    return render_template("report.html", runs=[_view(run) for run in runs])
+def _evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Return the latest results of `unfog evaluate`, by step."""
+    found = []
+    for path in folder.glob("*.json"):
+        # People edit such files: damaged ones are left out.
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            status = path.stat()
+            if status.st_size <= _LARGEST_EVALUATION:
+                found.append((status.st_mtime, _evaluation(path, json.loads(path.read_bytes()))))
+    latest = [one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]]
+    for one in latest:
+        pairs = [(severity, text, [(one["step"], path)] if path else []) for severity, text, path in one["pairs"]]
+        one["pairs"] = [(severity, text, _last(_pictures(files, _LARGE))) for severity, text, files in pairs]
+    return sorted(latest, key=itemgetter("step"))
 
 
-def _view(run: RunData) -> dict[str, object]:
-    state, detail = _state(run)
-    film = _pictures(_evenly(run.samples, _FILMSTRIP), _THUMBNAIL)
+def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
+    measured = [one for one in stored["measured"] if isinstance(one, dict)]
+    pairs = []
+    for one in stored["copies"]:
+        name = Path(str(one.get("picture", "")))
+        # A run folder may come from a stranger: only an image beside the file is embedded.
+        inside = not name.is_absolute() and ".." not in name.parts and name.suffix == ".png"
+        evidence = f"by {one['by']}: {one['evidence']}" + (f"; {one['remedy']}" if one.get("remedy") else "")
+        pairs.append((str(one["severity"]), evidence, path.parent / name if inside else None))
     return {
-        "name": run.name,
-        "state": state,
-        "detail": detail,
-        "facts": _facts(run),
-        "samples": _last(_pictures(run.samples[-1:], _LARGE)),
-        "denoising": _last(_pictures(run.denoising[-1:], _LARGE)),
-        "film": film if len(film) > 1 else [],
-        "charts": metric_charts(run.metrics),
-        "evaluations": [_evaluated(one) for one in run.evaluations],
-        "data": _last([_fields(event) for event in _of_kind(run, "data")]),
-        "choices": [defaultdict(str, _fields(event)) for event in _of_kind(run, "choice")],
-        "settings": run.settings,
-        "troubles": [_event(event) for event in _of_kind(run, *_TROUBLES)[-_SHOWN_TROUBLES:]],
-        "events": [_event(event) for event in run.events[-_EVENTS:]],
-        "events_left_out": max(0, len(run.events) - _EVENTS),
-    }
-
-
-def _evaluated(one: StoredEvaluation) -> dict[str, object]:
-    pairs = [
-        (severity, said, _last(_pictures([(one.step, path)] if path else [], _LARGE)))
-        for severity, said, path in one.memorization
-    ]
-    return {
-        "step": f"{one.step:,}",
-        "how": one.sampling,
-        "head": COLUMNS,
-        "rows": one.rows,
-        "notes": one.notes,
+        "step": int(stored["step"]),
+        "sampling": ", ".join(f"{name} {value}" for name, value in stored["drawn"].items()),
+        "rows": [_metric_row(one) for one in measured],
+        "notes": [f"{one['metric']}: {one['note']}" for one in measured if one.get("note")],
         "pairs": pairs,
     }
 
 
-def _state(run: RunData) -> tuple[str, str]:
+def _metric_row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells below _EVALUATION_HEAD."""
+    value, low, high = (finite_number(one.get(name)) for name in ("value", "low", "high"))
+    shown = "refused" if math.isnan(value) else f"{value:.4g}"
+    within = "" if math.isnan(low) or math.isnan(high) else f"{low:.4g} to {high:.4g}"
+    counts = [f"{int(n):,}" if (n := finite_number(one.get(name))) > 0 else "-" for name in ("n", "n_reference")]
+    return str(one["metric"]), shown, within, *counts, str(one.get("features", "")), str(one.get("resize", ""))
+
+
+def _state(events: Sequence[Row], written: datetime) -> tuple[str, str]:
     """Return the state of the run in a word, and details."""
-    last = _last(_of_kind(run, *SESSION_STARTS, *SESSION_ENDS))
+    last = _last(_of_kind(events, *SESSION_STARTS, *SESSION_ENDS))
     if last is None or last["kind"] not in SESSION_ENDS:
         # Running, or killed without a last event; the record alone cannot tell which.
-        return "not ended", f"last line written {run.written:%Y-%m-%d %H:%M UTC}"
+        return "not ended", f"last line written {written:%Y-%m-%d %H:%M UTC}"
     return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
 
 
-def _facts(run: RunData) -> list[tuple[str, str, str]]:
-    """Return the headline numbers as (label, value, remark)."""
-    facts = []
-    if run.metrics:
-        last = run.metrics[-1]
-        facts.append(("images seen", _text(last.get("images", 0)), f"{_text(last.get('step', 0))} steps"))
-        facts.append(("time", format_duration(finite_number(last.get("seconds", 0.0))), ""))
-    _, rates = finite_column(run.metrics, "images_per_second")
+_Fact = tuple[str, str, str]  # a headline number: label, value, remark
+
+
+def _metric_facts(metrics: Sequence[Row]) -> list[_Fact]:
+    if not metrics:
+        return []
+    last = metrics[-1]
+    facts = [
+        ("images seen", _text(last.get("images", 0)), f"{_text(last.get('step', 0))} steps"),
+        ("time", format_duration(finite_number(last.get("seconds", 0.0))), ""),
+    ]
+    _, rates = finite_column(metrics, "images_per_second")
     if len(rates):
         facts.append(("images a second", format_number(float(np.median(rates))), "median"))
-    _, losses = finite_column(run.metrics, "loss")
+    _, losses = finite_column(metrics, "loss")
     if len(losses):
         facts.append(("loss", f"{smoothed(losses)[-1]:.4g}", "smoothed"))
-    steps, held_out = finite_column(run.metrics, "held_out_loss")
+    steps, held_out = finite_column(metrics, "held_out_loss")
     if len(held_out):
         best = int(held_out.argmin())
         remark = f"lowest {held_out[best]:.4g} at step {steps[best]:,.0f}"
         facts.append(("held-out loss", f"{held_out[-1]:.4g}", remark))
-    if run.checkpoints:
-        step, size = run.checkpoints[-1]
-        remark = f"newest at step {step:,}, {size / 1e6:,.1f} MB"
-        facts.append(("checkpoints", str(len(run.checkpoints)), remark))
-    events = drop_undone_events(run.events)
-    refused = sum(event.get("kind") == "step_refused" for event in events)
-    if refused:
-        facts.append(("steps skipped", f"{refused:,}", "not finite; weights untouched"))
-    rolled_back = sum(event.get("kind") == "rolled_back" for event in events)
-    if rolled_back:
-        facts.append(("roll-backs", f"{rolled_back:,}", "to earlier weights, as the run diverged"))
     return facts
+
+
+def _checkpoint_facts(folder: Path) -> list[_Fact]:
+    # The manifest is written last: without it, a checkpoint is not whole.
+    whole = [(step, path) for step, path in _numbered(folder, "*") if (path / "manifest.json").exists()]
+    if not whole:
+        return []
+    step, path = whole[-1]
+    size = 0
+    for file in path.glob("*"):
+        with suppress(OSError):  # a running process may delete files meanwhile
+            size += file.lstat().st_size
+    return [("checkpoints", str(len(whole)), f"newest at step {step:,}, {size / 1e6:,.1f} MB")]
+
+
+def _event_facts(events: Sequence[Row]) -> list[_Fact]:
+    kept = drop_undone_events(events)
+    counts = [
+        ("steps skipped", len(_of_kind(kept, "step_refused")), "not finite; weights untouched"),
+        ("roll-backs", len(_of_kind(kept, "rolled_back")), "to earlier weights, as the run diverged"),
+    ]
+    return [(label, f"{count:,}", remark) for label, count, remark in counts if count]
 
 
 def _settings(path: Path) -> dict[str, dict[str, str]]:
@@ -215,13 +232,11 @@ def _flatten(tree: Mapping[str, Any], section: str, sections: dict[str, dict[str
 
 
 def _event(event: Row) -> dict[str, str]:
-    details = " · ".join(f"{key} {value}" for key, value in _fields(event).items())
-    time = str(event.get("time", ""))[:19].replace("T", " ")
     return {
-        "time": time,
+        "time": str(event.get("time", ""))[:19].replace("T", " "),
         "step": _text(event.get("step", "")),
         "kind": _text(event.get("kind", "")),
-        "details": details,
+        "details": " · ".join(f"{key} {value}" for key, value in _fields(event).items()),
     }
 
 
@@ -229,8 +244,8 @@ def _fields(event: Row) -> dict[str, str]:
     return {key: _text(value) for key, value in event.items() if key not in ("time", "step", "kind")}
 
 
-def _of_kind(run: RunData, *kinds: str) -> list[Row]:
-    return [event for event in run.events if event.get("kind") in kinds]
+def _of_kind(events: Sequence[Row], *kinds: str) -> list[Row]:
+    return [event for event in events if event.get("kind") in kinds]
 
 
 def _text(value: object, depth: int = 0) -> str:
@@ -252,15 +267,6 @@ def _text(value: object, depth: int = 0) -> str:
 def _numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """Return the files or folders whose names are steps, in order of steps."""
     return sorted((int(path.stem), path) for path in folder.glob(pattern) if path.stem.isdecimal())
-
-
-def _size(folder: Path) -> int:
-    """Return the bytes of the files in a folder; a running process may delete files meanwhile."""
-    size = 0
-    for file in folder.glob("*"):
-        with suppress(OSError):
-            size += file.lstat().st_size
-    return size
 
 
 def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Path]]:

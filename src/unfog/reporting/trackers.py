@@ -1,6 +1,7 @@
-"""Trackers that a run is copied to: TensorBoard and Weights & Biases, each imported only where asked for.
+"""Settings of logging, and the trackers that a run is copied to: TensorBoard and Weights & Biases.
 
-The record on disk is authoritative. A tracker may raise any exception; the Recorder then drops it.
+The record on disk is authoritative. A tracker may raise any exception; the Recorder then drops it. Only the standard
+library is imported at once, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -10,32 +11,36 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from unfog.errors import RequestError
-from unfog.reporting.image_grids import Pixels, encode_png
-from unfog.reporting.records import write_atomic
 
-# sink -> the package it needs, and the extra that brings it
+if TYPE_CHECKING:
+    from unfog.reporting.image_grids import Pixels
+
+# sink -> the package that it needs, and the extra that brings it
 _PACKAGES = {"tensorboard": ("tensorboard", "tb"), "wandb": ("wandb", "wandb")}
 
 
-class Tracker(Protocol):
-    """A tracker. `step` never decreases. Any method may raise any Exception."""
+@dataclass(frozen=True)
+class Log:
+    """Settings of logging: its interval, and the trackers that get a copy."""
 
-    name: str
+    every: int = 0
+    """Steps between two lines of metrics.jsonl. 0: twenty lines or more in the run, at most 50 steps apart."""
 
-    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record finite or non-finite numbers by name."""
+    sinks: tuple[str, ...] = ()
+    """Trackers to copy to: tensorboard, wandb (offline unless WANDB_MODE says otherwise)."""
 
-    def log_image(self, step: int, name: str, pixels: Pixels) -> None:
-        """Record a picture, uint8 [H, W, 3]."""
-
-    def close(self) -> None:
-        """Write out what is held back."""
+    def __post_init__(self) -> None:
+        """RequestError for a negative interval and for a sink of another name."""
+        if self.every < 0:
+            raise RequestError(f"log.every = {self.every} must be at least 1 step, or 0 to choose it; try 50")
+        for name in self.sinks:
+            if name not in _PACKAGES:
+                raise RequestError(f"log.sinks names {name!r}, which is not one of {', '.join(_PACKAGES)}")
 
 
 def check_installed(sinks: Sequence[str]) -> None:
@@ -48,14 +53,7 @@ def check_installed(sinks: Sequence[str]) -> None:
             )
 
 
-def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Tracker:
-    """Open the sink called `name` for a run that goes on after `start` steps. May raise any Exception."""
-    if name == "tensorboard":
-        return TensorBoard(run_dir, start)
-    return WandB(run_dir, config)
-
-
-class TensorBoard:
+class _TensorBoard:
     """Event files in RUN/tensorboard, written without TensorFlow and without torch."""
 
     name = "tensorboard"
@@ -76,6 +74,8 @@ class TensorBoard:
         self._add(step, [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        from unfog.reporting.image_grids import encode_png
+
         height, width, _ = pixels.shape
         image = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels))
         self._add(step, [self._summary.Value(tag=name, image=image)])
@@ -89,7 +89,7 @@ class TensorBoard:
         self._writer.flush()  # a kill loses nothing that a resume would not write again
 
 
-class WandB:
+class _WandB:
     """A W&B run in RUN/wandb, under one id for the life of the run.
 
     Offline unless WANDB_MODE says otherwise. A resume offline begins another folder with the same id, which
@@ -120,14 +120,29 @@ class WandB:
         self._run.log(dict(values), step=step)
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
+        import numpy as np
+
         self._run.log({name: self._image(np.ascontiguousarray(pixels))}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
+Tracker = _TensorBoard | _WandB
+"""`step` never decreases. Any method may raise any Exception."""
+
+
+def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, object]) -> Tracker:
+    """Open the sink called `name` for a run that goes on after `start` steps. May raise any Exception."""
+    if name == "tensorboard":
+        return _TensorBoard(run_dir, start)
+    return _WandB(run_dir, config)
+
+
 def _stored_id(path: Path) -> str:
     """The id in the file, or a new one, stored there."""
+    from unfog.reporting.records import write_atomic
+
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, uuid.uuid4().hex[:12].encode())
