@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore

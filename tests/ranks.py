@@ -19,7 +19,7 @@ from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import RunError
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.training.checkpoints import snapshot, writer
 from unfog.training.checkpoints.load import read_tensors, roll_back

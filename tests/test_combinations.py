@@ -30,7 +30,7 @@ from unfog.inference.evaluation_files import weights_digest
 from unfog.inference.run import Run, check_guide
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.pipeline.build import build_held_out_set, input_shape, latent_normalisation, without_augmentation
 from unfog.pipeline.generate import to_pixels

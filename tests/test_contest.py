@@ -8,7 +8,7 @@ import pytest
 
 import unfog
 from unfog.cli.requests import read_request
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 
 QUALITY = Path(unfog.__file__).parents[2] / "benchmarks" / "quality"
 

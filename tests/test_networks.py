@@ -18,7 +18,7 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.export.diffusers_unet import Network as Exported
 from unfog.export.diffusers_unet import to_unet2d
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings

@@ -30,7 +30,7 @@ from launches import (
 )
 from unfog.config.schema import Config
 from unfog.errors import RequestError, RunError
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT, MPUNet, UNet
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.memory_trace import fake_process_group

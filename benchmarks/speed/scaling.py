@@ -29,7 +29,7 @@ from nodes import LINK, Nodes
 from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.models.settings import SIZES, Architecture, DiT
 from unfog.planning.flops import _LAUNCH, count_flops
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world

@@ -33,14 +33,14 @@ class AutoencoderModel(nn.Module):
         self.encoder = nn.Sequential(
             nn.PixelUnshuffle(2),  # no layer works at full resolution, where most of the time would go
             nn.Conv2d(4 * image_channels, channels[0], 3, padding=1),
-            *_encoder_levels(settings),
+            *_levels(settings, down=True),
             nn.GroupNorm(groups, channels[-1]),
             nn.SiLU(),
             nn.Conv2d(channels[-1], 2 * settings.latent_channels, 3, padding=1),
         )
         self.decoder = nn.Sequential(
             nn.Conv2d(settings.latent_channels, channels[-1], 3, padding=1),
-            *_decoder_levels(settings),
+            *_levels(settings, down=False),
             nn.GroupNorm(groups, channels[0]),
             nn.SiLU(),
             nn.Conv2d(channels[0], 4 * image_channels, 3, padding=1),
@@ -86,27 +86,17 @@ class _Residual(nn.Module):
         return x + h
 
 
-def _encoder_levels(settings: Autoencoder) -> list[nn.Module]:
-    """Return the layers from 1/2 of the size to 1/factor."""
+def _levels(settings: Autoencoder, down: bool) -> list[nn.Module]:
+    """Return the layers from 1/2 of the size to 1/factor, or the way back, which has one block more at each level."""
     layers: list[nn.Module] = []
-    last, groups = settings.channels[0], settings.norm_groups
-    for level, channels in enumerate(settings.channels):
-        if level:
-            layers.append(nn.Conv2d(last, channels, 3, stride=2, padding=1))
-        layers += [_Residual(channels, groups) for _ in range(settings.blocks)]
-        last = channels
-    return layers
-
-
-def _decoder_levels(settings: Autoencoder) -> list[nn.Module]:
-    """Return the layers from 1/factor of the size to 1/2."""
-    layers: list[nn.Module] = []
-    last, groups = settings.channels[-1], settings.norm_groups
-    for level, channels in enumerate(reversed(settings.channels)):
-        if level:  # not a transposed convolution, which leaves checkerboard artefacts
-            layers += [nn.Upsample(scale_factor=2.0, mode="nearest"), nn.Conv2d(last, channels, 3, padding=1)]
-        layers += [_Residual(channels, groups) for _ in range(settings.blocks + 1)]
-        last = channels
+    widths, groups = settings.channels if down else settings.channels[::-1], settings.norm_groups
+    for level, channels in enumerate(widths):
+        if level and down:
+            layers.append(nn.Conv2d(widths[level - 1], channels, 3, stride=2, padding=1))
+        elif level:  # not a transposed convolution, which leaves checkerboard artefacts
+            layers.append(nn.Upsample(scale_factor=2.0, mode="nearest"))
+            layers.append(nn.Conv2d(widths[level - 1], channels, 3, padding=1))
+        layers += [_Residual(channels, groups) for _ in range(settings.blocks + (not down))]
     return layers
 
 

@@ -182,9 +182,5 @@ class DiTModel(ConditionalNetwork):
 
     def embed(self, c_noise: Tensor, label: Tensor | None, augment: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Embed noise condition and label, [B] each, and augmentation: activated, [B, width]."""
-        first, activation, second = self.time_embedding
         waves = sinusoids(c_noise.float() * self.settings.time_scale, self.settings.width)
-        hidden: Tensor = first(waves.to(dtype))
-        embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
-        class_embedding = self._class_embedding(label, c_noise)
-        return F.silu(embedding if class_embedding is None else embedding + class_embedding)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, label, augment)

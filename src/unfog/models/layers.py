@@ -94,6 +94,16 @@ class ConditionalNetwork(nn.Module):
         embedding: Tensor = self.class_embedding(label)
         return embedding
 
+    def _embed(
+        self, mlp: nn.Sequential, waves: Tensor, c_noise: Tensor, label: Tensor | None, augment: Tensor | None
+    ) -> Tensor:
+        """Embed sinusoids [B, C] by linear layer, activation and linear layer; add the other conditions; activate."""
+        first, activation, second = mlp
+        hidden: Tensor = first(waves)
+        embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
+        class_embedding = self._class_embedding(label, c_noise)
+        return F.silu(embedding if class_embedding is None else embedding + class_embedding)
+
     def _run(self, part: nn.Module, *inputs: Tensor) -> Tensor:
         """Call `part`; with `checkpointing`, keep only its inputs and compute it again for the gradient."""
         again = self.checkpointing and torch.is_grad_enabled()

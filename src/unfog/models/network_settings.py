@@ -1,13 +1,16 @@
-"""Base of all network settings, and the settings of a network from somebody's own module. Imports no torch."""
+"""Base of all network settings, networks from somebody's own module, and building either. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unfog.custom import CustomPart
 from unfog.errors import RequestError
+
+if TYPE_CHECKING:
+    from unfog.models.layers import ConditionalNetwork
 
 
 class NetworkSettings:
@@ -105,3 +108,26 @@ class CustomNetwork(CustomPart, NetworkSettings):
             raise RequestError(f"{self.path} fails for an image of shape {shape}: {error}") from error
         if found != expected:
             raise RequestError(f"{self.path} gives an output of shape {found}, and {expected} is needed")
+
+
+def build_model(
+    settings: NetworkSettings,
+    channels: int,
+    classes: int = 0,
+    augment_inputs: int = 0,
+    out_channels: int | None = None,
+) -> ConditionalNetwork:
+    """Return a network with fresh weights from torch's global generator; the built-in ones begin with an output of 0.
+
+    Args:
+        settings: of a built-in, registered or custom network.
+        channels: C of the images.
+        classes: number of classes besides the null class; 0 builds a network without labels.
+        augment_inputs: length of the augmentation condition; 0 builds a network without that input.
+        out_channels: C' if it differs from C.
+
+    Returns:
+        (x [B, C, H, W], c_noise [B], label int64 [B] or None, augmentation [B, A] or None) -> y [B, C', H, W].
+    """
+    network: ConditionalNetwork = settings.build(channels, classes, augment_inputs, out_channels)
+    return network

@@ -211,11 +211,7 @@ class UNetModel(ConditionalNetwork):
         settings = self.settings
         position = c_noise.float() * settings.time_scale
         waves = sinusoids(position, settings.channels[0], settings.freq_shift, settings.flip_sin_to_cos)
-        first, activation, second = self.time_embedding
-        hidden: Tensor = first(waves.to(dtype))
-        embedding: Tensor = second(activation(self._add_augmentation(hidden, augment)))
-        class_embedding = self._class_embedding(label, c_noise)
-        return F.silu(embedding if class_embedding is None else embedding + class_embedding)
+        return self._embed(self.time_embedding, waves.to(dtype), c_noise, label, augment)
 
 
 def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:

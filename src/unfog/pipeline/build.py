@@ -18,8 +18,8 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
-from unfog.models.network_settings import CustomNetwork
-from unfog.models.registry import Network, build_model
+from unfog.models.layers import ConditionalNetwork
+from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.training.autoencoder_loss import AutoencoderLoss
 from unfog.training.distributed.fsdp import compile_blocks
 from unfog.training.hooks import Augmentation, LossFunction
@@ -87,7 +87,7 @@ def build_loss_at(network: nn.Module, config: Config) -> LossAt:
     return loss_at
 
 
-def build_network(config: Config) -> Network | AutoencoderModel:
+def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
     """Return the network with fresh weights, on the CPU: a function of the configuration and its seed alone.
 
     RequestError if the network does not fit the image size, or is not chosen yet.

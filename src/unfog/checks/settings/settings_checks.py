@@ -20,7 +20,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.latents import Normalise
 from unfog.diffusion.diffusion import Diffusion
 from unfog.errors import RequestError
-from unfog.models.registry import build_model
+from unfog.models.network_settings import build_model
 from unfog.reporting.findings import Finding
 
 _IMAGES = 64  # images
