@@ -16,9 +16,8 @@ from unfog.checks.settings.overfit_one_batch import overfit_one_batch
 from unfog.commands.train import verify
 from unfog.config.values import parse_spec
 from unfog.data.latents import Normalise
-from unfog.diffusion.denoiser import Denoiser
+from unfog.diffusion.denoiser import Autoguided, Denoiser
 from unfog.diffusion.diffusion import Diffusion
-from unfog.diffusion.guidance import Autoguided
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.noise import VP, Cosine
 from unfog.diffusion.objective import Objective

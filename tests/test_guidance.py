@@ -19,7 +19,7 @@ from unfog.commands.tune import _BUILT_IN, _CallCounter, _GridError, _levels_are
 from unfog.config.resume_rules import omit_tuned_settings
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
-from unfog.diffusion.guidance import Autoguided, Within
+from unfog.diffusion.denoiser import Autoguided, Within
 from unfog.diffusion.noise import VE, Cosine, LogNormal
 from unfog.diffusion.sampler import Sampler, noise_levels
 from unfog.errors import RequestError, RunError

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unfog.config.schema import Config, check_guidance_interval
-from unfog.diffusion.denoiser import Denoiser, Guided
+from unfog.diffusion.denoiser import Autoguided, Denoiser, Guided, Labelled, Within
 from unfog.diffusion.editing import Edit
-from unfog.diffusion.guidance import Autoguided, Labelled, Within
 from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
