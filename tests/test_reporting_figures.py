@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.reporting.charts import POINTS, Axis, line_chart
+from unfog.reporting.charts import _POINTS, _Axis, line_chart
 from unfog.reporting.image_grids import encode_png, grid, labelled_strip, png_data_uri, printable_name, save_png
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -166,7 +166,7 @@ def test_long_lines_are_thinned_and_keep_their_spikes():
     y[34_567], y[77_777] = 9.0, -9.0
     (path,) = paths(chart({"a": (np.arange(100_000), y)}))
     heights = [float(p.split()[1]) for p in re.split("[ML]", path)[1:]]
-    assert POINTS / 2 < len(heights) <= POINTS
+    assert _POINTS / 2 < len(heights) <= _POINTS
     assert max(heights) - min(heights) == pytest.approx((290 - 46 - 14) * 18 / (18 * 1.12), abs=0.3)
 
 
@@ -181,7 +181,7 @@ def test_ticks_are_few_round_and_within(log):
     rng = np.random.default_rng(0)
     for low in 10 ** rng.uniform(-9, 9, 200):
         high = low * 10 ** rng.uniform(0.02, 9)
-        ticks = Axis(low, high, 0, 1, log).ticks()
+        ticks = _Axis(low, high, 0, 1, log).ticks()
         assert 2 <= len(ticks) <= 9
         assert all(low * (1 - 1e-9) <= tick <= high * (1 + 1e-9) for tick in ticks)
         assert all(float(f"{tick:.4g}") == pytest.approx(tick, rel=1e-9) or high / low < 2 for tick in ticks)

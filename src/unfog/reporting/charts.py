@@ -14,7 +14,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Series = Mapping[str, tuple[Sequence[float] | Floats, Sequence[float] | Floats]]
 
-POINTS = 1000  # a line is thinned to about so many
+_POINTS = 1000  # a line is thinned to about so many
 _TINY = 1e-100  # what is smaller is zero, and what is larger than its inverse is a gap: axes have to be computed
 _DOTTED = 24  # a line of so few points shows them
 _WIDTH, _HEIGHT = 520, 290  # on a phone the text is still readable
@@ -24,7 +24,7 @@ _COLOURS = ("#2f7fd0", "#d9822b", "#1f9d76", "#b565b0", "#8a8f98")
 
 
 @dataclass(frozen=True)
-class Axis:
+class _Axis:
     """Maps values in [low, high] to pixels in [start, end], through log10 when `log`."""
 
     low: float
@@ -65,12 +65,12 @@ def line_chart(
     if not lines:
         return ""
     shown = [xy[:, np.isfinite(xy[1])] for xy in lines.values()]
-    x_axis = Axis(*_limits(np.concatenate([xy[0] for xy in shown])), _LEFT, _WIDTH - _RIGHT)
+    x_axis = _Axis(*_limits(np.concatenate([xy[0] for xy in shown])), _LEFT, _WIDTH - _RIGHT)
     y_values = np.concatenate([xy[1] for xy in shown])
     low, high = _limits(y_values, margin=0.06, log=log_y)
     if zero_y and y_values.min() >= 0:
         low = 0.0
-    y_axis = Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
+    y_axis = _Axis(low, high, _HEIGHT - _BOTTOM, _TOP if len(lines) > 1 else _TOP - 20, log_y)
     colours = _colours(list(lines), faint)
     body = [_frame(x_axis, y_axis, x_label, y_label)]
     for name, (x, y) in lines.items():
@@ -88,16 +88,16 @@ def bar_chart(values: Sequence[float] | Floats, labels: Sequence[str], x_label: 
     """
     if not len(values):
         return ""
-    bars = np.asarray(values, np.float64)
-    places = np.arange(len(bars), dtype=np.float64)
-    x_axis = Axis(-0.5, len(bars) - 0.5, _LEFT, _WIDTH - _RIGHT)
+    bars, places = np.asarray(values, np.float64), np.arange(len(values), dtype=np.float64)
+    x_axis, y_axis = _Axis(-0.5, len(bars) - 0.5, _LEFT, _WIDTH - _RIGHT), _axis_of_bars(bars)
     texts = [f"{label}: {_number(value)}" for label, value in zip(labels, bars.tolist())]
     room = (_WIDTH - _LEFT - _RIGHT) / len(bars)  # pixels; a letter takes about seven
     aslant = max(map(len, labels)) * 7 > room  # which leaves no room for what they are called together
-    drawn = _bars(places - 0.4, places + 0.4, bars, texts, x_axis, "" if aslant else x_label, y_label, ())
-    shown = range(0, len(bars), max(1, math.ceil(14 / room)))
-    names = [_bar_label(x, labels[i], aslant) for i, x in enumerate(x_axis(places).tolist()) if i in shown]
-    return _svg([*drawn, *names], f"{y_label} of each {x_label}")
+    body = [_frame(x_axis, y_axis, "" if aslant else x_label, y_label, ())]
+    body += _bars(x_axis, y_axis, places - 0.4, places + 0.4, bars, texts)
+    every = max(1, math.ceil(14 / room))
+    body += [_bar_label(x, label, aslant) for x, label in list(zip(x_axis(places).tolist(), labels))[::every]]
+    return _svg(body, f"{y_label} of each {x_label}")
 
 
 def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins: int = 24) -> str:
@@ -107,13 +107,11 @@ def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins
     if not len(finite):
         return ""
     counts, edges = np.histogram(finite, bins, _limits(finite))
-    edges = edges.astype(np.float64)
+    edges, bars = edges.astype(np.float64), counts.astype(np.float64)
     texts = [f"{_number(a)} to {_number(b)}: {n:,}" for a, b, n in zip(edges, edges[1:], counts.tolist())]
-    axis = Axis(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT)
-    return _svg(
-        _bars(edges[:-1], edges[1:], counts.astype(float), texts, axis, x_label, y_label, axis.ticks()),
-        f"{y_label} over {x_label}",
-    )
+    x_axis, y_axis = _Axis(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT), _axis_of_bars(bars)
+    body = [_frame(x_axis, y_axis, x_label, y_label), *_bars(x_axis, y_axis, edges[:-1], edges[1:], bars, texts)]
+    return _svg(body, f"{y_label} over {x_label}")
 
 
 def _svg(body: Sequence[str], name: str) -> str:
@@ -138,9 +136,9 @@ def _points(x: Sequence[float] | Floats, y: Sequence[float] | Floats, log: bool)
 def _thinned(points: Floats) -> Floats:
     """Keep the lowest and the highest point of each stretch, so that no spike is lost; a gap stays a gap."""
     count = points.shape[1]
-    if count <= POINTS:
+    if count <= _POINTS:
         return points
-    edges = np.linspace(0, count, POINTS // 2 + 1).astype(int)
+    edges = np.linspace(0, count, _POINTS // 2 + 1).astype(int)
     keep: list[int] = []
     for first, last in pairwise(edges):
         y = points[1, first:last]
@@ -192,25 +190,18 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def _axis_of_bars(values: Floats) -> _Axis:
+    return _Axis(0.0, 1.06 * float(values.max()) or 1.0, _HEIGHT - _BOTTOM, _TOP - 20)
+
+
 def _bars(
-    starts: Floats,
-    ends: Floats,
-    values: Floats,
-    texts: Sequence[str],
-    x_axis: Axis,
-    x_label: str,
-    y_label: str,
-    x_ticks: Sequence[float],
+    x_axis: _Axis, y_axis: _Axis, starts: Floats, ends: Floats, values: Floats, texts: Sequence[str]
 ) -> list[str]:
-    """The frame, and a bar from each start to its end."""
-    y_axis = Axis(0.0, 1.06 * float(values.max()) or 1.0, _HEIGHT - _BOTTOM, _TOP - 20)
-    parts = [_frame(x_axis, y_axis, x_label, y_label, x_ticks)]
-    for start, end, top, text in zip(x_axis(starts), x_axis(ends), y_axis(values), texts):
-        parts.append(
-            f'<rect x="{start:.1f}" y="{top:.1f}" width="{max(end - start - 0.5, 0.5):.1f}" '
-            f'height="{y_axis.start - top:.1f}" fill="{_COLOURS[0]}"><title>{escape(text)}</title></rect>'
-        )
-    return parts
+    return [
+        f'<rect x="{start:.1f}" y="{top:.1f}" width="{max(end - start - 0.5, 0.5):.1f}" '
+        f'height="{y_axis.start - top:.1f}" fill="{_COLOURS[0]}"><title>{escape(text)}</title></rect>'
+        for start, end, top, text in zip(x_axis(starts), x_axis(ends), y_axis(values), texts)
+    ]
 
 
 def _bar_label(x: float, label: str, aslant: bool) -> str:
@@ -222,24 +213,22 @@ def _bar_label(x: float, label: str, aslant: bool) -> str:
     return f'<text {place} text-anchor="end" fill-opacity="0.75">{label}</text>'
 
 
-def _frame(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str, x_values: Sequence[float] | None = None) -> str:
+def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str, x_values: Sequence[float] | None = None) -> str:
+    """Axes with ticks, numbers and labels; `x_values` are the ticks of x if they are not those of its axis."""
     left, right, top, bottom = _LEFT, _WIDTH - _RIGHT, y_axis.end, _HEIGHT - _BOTTOM
-    parts = [f'<g stroke="currentColor"><path stroke-opacity="0.45" d="M{left} {bottom}H{right}"/>']
     y_ticks, x_ticks = np.array(y_axis.ticks()), np.array(x_axis.ticks() if x_values is None else x_values)
-    parts += [f'<path stroke-opacity="0.13" d="M{left} {y:.1f}H{right}"/>' for y in y_axis(y_ticks)]
-    parts += [f'<path stroke-opacity="0.45" d="M{x:.1f} {bottom}v4"/>' for x in x_axis(x_ticks)]
-    parts.append('</g><g fill-opacity="0.75">')
+    rules, texts = [f'<path stroke-opacity="0.45" d="M{left} {bottom}H{right}"/>'], []
     for value, y in zip(y_ticks, y_axis(y_ticks)):
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
+        rules.append(f'<path stroke-opacity="0.13" d="M{left} {y:.1f}H{right}"/>')
+        texts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
     for value, x in zip(x_ticks, x_axis(x_ticks)):
-        anchor = "end" if x > right - 12 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{_number(value)}</text>')
-    middle = (left + right) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
-    middle = (top + bottom) / 2
-    turned = f'transform="translate(13 {middle}) rotate(-90)"'
-    parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text>')
-    return "".join(parts) + "</g>"
+        rules.append(f'<path stroke-opacity="0.45" d="M{x:.1f} {bottom}v4"/>')
+        anchor = "end" if x > right - 12 else "middle"  # a number centred at the edge would be cut off
+        texts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{_number(value)}</text>')
+    texts.append(f'<text x="{(left + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    turned = f'transform="translate(13 {(top + bottom) / 2}) rotate(-90)"'
+    texts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text>')
+    return f'<g stroke="currentColor">{"".join(rules)}</g><g fill-opacity="0.75">{"".join(texts)}</g>'
 
 
 def _line(x: Floats, y: Floats, x_values: Floats, y_values: Floats, name: str, colour: str, pale: bool) -> str:
