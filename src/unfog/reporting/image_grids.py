@@ -18,7 +18,7 @@ from unfog.reporting.records import write_atomic
 
 Pixels = npt.NDArray[np.uint8]
 
-_CELL = 128  # pixels that a small picture is enlarged to, at most, so that a person sees something
+_CELL = 128  # pixels that a small image is enlarged to, at most, so that a person sees something
 _PAPER, _INK = 255, 64
 _FONT_SIZE = 12
 
@@ -30,7 +30,7 @@ def grid(
     gap: int = 2,
     labels: Sequence[str] | None = None,
 ) -> Pixels:
-    """Lay out uint8 [N, H, W] or [N, H, W, C], C = 1 (grey) or 3 (RGB), in one picture uint8 [H', W', 3].
+    """Lay out uint8 [N, H, W] or [N, H, W, C], C = 1 (grey) or 3 (RGB), in one image uint8 [H', W', 3].
 
     Row by row in a layout near to a square, or in `columns`. With `labels`, one for each image, every label
     begins a row, in the order in which labels appear, and is written at the left. Enlarged by the integer
@@ -58,14 +58,14 @@ def grid(
 def labelled_strip(
     rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = 2
 ) -> Pixels:
-    """The denoising strip: a column per noise level, captioned, and a named row per kind of picture.
+    """The denoising strip: a column per noise level, captioned, and a named row per kind of image.
 
     `rows`: name -> uint8 [L, H, W] or [L, H, W, C], e.g. {"x_t": ..., "predicted x0": ...}, all of one shape;
     `captions`: L short texts, e.g. "t = 999". Returns uint8 [H', W', 3].
     """
     lengths = {len(images) for images in rows.values()}
     if lengths != {len(captions)}:
-        raise ValueError(f"{len(captions)} captions for rows of {sorted(lengths)} pictures")
+        raise ValueError(f"{len(captions)} captions for rows of {sorted(lengths)} images")
     images = np.concatenate([_rgb(images) for images in rows.values()])
     names = [name for name in rows for _ in captions]
     body = grid(images, columns=len(captions), scale=scale, gap=gap, labels=names)
@@ -147,7 +147,7 @@ def _captions(names: Sequence[str], height: int, gap: int) -> Pixels:
 
 
 def printable_name(name: str, otherwise: str) -> str:
-    """A name without its accents, as the font of our pictures has none; `otherwise` if it lacks a letter even so."""
+    """A name without its accents, as the font of our images has none; `otherwise` if it lacks a letter even so."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
     font: Any = _font()  # whose masks are bytes, of which its types do not tell
     no_glyph = bytes(font.getmask("\uffff"))

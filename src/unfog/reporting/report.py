@@ -69,14 +69,14 @@ def write_report(run_dir: Path) -> Path:
     metrics, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
     state, detail = _state(events, datetime.fromtimestamp(max(changed), UTC))
     samples, denoising = _numbered(run_dir / "samples", "*.png"), _numbered(run_dir / "denoising", "*.png")
-    film = _pictures(_evenly(samples, _FILMSTRIP), _THUMBNAIL)
+    film = _images(_evenly(samples, _FILMSTRIP), _THUMBNAIL)
     run = {
         "name": run_dir.resolve().name,
         "state": state,
         "detail": detail,
         "facts": [*_metric_facts(metrics), *_checkpoint_facts(run_dir / "checkpoints"), *_event_facts(events)],
-        "samples": _last(_pictures(samples[-1:], _LARGE)),
-        "denoising": _last(_pictures(denoising[-1:], _LARGE)),
+        "samples": _last(_images(samples[-1:], _LARGE)),
+        "denoising": _last(_images(denoising[-1:], _LARGE)),
         "film": film if len(film) > 1 else [],
         "charts": metric_charts(metrics),
         "evaluations": _evaluations(run_dir / "evaluations"),
@@ -118,7 +118,7 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
     latest = [one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]]
     for one in latest:
         pairs = [(severity, text, [(one["step"], path)] if path else []) for severity, text, path in one["pairs"]]
-        one["pairs"] = [(severity, text, _last(_pictures(files, _LARGE))) for severity, text, files in pairs]
+        one["pairs"] = [(severity, text, _last(_images(files, _LARGE))) for severity, text, files in pairs]
     return sorted(latest, key=itemgetter("step"))
 
 
@@ -276,19 +276,19 @@ def _evenly(items: Sequence[tuple[int, Path]], most: int) -> list[tuple[int, Pat
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _pictures(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, object]]:
+def _images(files: Sequence[tuple[int, Path]], widest: int) -> list[dict[str, object]]:
     """Return the readable images: step, data URI, width in pixels, and displayed width."""
-    pictures: list[dict[str, object]] = []
+    images: list[dict[str, object]] = []
     for step, path in files:
-        picture = None
+        image = None
         # A file may claim an enormous size, or make Pillow's readers fail in ways that png_data_uri does not catch.
         with suppress(ValueError, IndexError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError):
-            picture = png_data_uri(path, widest)
-        if picture is not None:
-            uri, width = picture
+            image = png_data_uri(path, widest)
+        if image is not None:
+            uri, width = image
             # A small one is enlarged by an integer, so that its pixels stay square.
-            pictures.append({"step": f"{step:,}", "uri": uri, "width": width, "shown": width * max(1, 480 // width)})
-    return pictures
+            images.append({"step": f"{step:,}", "uri": uri, "width": width, "shown": width * max(1, 480 // width)})
+    return images
 
 
 def _last(items: Sequence[_T]) -> _T | None:

@@ -1,4 +1,4 @@
-"""The charts of a report: which columns of metrics.jsonl they show, and how."""
+"""The charts of a report: the columns of metrics.jsonl that they show, and how."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unfog.reporting.records import Row, finite_number
 
 _SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
-_DRAWN = {
+_METRICS = {
     "fid": "Fréchet distance",
     "kid": "Kernel distance",
     "sliced": "Sliced Wasserstein distance",
@@ -24,7 +24,7 @@ _DRAWN = {
 }
 
 
-class Chart(NamedTuple):
+class _Chart(NamedTuple):
     """A chart with its heading and a line that says how to read it."""
 
     title: str
@@ -32,7 +32,7 @@ class Chart(NamedTuple):
     caption: str
 
 
-def metric_charts(metrics: Sequence[Row]) -> list[Chart]:
+def metric_charts(metrics: Sequence[Row]) -> list[_Chart]:
     """The charts that these lines of metrics have numbers for."""
     made = [
         _loss(metrics),
@@ -48,10 +48,14 @@ def metric_charts(metrics: Sequence[Row]) -> list[Chart]:
             {"held-out": "held_out_noise_error"},
             "Noise-prediction error by noise level",
             "squared error",
-            "Held-out pictures; 1 is what predicting no noise at all would give.",
+            "Held-out images; 1 is what predicting no noise at all would give.",
         ),
-        *(_from_zero(metrics, name, title, f"{name}, of drawn pictures") for name, title in _DRAWN.items()),
-        _gradient_norm(metrics),
+        *(_from_zero(metrics, name, title, f"{name}, of generated images") for name, title in _METRICS.items()),
+        _Chart(
+            "Gradient norm",
+            _line_chart({"gradient norm": finite_column(metrics, "gradient_norm")}, "step", "norm"),
+            "Before clipping.",
+        ),
         _from_zero(metrics, "lr", "Learning rate", "learning rate"),
         _from_zero(metrics, "images_per_second", "Speed", "images a second"),
         _from_zero(metrics, "data_wait", "Waiting for data", "share of the time"),
@@ -77,35 +81,30 @@ def smoothed(values: Floats) -> Floats:
     return smoothed
 
 
-def _loss(metrics: Sequence[Row]) -> Chart:
+def _loss(metrics: Sequence[Row]) -> _Chart:
     steps, values = finite_column(metrics, "loss")
     series: dict[str, tuple[Floats, Floats]] = {"loss": (steps, values)}
     if len(values) >= _SMOOTHED_FROM:
         series["smoothed"] = (steps, smoothed(values))
     series["held-out"] = finite_column(metrics, "held_out_loss")
     faint = ("loss",) if "smoothed" in series else ()
-    caption = "Held-out: the same pictures, noise and noise levels each time."
-    return Chart("Loss", _line_chart(series, "step", "loss", faint), caption if len(series["held-out"][0]) else "")
+    caption = "Held-out: the same images, noise and noise levels each time."
+    return _Chart("Loss", _line_chart(series, "step", "loss", faint), caption if len(series["held-out"][0]) else "")
 
 
-def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: str, caption: str) -> Chart:
+def _levels(metrics: Sequence[Row], names: dict[str, str], title: str, y_label: str, caption: str) -> _Chart:
     """The latest lists of these names over the middles of their bins."""
     series = {}
     for label, name in names.items():
         latest: list[object] = next((row[name] for row in reversed(metrics) if isinstance(row.get(name), list)), [])
         values = np.array([finite_number(value) for value in latest], np.float64)
         series[label] = ((np.arange(len(values)) + 0.5) / max(1, len(values)), values)
-    return Chart(title, _line_chart(series, _LEVELS, y_label), caption)
+    return _Chart(title, _line_chart(series, _LEVELS, y_label), caption)
 
 
-def _gradient_norm(metrics: Sequence[Row]) -> Chart:
-    series = {"gradient norm": finite_column(metrics, "gradient_norm")}
-    return Chart("Gradient norm", _line_chart(series, "step", "norm"), "Before clipping.")
-
-
-def _from_zero(metrics: Sequence[Row], name: str, title: str, y_label: str) -> Chart:
+def _from_zero(metrics: Sequence[Row], name: str, title: str, y_label: str) -> _Chart:
     svg = line_chart({title.lower(): finite_column(metrics, name)}, "step", y_label, zero_y=True)
-    return Chart(title, Markup(svg), "")
+    return _Chart(title, Markup(svg), "")
 
 
 def _line_chart(series: Series, x_label: str, y_label: str, faint: Collection[str] = ()) -> Markup:
