@@ -61,6 +61,7 @@ class Levels:
         below = (density[:, None] * torch.ones(_NODES - 1, _NODES, device=v.device).triu(1)).sum(0) / (_NODES - 1)
         cell = (torch.searchsorted(below, v, right=True) - 1).clamp(0, _NODES - 2)
         u = (cell + (v - below[cell]) * (_NODES - 1) / density[cell]) / (_NODES - 1)
+        # At 0 and 1 continuous schedules are infinite.
         return u.clamp(1e-6, 1 - 1e-6), 1 / density[cell]
 
     def _means(self) -> Tensor:

@@ -87,6 +87,7 @@ def _chain(guess_at: _Guess, path: Path, x0: Tensor, table: Tensor, levels: int,
     for links in _groups(table, levels):
         share, chosen = gain[links] / gain[links].sum(), torch.zeros(len(x0), dtype=torch.long)
         if len(links) > 1:
+            # From the same stream as the noise, which an image has to itself: the choice depends on no other image.
             uniform = torch.special.ndtr(noise()[:, 0, 0, 0].cpu().double())
             chosen = torch.searchsorted(share.cumsum(0), uniform).clamp(max=len(links) - 1)
         link = torch.tensor(links)[chosen]

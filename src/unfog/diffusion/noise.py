@@ -43,6 +43,7 @@ class VP:
 
     def __call__(self, logsnr: Tensor) -> tuple[Tensor, Tensor]:
         """Map logsnr to (alpha, sigma), both in [0, 1]."""
+        # Not sqrt(1 - alpha^2), which loses all digits of sigma where alpha is nearly 1.
         return logsnr.sigmoid().sqrt(), (-logsnr).sigmoid().sqrt()
 
 

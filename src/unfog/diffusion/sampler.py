@@ -154,7 +154,7 @@ class Sampler:
             return torch.cat([answer[:, :channels].clamp(-1, 1), answer[:, channels:]], 1) if self.clip else answer
 
         whole = self.levels(path, schedule)
-        levels = whole[stretch]
+        levels = whole[stretch]  # of a stretch too, the noisiest level and the first step are those of the whole
         with torch.no_grad():
             x = levels[0].sigma * draw() if start is None else start
             if self.kind != "adaptive":
@@ -173,6 +173,7 @@ class Sampler:
         observe: Observe,
     ) -> Tensor:
         """Step down the levels, from x at the first."""
+        # Not at the top: it imports torch, and the settings in this module are loaded without it.
         from unfog.diffusion.variance import deviation
 
         def evaluate(x: Tensor, level: Level) -> tuple[Tensor, Tensor]:

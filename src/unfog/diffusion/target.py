@@ -20,7 +20,6 @@ class Eps:
     kind: ClassVar[str] = "eps"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """Return (a, b) = (0, 1)."""
         return alpha.new_zeros(alpha.shape), alpha.new_ones(alpha.shape)
 
 
@@ -31,7 +30,6 @@ class X0:
     kind: ClassVar[str] = "x0"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """Return (a, b) = (1, 0)."""
         return alpha.new_ones(alpha.shape), alpha.new_zeros(alpha.shape)
 
 
@@ -42,7 +40,6 @@ class V:
     kind: ClassVar[str] = "v"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """Return (a, b) = (-sigma, alpha)."""
         return -sigma, alpha
 
 
@@ -53,7 +50,6 @@ class FlowVelocity:
     kind: ClassVar[str] = "flow"
 
     def __call__(self, alpha: Tensor, sigma: Tensor, sigma_data: float) -> tuple[Tensor, Tensor]:
-        """Return (a, b) = (-1, 1)."""
         return -alpha.new_ones(alpha.shape), alpha.new_ones(alpha.shape)
 
 

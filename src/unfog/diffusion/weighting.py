@@ -27,7 +27,6 @@ class Plain:
     kind: ClassVar[str] = "plain"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Return the weight on the squared x0 error: `own`."""
         return own
 
 
@@ -38,7 +37,6 @@ class Snr:
     kind: ClassVar[str] = "snr"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Return the weight on the squared x0 error: SNR."""
         return logsnr.exp()
 
 
@@ -52,7 +50,6 @@ class InverseSnr:
     kind: ClassVar[str] = "inverse-snr"
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Return the weight on the squared x0 error: 1."""
         return logsnr.new_ones(logsnr.shape)
 
 
@@ -69,7 +66,6 @@ class MinSnr:
             raise RequestError(f"gamma = {self.gamma}: must be above 0, and at most 1e9; the paper has 5")
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Return the weight on the squared x0 error: min(SNR, gamma)."""
         return logsnr.exp().clamp(max=self.gamma)
 
 
@@ -111,7 +107,6 @@ class P2:
             )
 
     def __call__(self, logsnr: Tensor, own: Tensor, sigma_data: float) -> Tensor:
-        """Return the weight on the squared x0 error: SNR / (k + SNR)^gamma."""
         snr = logsnr.exp()
         return snr / (self.k + snr) ** self.gamma
 

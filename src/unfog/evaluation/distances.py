@@ -59,6 +59,7 @@ def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     S1 S2 has the eigenvalues of S1^(1/2) S2 S1^(1/2), which is.
     """
     half = _root(a.covariance)
+    # Rounding may leave eigenvalues slightly below 0.
     cross = torch.linalg.eigvalsh(half @ b.covariance @ half).clamp(min=0).sqrt().sum()
     return _sum(a, b, cross)
 
@@ -95,6 +96,7 @@ def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: floa
     """
     if parts < 2:
         raise ValueError(f"parts = {parts} must be at least 2")
+    # A generator of the CPU, whose permutations are the same for features on any device.
     generator = torch.Generator().manual_seed(seed)
     x, y = (z[torch.randperm(len(z), generator=generator).to(z.device)] for z in (x, y))
     counts = torch.arange(1, parts + 1, dtype=torch.float64)

@@ -38,7 +38,7 @@ WEIGHTS = {
 }
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _PLACES = ("", "codec", "vae")  # the folder itself, inside an Unfog run, inside a diffusers pipeline
-_LARGEST_CONFIG = 2**20
+_LARGEST_CONFIG = 2**20  # bytes; a config.json has a few thousand, and a folder may come from a stranger
 
 
 @dataclass(frozen=True)

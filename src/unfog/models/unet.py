@@ -169,7 +169,8 @@ class UNetModel(ConditionalNetwork):
         if self.class_embedding is not None:
             nn.init.normal_(self.class_embedding.weight, std=0.02)  # as in DiT: no label outweighs the noise level
         self.down, skips = _down(settings, width)
-        self.mid = _mid(settings, width)
+        last = settings.channels[-1]
+        self.mid = nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
         self.up = _up(settings, width, skips)
         self.norm_out = nn.GroupNorm(settings.norm_groups, first, settings.norm_eps)
         self.conv_out = nn.Conv2d(first, out_channels or image_channels, 3, padding=1)
@@ -226,12 +227,6 @@ def _down(settings: UNet, width: int) -> tuple[nn.ModuleList, list[int]]:
         levels.append(_DownLevel(blocks, None if lowest else _Downsample(settings, channels)))
         skips += [channels] * (settings.blocks + (not lowest))
     return nn.ModuleList(levels), skips
-
-
-def _mid(settings: UNet, width: int) -> nn.ModuleList:
-    """Return the two blocks at the lowest resolution."""
-    last = settings.channels[-1]
-    return nn.ModuleList([_Block(settings, last, last, width, a) for a in (settings.mid_attention, False)])
 
 
 def _up(settings: UNet, width: int, skips: list[int]) -> nn.ModuleList:

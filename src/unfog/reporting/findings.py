@@ -107,6 +107,7 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
     names = ("code", "severity", "evidence", "remedy", "facts")
     plain = [{name: json_values(getattr(one, name)) for name in names} for one in _sort_by_severity(findings)]
     text = json.dumps({"title": title, "findings": plain}, indent=2, ensure_ascii=False, allow_nan=False)
+    # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
     write_atomic(folder / "findings.json", f"{text}\n".encode("utf-8", "replace"))
     path = folder / "report.html"
     write_atomic(path, render(title, findings).encode("utf-8", "replace"))

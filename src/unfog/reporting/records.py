@@ -36,7 +36,7 @@ def write_atomic(path: Path, data: bytes, private: bool = False) -> None:
                 partial.chmod(0o600)  # while it is empty
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the name
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -75,6 +75,7 @@ class JsonLines:
             os.close(self._file)
 
     def _flush(self) -> None:
+        # A write may take a part only, for example on a full disk: the rest stays for the next one.
         while self._pending:
             del self._pending[: os.write(self._file, self._pending)]
 
@@ -168,6 +169,7 @@ def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
     if not path.exists() or not path.stat().st_size:
         return 0, None
     damaged, last = 0, None
+    # Mapped instead of read: only the end of a long record is looked at.
     with path.open("r+b") as file:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             size = end = len(content)
