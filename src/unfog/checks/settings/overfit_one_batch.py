@@ -24,9 +24,10 @@ from unfog.data.stream import Batch
 from unfog.diffusion.objective import Loss, Objective
 from unfog.errors import Interrupted
 from unfog.reporting.charts import line_chart
-from unfog.reporting.findings import Figure, Finding, json_values
+from unfog.reporting.findings import Figure, Finding
 from unfog.reporting.image_grids import Pixels, grid
 from unfog.reporting.progress import Progress, format_number
+from unfog.reporting.records import json_values
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
