@@ -94,7 +94,7 @@ def bar_chart(values: Sequence[float] | Floats, labels: Sequence[str], x_label: 
     room = (_WIDTH - _LEFT - _RIGHT) / len(bars)  # pixels; a letter takes about seven
     aslant = max(map(len, labels)) * 7 > room  # which leaves no room for what they are called together
     body = [_frame(x_axis, y_axis, "" if aslant else x_label, y_label, ())]
-    body += _bars(x_axis, y_axis, places - 0.4, places + 0.4, bars, texts)
+    body += _bars(x_axis, y_axis, np.array([places - 0.4, places + 0.4]), bars, texts)
     every = max(1, math.ceil(14 / room))
     body += [_bar_label(x, label, aslant) for x, label in list(zip(x_axis(places).tolist(), labels))[::every]]
     return _svg(body, f"{y_label} of each {x_label}")
@@ -108,9 +108,10 @@ def histogram(values: Sequence[float] | Floats, x_label: str, y_label: str, bins
         return ""
     counts, edges = np.histogram(finite, bins, _limits(finite))
     edges, bars = edges.astype(np.float64), counts.astype(np.float64)
+    spans = np.array([edges[:-1], edges[1:]])
     texts = [f"{_number(a)} to {_number(b)}: {n:,}" for a, b, n in zip(edges, edges[1:], counts.tolist())]
     x_axis, y_axis = _Axis(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT), _axis_of_bars(bars)
-    body = [_frame(x_axis, y_axis, x_label, y_label), *_bars(x_axis, y_axis, edges[:-1], edges[1:], bars, texts)]
+    body = [_frame(x_axis, y_axis, x_label, y_label), *_bars(x_axis, y_axis, spans, bars, texts)]
     return _svg(body, f"{y_label} over {x_label}")
 
 
@@ -194,13 +195,12 @@ def _axis_of_bars(values: Floats) -> _Axis:
     return _Axis(0.0, 1.06 * float(values.max()) or 1.0, _HEIGHT - _BOTTOM, _TOP - 20)
 
 
-def _bars(
-    x_axis: _Axis, y_axis: _Axis, starts: Floats, ends: Floats, values: Floats, texts: Sequence[str]
-) -> list[str]:
+def _bars(x_axis: _Axis, y_axis: _Axis, spans: Floats, values: Floats, texts: Sequence[str]) -> list[str]:
+    """Bars from spans[0] to spans[1], each with a text to read when it is pointed at."""
     return [
         f'<rect x="{start:.1f}" y="{top:.1f}" width="{max(end - start - 0.5, 0.5):.1f}" '
         f'height="{y_axis.start - top:.1f}" fill="{_COLOURS[0]}"><title>{escape(text)}</title></rect>'
-        for start, end, top, text in zip(x_axis(starts), x_axis(ends), y_axis(values), texts)
+        for start, end, top, text in zip(*x_axis(spans), y_axis(values), texts)
     ]
 
 
