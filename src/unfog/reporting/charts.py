@@ -157,6 +157,7 @@ def _limits(values: Floats, margin: float = 0.0, log: bool = False) -> tuple[flo
         return 10**low, 10**high
     low, high = float(values.min()), float(values.max())
     spread = high - low
+    # Of nearly equal values only the rounding would be seen.
     if spread <= 1e-9 * max(abs(low), abs(high)):
         pad = 0.5 * abs(high) or 0.5
         return low - pad, high + pad

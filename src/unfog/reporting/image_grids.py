@@ -97,7 +97,7 @@ def png_data_uri(path: Path, width: int) -> tuple[str, int] | None:
     """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable."""
     try:
         with Image.open(path) as image:
-            image.load()
+            image.load()  # also where the bytes are taken as they are: a damaged file must not get into the page
             if image.width <= width:
                 data, across = path.read_bytes(), image.width
             else:

@@ -28,6 +28,7 @@ def say(text: str, style: str = "") -> None:
     with suppress(OSError):  # the terminal or pipe is closed, which must not stop the work
         if _is_terminal():
             console = _live.console if _live else Console(stderr=True)
+            # Text as it is: names of files may look like markup, and a path with a line break cannot be copied.
             console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
         else:
             sys.stderr.write(f"{text}\n")
@@ -190,6 +191,7 @@ def _plain_interval(elapsed: float) -> float:
 
 
 def _is_terminal() -> bool:
+    # A dumb terminal, such as the shell of an editor, shows control sequences as text.
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 

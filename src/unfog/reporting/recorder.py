@@ -104,7 +104,7 @@ class Recorder:
         """Write a line of events and synchronise everything written so far."""
         self._write(lambda: self._events.write(kind, step, fields))
         self.sync()
-        self._write(self._write_images)
+        self._write(self._write_images)  # those that the disk refused before
 
     def sync(self) -> None:
         """Synchronise the metrics with the disk, so that they survive a power cut."""
@@ -123,6 +123,7 @@ class Recorder:
     def close(self) -> None:
         """Close the files, the sinks and the progress line."""
         self.progress.close()
+        # Before the files: a sink that fails to close is recorded as an event.
         self._each_sink(lambda sink: sink.close())
         self._sinks = []
         self._write(self._metrics.close)
@@ -141,7 +142,7 @@ class Recorder:
             self._report_failure(name, error)
 
     def _each_sink(self, act: Callable[[Tracker], None]) -> None:
-        for sink in list(self._sinks):
+        for sink in list(self._sinks):  # a copy, as a sink that fails is removed
             try:
                 act(sink)
             except Exception as error:
@@ -166,7 +167,7 @@ class Recorder:
                 write()
         except OSError as error:
             if not self._disk_refused:
-                self._disk_refused = True
+                self._disk_refused = True  # first, as the warning is written by this function too
                 self.warn(
                     self._step,
                     f"{error.filename or self.run_dir} cannot be written ({error.strerror}): images and lines wait "

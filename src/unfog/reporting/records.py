@@ -137,6 +137,7 @@ def drop_undone_events(events: Sequence[Row]) -> list[Row]:
 
 def finite_number(value: object) -> float:
     """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
+    # A bool is an int in Python, but no number in a record.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return math.nan
     return float(value)

@@ -89,6 +89,7 @@ def write_report(run_dir: Path) -> Path:
         "events_left_out": max(0, len(events) - _EVENTS),
     }
     path = run_dir / "report.html"
+    # Names of files that are not UTF-8 hold surrogates, which cannot be encoded.
     write_atomic(path, render_template("report.html", run=run).encode("utf-8", "replace"))
     return path
 
