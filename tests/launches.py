@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import unfog
-from conftest import NETWORK
+from conftest import NETWORK, few_images
 from forked import Forked
 from unfog.training.checkpoints.load import read_tensors
 
@@ -75,7 +75,7 @@ elastic_launch(launch, rank)(sys.argv[3:])
 
 
 def launched(size, command, folder, *words, restarts=0):
-    source = ("fashion", "--out") if command == "train" else ()
+    source = (few_images(), "--out") if command == "train" else ()
     return forked(
         [size, restarts, Path(unfog.__file__).with_name("__main__.py"), command, *source, folder, *words], AGENT
     )
@@ -86,7 +86,7 @@ def launched_script(size, file, *words):
 
 
 def alone(command, folder, *words):
-    source = ("fashion", "--out") if command == "train" else ()
+    source = (few_images(), "--out") if command == "train" else ()
     return output(forked([command, *source, folder, *words]))
 
 

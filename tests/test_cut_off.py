@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import unfog
+from conftest import few_images
 from launches import (
     SETTINGS,
     STARTED,
@@ -42,7 +43,7 @@ def nodes():
 
 
 def both(nodes, nnodes, run, steps):
-    words = ("-m", "unfog", "train", "fashion", "--out", run, "--steps", steps, *SETTINGS)
+    words = ("-m", "unfog", "train", few_images(), "--out", run, "--steps", steps, *SETTINGS)
     words = [str(word) for word in (*words, "--training.timeout", TIMEOUT)]
     logs = [run.with_name(f"node{node}.log") for node in range(2)]
     return [

@@ -24,7 +24,7 @@ def train(source, out, **settings):
 
 
 def test_eight_pictures_trained_long_come_back(tmp_path):
-    run = train(pictures(tmp_path / "few", 8), tmp_path / "run", steps=600, lr=1e-2, batch=16)
+    run = train(pictures(tmp_path / "few", 8), tmp_path / "run", steps=350, lr=1e-2, batch=8, size=8)
     found = examined(run)
     assert found["run.memorised"].severity == "warning"
     assert found["run.memorised"].facts["share"] > 0.3

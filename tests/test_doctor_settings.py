@@ -342,7 +342,13 @@ def lesson(fashion, diffusion, lr=None, spoil=lambda network: None, steps=600, s
     return overfit_one_batch(config, state, objective, images, 1e6, stop, steps)
 
 
-@pytest.mark.parametrize("name", DIFFUSIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("default", "edm", "flow, uniform") else pytest.mark.exhaustive)
+        for name in DIFFUSIONS
+    ],
+)
 def test_every_diffusion_learns_a_batch_by_heart(fashion, name):
     found = lesson(fashion, DIFFUSIONS[name])
     assert found.severity == "fine", str(found)
