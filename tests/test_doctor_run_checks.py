@@ -9,16 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.checks.run.cost_checks import (
-    _round_down,
-    _round_up,
-    check_data_wait,
-    check_memory,
-    check_noise_scale,
-    check_overhead,
-    check_speed,
-    check_unused_images,
-)
 from unfog.checks.run.loss_checks import (
     LossImages,
     baseline_losses,
@@ -28,10 +18,26 @@ from unfog.checks.run.loss_checks import (
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import TREND_CHECKS, RecordInput
+from unfog.checks.run.run_checks import check_trends
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
-from unfog.checks.run.status_checks import check_state, final_state
-from unfog.checks.run.trend_checks import check_learning_rate, check_loss, check_stability, loss_trend
+from unfog.checks.run.status_checks import (
+    _round_down,
+    _round_up,
+    check_data_wait,
+    check_memory,
+    check_overhead,
+    check_speed,
+    check_state,
+    check_unused_images,
+    final_state,
+)
+from unfog.checks.run.trend_checks import (
+    check_learning_rate,
+    check_loss,
+    check_noise_scale,
+    check_stability,
+    loss_trend,
+)
 from unfog.config import resume_rules
 from unfog.config.presets import preset
 from unfog.config.schema import Config
@@ -46,8 +52,8 @@ LR = 1e-3
 
 
 def trends(record, usual_lr, relative, pixelwise):
-    given = RecordInput(record, usual_lr, relative, pixelwise, memorized=False)
-    return {finding.code: finding for check in TREND_CHECKS.values() if (finding := check(given))}
+    found = check_trends(record, usual_lr, relative, pixelwise, memorized=False)
+    return {finding.code: finding for finding in found}
 
 
 def a_record(path, metrics=(), events=(), steps=1000, lr=LR, **more):

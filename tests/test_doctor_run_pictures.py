@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from unfog.checks.run.color_statistics import (
+from unfog.checks.run.sample_checks import (
     check_blank,
     check_color_cast,
     check_saturation,

@@ -42,7 +42,7 @@ _LARGEST = 96  # pixels that a larger image is shrunk to in a figure
 _LETTERS = 24
 
 
-class PixelStatistics(NamedTuple):
+class _PixelStatistics(NamedTuple):
     """Statistics of each image; all are [N]."""
 
     digest: Hashes
@@ -80,7 +80,7 @@ class ImageScan:
     rows: Indices
     """[N] rows that were scanned."""
 
-    statistics: PixelStatistics
+    statistics: _PixelStatistics
     histogram: NDArray[np.int64]
     """[C, 256] how many pixels of the training images have each value."""
 
@@ -155,9 +155,9 @@ def scan_images(
     rows = evenly_spread_rows(len(prepared.train), len(prepared.held_out), most)
     piece = max(1, _PIECE_BYTES // int(np.prod(prepared.train.pixels.shape[1:])))
     histogram = np.zeros((prepared.settings.channels, 256), np.int64)
-    parts: list[PixelStatistics] = []
+    parts: list[_PixelStatistics] = []
 
-    def scan(start: int) -> tuple[PixelStatistics, NDArray[np.int64]]:
+    def scan(start: int) -> tuple[_PixelStatistics, NDArray[np.int64]]:
         here = rows[start : start + piece]
         pixels = _read(prepared, here)
         return _statistics(pixels), _histogram(pixels[here < len(prepared.train)])
@@ -175,7 +175,7 @@ def scan_images(
         pool.shutdown(cancel_futures=True)  # `progress` raises where somebody wants to leave
     # Which files are unusable is known only now that lazily decoded images were read.
     usable = _usable(prepared, rows)
-    statistics = PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
+    statistics = _PixelStatistics(*(np.concatenate(columns)[usable] for columns in zip(*parts)))
     complete = len(rows) == len(prepared.train) + len(prepared.held_out)
     return ImageScan(prepared, rows[usable], statistics, histogram, complete, most_sides)
 
@@ -239,12 +239,12 @@ def _read_set(images: ImageSet, rows: Indices) -> NDArray[np.uint8]:
     return np.asarray(images.pixels.take(rows, axis=0))
 
 
-def _statistics(pixels: NDArray[np.uint8]) -> PixelStatistics:
+def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     flat = pixels.reshape(len(pixels), -1)
     thumbs = thumbnails(pixels)
     bright = luma(thumbs)
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
-    return PixelStatistics(
+    return _PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),
         hash=perceptual_hash(thumbs),
         small=np.rint(thumbnails(bright[:, None], _SMALL_SIDE)[:, 0]).astype(np.uint8),

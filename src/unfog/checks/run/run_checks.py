@@ -1,13 +1,13 @@
-"""Checks of a run, from what it has recorded and from what its newest weights do: the tables, and how to run them.
+"""Checks of a run, from what it has recorded and from what its newest weights do, and how to run all of them.
 
 To add a check, write a function that returns a Finding, or None where it does not apply, in one of the modules beside
-this one, and give it a line in a table below, under the code of its finding.
+this one, and call it in `check_trends`, `_check_costs` or `sample_checks.check_samples`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unfog.checks.run import color_statistics as colors
-from unfog.checks.run import cost_checks, status_checks, trend_checks
-from unfog.checks.run.loss_checks import baseline_losses, check_ema, check_overfitting, loss_images, measure_losses
+from unfog.checks.run import status_checks, trend_checks
+from unfog.checks.run.loss_checks import (
+    LossImages,
+    baseline_losses,
+    check_ema,
+    check_overfitting,
+    loss_images,
+    measure_losses,
+)
 from unfog.checks.run.run_record import RunRecord
+from unfog.checks.run.sample_checks import check_samples, color_statistics, comparison_figure
 from unfog.config.schema import Config
 from unfog.config.toml import read_toml
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
@@ -33,7 +40,7 @@ from unfog.process.heartbeat import read_heartbeat
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.charts import Floats
-from unfog.reporting.findings import Figure, Finding
+from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress
 from unfog.text import sanitize
@@ -43,57 +50,6 @@ from unfog.training.learning_rate import default_learning_rate
 from unfog.training.settings import Custom
 
 _COMPARED = 2000  # training images that generated ones are compared with
-
-
-@dataclass(frozen=True)
-class RecordInput:
-    """Everything that a check of the record may look at."""
-
-    record: RunRecord
-    usual_lr: float | None
-    """Learning rate that would be chosen automatically; None where it is not known."""
-    relative: float | None
-    """Loss over that of predicting 0; None where it was not measured."""
-    pixelwise: float | None
-    """Loss over that of the best prediction from each pixel alone; None where it was not measured."""
-    memorized: bool
-    """More training would only memorize the images."""
-
-
-@dataclass(frozen=True)
-class SampleInput:
-    """Statistics of generated images and of training images."""
-
-    generated: colors.ColorStatistics
-    training: colors.ColorStatistics
-    figure: Figure
-    unready: str
-    """What has to be done before good samples can be expected; "" where the network has learned."""
-
-
-TREND_CHECKS: Mapping[str, Callable[[RecordInput], Finding | None]] = {
-    "run.state": lambda x: status_checks.check_state(x.record, x.usual_lr),
-    "run.checkpoints": lambda x: status_checks.check_checkpoints(x.record),
-    "run.loss": lambda x: trend_checks.check_loss(x.record, x.relative, x.pixelwise, x.memorized),
-    "run.lr": lambda x: trend_checks.check_learning_rate(x.record, x.usual_lr, x.pixelwise),
-    "run.gradient": lambda x: trend_checks.check_gradient(x.record),
-    "run.unstable": lambda x: trend_checks.check_stability(x.record, x.usual_lr),
-}
-# With the newest weights: run.ema_behind and run.overfitting in `_check_losses`, run.memorised in `_check_samples`.
-SAMPLE_CHECKS: Mapping[str, Callable[[SampleInput], Finding]] = {
-    "run.blank_samples": lambda x: colors.check_blank(x.generated, x.training, x.figure, x.unready),
-    "run.tint": lambda x: colors.check_color_cast(x.generated, x.training, x.figure, x.unready),
-    "run.contrast": lambda x: colors.check_contrast(x.generated, x.training, x.unready),
-    "run.saturated": lambda x: colors.check_saturation(x.generated, x.training, x.unready),
-}
-COST_CHECKS: Mapping[str, Callable[[RunRecord], Finding | None]] = {
-    "run.data_wait": cost_checks.check_data_wait,
-    "run.overhead": cost_checks.check_overhead,
-    "run.pace": cost_checks.check_speed,
-    "run.memory": cost_checks.check_memory,
-    "run.data": cost_checks.check_unused_images,
-    "run.noise_scale": cost_checks.check_noise_scale,
-}
 
 
 class _Weights(NamedTuple):
@@ -141,11 +97,45 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         except torch.OutOfMemoryError:
             skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")
     memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
-    given = RecordInput(record, usual_learning_rate_of(config), relative, pixelwise, memorized)
-    found = [*(check(given) for check in TREND_CHECKS.values()), *findings]
-    found += [check(record) for check in COST_CHECKS.values()]
+    trends = check_trends(record, usual_learning_rate_of(config), relative, pixelwise, memorized)
+    findings = [*trends, *findings, *_check_costs(record)]
     if skipped:
-        found.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
+        findings.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
+    return findings
+
+
+def check_trends(
+    record: RunRecord, usual_lr: float | None, relative: float | None, pixelwise: float | None, memorized: bool
+) -> list[Finding]:
+    """Check state, checkpoints and trends from the record.
+
+    Args:
+        record: record of the run.
+        usual_lr: learning rate that would be chosen automatically; None where it is not known.
+        relative: loss over that of predicting 0; None where it was not measured.
+        pixelwise: loss over that of the best prediction from each pixel alone; None where it was not measured.
+        memorized: more training would only memorize the images.
+    """
+    found = [
+        status_checks.check_state(record, usual_lr),
+        status_checks.check_checkpoints(record),
+        trend_checks.check_loss(record, relative, pixelwise, memorized),
+        trend_checks.check_learning_rate(record, usual_lr, pixelwise),
+        trend_checks.check_gradient(record),
+        trend_checks.check_stability(record, usual_lr),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def _check_costs(record: RunRecord) -> list[Finding]:
+    found = [
+        status_checks.check_data_wait(record),
+        status_checks.check_overhead(record),
+        status_checks.check_speed(record),
+        status_checks.check_memory(record),
+        status_checks.check_unused_images(record),
+        trend_checks.check_noise_scale(record),
+    ]
     return [finding for finding in found if finding is not None]
 
 
@@ -215,46 +205,42 @@ def _check_losses(
     )
     levels = midpoints(config.evaluate.levels)
     batch = config.training.microbatch or config.training.batch
-    own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
     assert seen is not None, "a run has training images"
-    work = [("ema", seen)] + [("ema", unseen)] * (unseen is not None) + [("model", own)]
-    passes = len(levels) * sum(len(images.x0) for _, images in work if images is not None)
+    own = unseen if unseen is not None and len(unseen.x0) >= 8 else seen
+    passes = len(levels) * sum(len(images.x0) for images in (seen, unseen, own) if images is not None)
+    done = 0
 
-    results: dict[tuple[str, int], Floats] = {}
+    def advance(images: int) -> None:
+        nonlocal done
+        done += images
+        progress.update(done)
+
+    def losses(kind: str, images: LossImages) -> Floats:
+        loss_at = build_loss_at(weights.networks[kind].to(device).eval(), config)
+        return measure_losses(loss_at, images, levels, batch, progress=advance)
+
     with Progress("measuring losses", passes) as progress:
-        done = 0
-
-        def advance(images: int) -> None:
-            nonlocal done
-            done += images
-            progress.update(done)
-
-        for kind, images in work:
-            assert images is not None
-            network = weights.networks[kind].to(device).eval()
-            results[kind, id(images)] = measure_losses(
-                build_loss_at(network, config), images, levels, batch, progress=advance
-            )
-    assert own is not None
-    average, raw = results["ema", id(own)], results["model", id(own)]
-    what = "training images" if own is seen else "held-out images"
+        on_seen = losses("ema", seen)
+        on_unseen = None if unseen is None else losses("ema", unseen)
+        raw = losses("model", own)
+    average, what = (on_seen, "training images") if own is seen or on_unseen is None else (on_unseen, "held-out images")
     findings = [check_ema(record, average, raw, weights.updates, what)]
-    if unseen is None:
+    if on_unseen is None:
         skipped.append("overfitting, as no images are held out (--data.held-out 0.05 holds some out, of 100 or more)")
     else:
-        findings.append(check_overfitting(record, results["ema", id(seen)], results["ema", id(unseen)]))
+        findings.append(check_overfitting(record, on_seen, on_unseen))
     zero, pixelwise = baseline_losses(
         config.diffusion, _model_inputs(prepared.as_network_input.train, _COMPARED, see), levels
     )
     # Early on the EMA may lag behind weights that have learned, so the better of the two counts.
-    lost = min(float(results["ema", id(seen)].mean()), float(raw.mean()))
+    lost = min(float(on_seen.mean()), float(raw.mean()))
     return findings, lost / max(float(zero.mean()), 1e-30), lost / max(float(pixelwise.mean()), 1e-30)
 
 
 def _check_samples(
     weights: _Weights, prepared: Dataset, device: torch.device, samples: int, unready: str, skipped: list[str]
 ) -> list[Finding]:
-    """Check images generated with the EMA weights, without guidance, which would shift colours; see `SampleInput`."""
+    """Check images generated with the EMA weights, without guidance, which would shift colours."""
     config, network = weights.config, weights.networks["ema"].to(device)
     # With more classes than samples, evenly spread ones.
     labels = tuple(evenly_spaced(len(config.classes), samples).tolist())
@@ -264,9 +250,8 @@ def _check_samples(
         generated = generate_images(network, config, settings, progress.update)
     training, training_labels = _training_pixels(prepared.train, labels)
     own = np.array([labels[i % len(labels)] for i in range(samples)]) if labels else None
-    statistics = colors.color_statistics(generated, own), colors.color_statistics(training, training_labels)
-    given = SampleInput(*statistics, colors.comparison_figure(generated, training), unready)
-    findings = [check(given) for check in SAMPLE_CHECKS.values()]
+    statistics = color_statistics(generated, own), color_statistics(training, training_labels)
+    findings = check_samples(*statistics, comparison_figure(generated, training), unready)
     if len(prepared.train) < FEWEST:
         skipped.append(f"memorization, as there are only {len(prepared.train)} training images")
     else:

@@ -1,23 +1,46 @@
-"""Checks of the state of a run (finished, running, stopped, killed or failed) and of its checkpoints."""
+"""Checks of how a run fares: its state, checkpoints, time besides training, speed, memory, and unused images."""
 
 from __future__ import annotations
 
+import math
+import shlex
+from functools import partial
 from typing import Any
 
-from unfog.checks.run.run_record import RunRecord
-from unfog.reporting.findings import Figure, Finding
-from unfog.reporting.progress import format_duration, plural
-from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS
+import numpy as np
 
-_STATES = ("finished", "running", "stopped", "killed", "failed", "not begun")
+from unfog.checks.run.run_record import RunRecord
+from unfog.config.schema import Config
+from unfog.data.settings import Data
+from unfog.reporting.charts import line_chart
+from unfog.reporting.findings import Figure, Finding, Severity
+from unfog.reporting.progress import format_duration, plural
+from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS, finite_number
+from unfog.text import without_secrets
+
 _UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 """Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 _FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 """Words of errors about a full disk; "disk" alone could be part of a path."""
+_WAITS, _STARVES = 0.05, 0.10
+"""Shares of the time spent waiting for data from which on it is worth a word, and a warning."""
+_A_LOT, _MOST = 0.25, 0.50
+"""The same for previews, evaluations and checkpoints."""
+_A_WHILE = 20.0
+"""Seconds of them that are worth a warning."""
+_AIM = 0.05
+"""Share that one of these should cost."""
+_SLOWER = 0.7
+"""Speed of the last third of a run over that of the first, below which it has slowed down."""
+_FEW = 9
+"""Lines of metrics that a trend needs."""
 
 
 def final_state(record: RunRecord) -> tuple[str, str]:
-    """Return (one of _STATES, details), from the last event of the last session or else from its heartbeat."""
+    """Return the state and details of it, from the last event of the last session or else from its heartbeat.
+
+    The state is finished, running, stopped, killed, failed or not begun.
+    """
     sessions = [row for row in record.events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
     last = sessions[-1] if sessions else {}
     beat = record.heartbeat or {}
@@ -40,25 +63,22 @@ def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     state, word = final_state(record)
     place = f"step {record.step:,} of {record.steps:,}" if record.steps else f"step {record.step:,}"
     facts: dict[str, Any] = {"state": state, "step": record.step, "steps": record.steps, "reason": word}
+    finding, resume = partial(Finding, "run.state", facts=facts), f"go on: {record.command('resume')}"
     if state == "finished":
         took = f" in {format_duration(record.seconds)}" if record.seconds else ""
-        evidence = f"finished at {place}{took}"
-        return Finding("run.state", "fine", evidence, "", facts)
+        return finding("fine", f"finished at {place}{took}")
+    if state == "running" and word == "waiting for disk space":
+        remedy = "free some space; training then continues by itself and nothing is lost"
+        return finding("warning", f"at {place}, waiting for disk space", remedy)
     if state == "running":
-        if word == "waiting for disk space":
-            remedy = "free some space; training then continues by itself and nothing is lost"
-            return Finding("run.state", "warning", f"at {place}, waiting for disk space", remedy, facts)
-        return Finding("run.state", "fine", f"running, at {place}: {word or 'at work'}", "", facts)
-    resume = f"go on: {record.command('resume')}"
+        return finding("fine", f"running, at {place}: {word or 'at work'}")
     if state == "stopped":
-        return Finding("run.state", "hint", f"stopped on request at {place}, and saved", resume, facts)
+        return finding("hint", f"stopped on request at {place}, and saved", resume)
     if state == "not begun":
-        return Finding("run.state", "warning", "training has not begun, and no process is running", resume, facts)
+        return finding("warning", "training has not begun, and no process is running", resume)
     if state == "failed":
-        diverged = "diverged" in word
-        remedy = _after_failure(record, word, usual_lr)
         evidence = f"failed at {place}: {_shorten(word) or 'no reason was recorded'}"
-        return Finding("run.state", "fatal" if diverged else "warning", evidence, remedy, facts)
+        return finding("fatal" if "diverged" in word else "warning", evidence, _after_failure(record, word, usual_lr))
     return _killed(record, place, word, facts)
 
 
@@ -106,6 +126,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
 
 
 def check_checkpoints(record: RunRecord) -> Finding:
+    """run.checkpoints: list the checkpoints, and those that cannot be used."""
     kept = [f"{one.step:,}" for one in record.saved]
     facts = {"steps": [one.step for one in record.saved], "broken": [one.folder.name for one in record.broken]}
     rows = [("step", "held-out loss", "kept for")]
@@ -120,3 +141,137 @@ def check_checkpoints(record: RunRecord) -> Finding:
     if not kept:
         return Finding("run.checkpoints", "hint", "nothing has been saved yet, so only the record is checked")
     return Finding("run.checkpoints", "fine", f"checkpoints of steps {', '.join(kept)}", "", facts, exhibits)
+
+
+def check_data_wait(record: RunRecord) -> Finding | None:
+    """run.data_wait: share of the time that the network waits for images."""
+    steps, waits = record.column("data_wait")
+    if not len(waits):
+        return None
+    # Each line covers the steps since the one before; the first includes the cold start, so it does not count.
+    weights = np.diff(steps, prepend=0.0).clip(0.0)
+    if len(waits) > 3:
+        weights[0] = 0.0
+    share = float((waits * weights).sum() / max(weights.sum(), 1e-9))
+    chart = line_chart({"waiting": (steps, waits)}, "step", "share of the time", zero_y=True)
+    remedy = f"decode them once: {_pack(record.config)}, and train on OUT; or --data.cache disk"
+    return Finding.graded(
+        "run.data_wait",
+        f"training waited for images {share:.1%} of the time",
+        (share >= _STARVES, "warning", "", remedy),
+        (share >= _WAITS, "hint", "", remedy),
+        facts={"share": share},
+        figures=(Figure("Waiting for data", svg=chart),),
+    )
+
+
+def _pack(config: Config) -> str:
+    """Return the `unfog pack` command for this run's size, channels and background."""
+    data, source = config.data, shlex.quote(without_secrets(config.source))
+    command = f"unfog pack {source} OUT --size {data.size} --data.channels {data.channels}"
+    if data.background != Data().background:
+        command += f" --data.background {shlex.quote(data.background)}"
+    return command
+
+
+def check_overhead(record: RunRecord) -> Finding | None:
+    """run.overhead: share of the time of previews, evaluations, checkpoints and metrics, with better intervals."""
+    if record.seconds < 1 or record.step < 1:
+        return None
+    config, rows = record.config, [("", "times", "seconds", "share of the run", "interval", "interval for 5%")]
+    asides = (
+        ("preview", "preview.every", config.preview.every, _spent(record, "preview", "seconds")),
+        ("evaluate", "evaluate.every", config.evaluate.every, _spent(record, "evaluated", "seconds")),
+        ("checkpoint", "checkpoint.every", config.checkpoint.every, _spent(record, "checkpoint", "snapshot_seconds")),
+        ("metrics", "evaluate.metrics-every", config.evaluate.metrics_every, _spent(record, "measured", "seconds")),
+    )
+    seconds = {name: sum(spent) for name, _, _, spent in asides}
+    total = sum(seconds.values())
+    share = min(1.0, total / record.seconds)
+    speeds = record.column("images_per_second")[1]
+    step = record.batch / float(np.median(speeds)) if len(speeds) and speeds.min() > 0 else record.seconds / record.step
+    changes, shares = [], []
+    for name, flag, now, spent in asides:
+        if not spent:
+            continue
+        cost, times = seconds[name], len(spent)
+        # At least four times in the run.
+        better = min(_round_up(cost / times / (_AIM * step)), _round_down(record.steps / 4))
+        rows.append((name, f"{times:,}", f"{cost:,.1f}", f"{cost / record.seconds:.1%}", f"{now}", f"{better}"))
+        shares.append(f"{name} {min(1.0, cost / record.seconds):.0%}")
+        if cost > _AIM * record.seconds and better > now > 0:
+            changes.append(f"--{flag} {better}")
+    took = f"{share:.0%} of {format_duration(record.seconds)} ({', '.join(shares)})"
+    over = record.step >= record.steps
+    remedy = f"less often next time: {' '.join(changes)}" if over else record.command("resume", " ".join(changes))
+    worth = share >= _A_LOT and bool(changes)
+    return Finding.graded(
+        "run.overhead",
+        f"previews, evaluations and checkpoints took {took}",
+        (worth and share >= _MOST and total >= _A_WHILE, "warning", "", remedy),
+        (worth, "hint", "", remedy),
+        facts={"share": share, "seconds": seconds},
+        figures=(Figure("Time besides training", table=rows),),
+    )
+
+
+def _spent(record: RunRecord, kind: str, field: str) -> list[float]:
+    told = (finite_number(row.get(field)) for row in record.events_of(kind))
+    return [seconds for seconds in told if seconds >= 0]
+
+
+def _round_up(x: float) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, 50, … that is at least x."""
+    power = 10 ** math.floor(math.log10(max(x, 1.0)))
+    return int(next(m * power for m in (1, 2, 5, 10) if m * power >= x))
+
+
+def _round_down(x: float) -> int:
+    """Return the largest of 1, 2, 5, 10, … that is at most x; at least 1."""
+    power = 10 ** math.floor(math.log10(max(x, 1.0)))
+    return int(next(m * power for m in (5, 2, 1) if m * power <= max(x, 1.0)))
+
+
+def check_speed(record: RunRecord) -> Finding | None:
+    """run.pace: check that training does not slow down, as by heat or by another program."""
+    steps, speeds = record.column("images_per_second")
+    if len(speeds) < _FEW:
+        return None
+    third = len(speeds) // 3
+    before, now = float(np.median(speeds[1 : 1 + third])), float(np.median(speeds[-third:]))
+    chart = line_chart({"images a second": (steps, speeds)}, "step", "images a second", zero_y=True)
+    finding = partial(Finding, "run.pace", facts={"before": before, "now": now}, figures=(Figure("Speed", svg=chart),))
+    if now >= _SLOWER * before:
+        return finding("fine", f"{now:,.0f} images a second, steady")
+    evidence = f"training became slower: {now:,.0f} images a second in the last third, {before:,.0f} in the first"
+    remedy = "look for another program on the machine, for heat (nvidia-smi -q -d PERFORMANCE), or for a slow disk"
+    return finding("hint", evidence, remedy)
+
+
+def check_memory(record: RunRecord) -> Finding | None:
+    """run.memory: report out-of-memory errors that shrank the micro-batch."""
+    shortages = record.events_of("out_of_memory")
+    if not shortages:
+        return None
+    now, checkpointing = finite_number(shortages[-1].get("microbatch")), bool(shortages[-1].get("checkpointing"))
+    now = int(now) if now >= 1 else 1
+    how = "one image at a time, with gradient checkpointing" if checkpointing else f"{plural(now)} at a time"
+    again = f"memory did not suffice {plural(len(shortages), 'time')}"
+    evidence = f"{again}; training continues with {how}, at the same batch size"
+    remedy = f"next time start with --microbatch {now}" + " --training.checkpointing" * checkpointing
+    facts = {"times": len(shortages), "microbatch": now, "checkpointing": checkpointing}
+    return Finding("run.memory", "hint", evidence, remedy, facts)
+
+
+def check_unused_images(record: RunRecord) -> Finding | None:
+    """run.data: share of the images that could not be used."""
+    found, used = finite_number(record.data.get("found")), finite_number(record.data.get("used"))
+    if not (found > 0 and used >= 0):
+        return None
+    lost = max(0.0, found - used)
+    facts = {"found": int(found), "used": int(used)}
+    if not lost:
+        return Finding("run.data", "fine", f"all {int(found):,} images are used", "", facts)
+    severity: Severity = "warning" if lost > 0.05 * found else "hint"
+    evidence = f"{plural(int(lost))} of {int(found):,} could not be used ({lost / found:.1%})"
+    return Finding("run.data", severity, evidence, f"{record.path / 'data.json'} names each and why", facts)

@@ -1,10 +1,11 @@
-"""Checks of trends: loss, learning rate, gradient norm, skipped steps and roll-backs."""
+"""Checks of trends: loss, learning rate, gradient norm and its noise, batch, skipped steps and roll-backs."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from unfog.reporting.progress import format_number, plural
 from unfog.reporting.records import finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
+from unfog.training.statistics import batch_advice
+from unfog.training.statistics import noise_scale as ratio_of_means
 
 _FEW = 6
 """Lines of metrics without which a trend is none."""
@@ -29,6 +32,8 @@ _HIGH, _LOW, _FAR_TOO_LOW = 5.0, 1 / 8, 1 / 30
 """Times the usual rate beyond which it may be why; DDPM's 2e-4 is 1/15 of it for a small network, slow and sound."""
 _SOON = 100
 """Steps after which something must have been learned."""
+_UNLIKE = 8.0
+"""A batch so many times smaller or larger than the gradient noise scale is worth a word."""
 
 
 class _Trend(NamedTuple):
@@ -41,6 +46,10 @@ class _Trend(NamedTuple):
     last: float
     """Fitted loss at the end."""
 
+    @property
+    def rises(self) -> bool:
+        return self.fall < -_IMPROVES and self.fall < -3 * self.error
+
 
 def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     """Fit the trend of a column; None with too few lines."""
@@ -52,7 +61,7 @@ def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     x = x - x[-1]
     if np.ptp(x) < 0.5:  # for example where the record lost its beginning
         return None
-    (slope, end), residual = np.polyfit(x, y, 1), 0.0
+    slope, end = np.polyfit(x, y, 1)
     residual = float(np.square(y - slope * x - end).sum() / max(1, len(x) - 2))
     error = math.sqrt(residual / float(np.square(x - x.mean()).sum()))
     return _Trend(1 - math.exp(slope), error, float(np.exp(end)))
@@ -71,38 +80,34 @@ def check_loss(
     series["held-out"] = record.column("held_out_loss")
     positive = values.min() > 0 and values.max() > 8 * values.min()
     chart = line_chart(series, "step", "loss", log_y=bool(positive), faint=("loss",) if "smoothed" in series else ())
-    exhibits = (Figure("Loss", svg=chart),)
     facts: dict[str, Any] = {"loss": float(values[-1]), "of_answering_0": relative, "of_pixelwise": beaten}
+    exhibits = (Figure("Loss", svg=chart),)
     if relative is not None and beaten is not None and record.step >= _SOON and (relative > _UNLEARNED or beaten > 1):
         evidence = (
             f"the loss is {relative:.2f} of the loss of predicting 0, and {beaten:.2f} of that of predicting "
             "each pixel by itself: the network has learned almost nothing"
         )
-        source, settings = (
-            shlex.quote(of) for of in (without_secrets(record.config.source), str(record.path / "config.toml"))
-        )
+        source, settings = map(shlex.quote, (without_secrets(record.config.source), str(record.path / "config.toml")))
         remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
-    trend = loss_trend(record)
+    finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), loss_trend(record)
     if trend is None:
-        return Finding("run.loss", "fine", f"the loss is {values[-1]:.3g}; too early for a trend", "", facts, exhibits)
+        return finding("fine", f"the loss is {values[-1]:.3g}; too early for a trend")
     facts |= trend._asdict()
     known = "" if beaten is None else f", {beaten:.2f} of the loss of predicting each pixel by itself"
-    if trend.fall < -_IMPROVES and trend.fall < -3 * trend.error:
+    if trend.rises:
         evidence = f"the loss rises, by {-trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
-        return Finding("run.loss", "warning", evidence, record.stability_remedy(None), facts, exhibits)
-    certain = trend.fall > 2 * trend.error
-    if trend.fall > _IMPROVES and certain:
+        return finding("warning", evidence, record.stability_remedy(None))
+    if trend.fall > max(_IMPROVES, 2 * trend.error):
         evidence = f"the loss still falls, by {trend.fall:.0%} with twice the images; it is {trend.last:.3g}{known}"
         if record.step < record.steps or by_heart:
-            return Finding("run.loss", "fine", evidence, "", facts, exhibits)
-        remedy = f"train longer: {record.command('resume', f'--steps {2 * record.steps}')}; expect about " + (
-            f"{trend.last * (1 - trend.fall):.3g}"
-        )
-        return Finding("run.loss", "hint", evidence, remedy, facts, exhibits)
-    evidence = f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
-    return Finding("run.loss", "fine", evidence, "", facts, exhibits)
+            return finding("fine", evidence)
+        longer, expected = record.command("resume", f"--steps {2 * record.steps}"), trend.last * (1 - trend.fall)
+        return finding("hint", evidence, f"train longer: {longer}; expect about {expected:.3g}")
+    return finding(
+        "fine", f"the loss has levelled off at {trend.last:.3g}{known} ({-trend.fall:+.1%} with twice the images)"
+    )
 
 
 def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float | None) -> Finding | None:
@@ -122,7 +127,7 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
         signs.append(f"{plural(backs, 'roll-back')} halved it")
     if beaten is not None and beaten > 0.9 and record.step >= _SOON:
         signs.append(f"the loss is still {beaten:.2f} of the loss of predicting each pixel by itself")
-    if trend is not None and trend.fall < -_IMPROVES and trend.fall < -3 * trend.error:
+    if trend is not None and trend.rises:
         signs.append(f"the loss rises by {-trend.fall:.0%} with twice the images")
     if growth > 4 and clipped > 0.9:
         signs.append(f"the gradient norm has grown {growth:.0f} times and is clipped in {clipped:.0%} of the steps")
@@ -134,12 +139,9 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
         return Finding("run.lr_high", "warning", evidence, record.stability_remedy(usual_lr), facts, exhibits)
     steep = trend is not None and trend.fall > max(_STEEP, 3 * trend.error)
     if usual_lr and times is not None and times < _LOW and (steep or (beaten or 0.0) > 0.9):
-        falls = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
-        why = (
-            falls
-            if steep
-            else " and ".join(["little is learned", *([falls] if trend and trend.fall > _IMPROVES else [])])
-        )
+        why = f"the loss still falls by {trend.fall:.0%} with twice the images" if trend else ""
+        if not steep:
+            why = f"little is learned and {why}" if trend and trend.fall > _IMPROVES else "little is learned"
         evidence = f"the learning rate {lr:.2g}{compared} is too low: after {plural(record.step, 'step')} {why}"
         remedy = f"continue with a higher rate: {record.resume_command(f'--lr {usual_lr:.2g}')}, or train again with it"
         severity: Severity = "warning" if times < _FAR_TOO_LOW else "hint"
@@ -163,17 +165,19 @@ def check_gradient(record: RunRecord) -> Finding | None:
         return None
     clip, later = record.config.training.clip, norms[len(norms) // 4 :]
     clipped, growth = float((later > clip).mean()) if clip else 0.0, _gradient_growth(norms)
+    median = float(np.median(later))
     series = {"gradient norm": (steps, norms)}
     if clip:
         series["clipped above"] = (steps, 0 * steps + clip)
     chart = line_chart(series, "step", "norm", log_y=bool(norms.min() > 0))
-    exhibits = (Figure("Gradient norm", svg=chart, caption="Before clipping."),)
-    facts = {"median": float(np.median(later)), "clipped": clipped, "growth": growth}
-    evidence = f"gradient norm {facts['median']:.2g}, above the clip of {clip:g} in {clipped:.0%} of the logged steps"
-    if growth > 4:
-        grows = f"{evidence}; it has grown {growth:.1f} times since the first quarter of the run"
-        return Finding("run.gradient", "hint", grows, "watch the loss; if it rises, lower --lr", facts, exhibits)
-    return Finding("run.gradient", "fine", evidence, "", facts, exhibits)
+    grows = f"; it has grown {growth:.1f} times since the first quarter of the run"
+    return Finding.graded(
+        "run.gradient",
+        f"gradient norm {median:.2g}, above the clip of {clip:g} in {clipped:.0%} of the logged steps",
+        (growth > 4, "hint", grows, "watch the loss; if it rises, lower --lr"),
+        facts={"median": median, "clipped": clipped, "growth": growth},
+        figures=(Figure("Gradient norm", svg=chart, caption="Before clipping."),),
+    )
 
 
 def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding | None:
@@ -234,3 +238,51 @@ def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Fig
         names = ", ".join(map(str, list_field(row, "images")))
         rows.append((str(row.get("step", "")), what, str(row.get("layer", "")), names[:200], levels[:80]))
     return Figure("Skipped steps and roll-backs", table=rows)
+
+
+def check_noise_scale(record: RunRecord) -> Finding | None:
+    """run.noise_scale: compare the batch with the gradient noise scale (McCandlish et al. 2018, appendix A.1).
+
+    Far below it, a larger batch makes the same progress from as many images; far above it, a smaller one does.
+    """
+    steps, scales = record.column("noise_scale")
+    steps, scales = steps[scales > 0], scales[scales > 0]
+    parts = ("gradient_signal", "gradient_noise")
+    measured = [row for row in record.metrics if all(math.isfinite(finite_number(row.get(part))) for part in parts)]
+    if len(measured) < 3:
+        return None
+    scale, batch = ratio_of_means(measured[len(measured) // 2 :]), record.batch
+    facts = {"noise_scale": scale, "batch": batch}
+    if scale is None:
+        evidence = "the gradient noise is too large to measure: a batch is almost only noise"
+        return Finding("run.noise_scale", "hint", evidence, _larger(record, _UNLIKE * batch), facts)
+    series = {"measured": (steps, scales), "smoothed": (steps, smoothed(scales)), "batch": (steps, 0 * steps + batch)}
+    chart = line_chart(series, "step", "images", log_y=True, faint=("measured",))
+    better = _power_of_two(2 * max(scale, 1))
+    # The rate follows the square root of the batch, as the automatic one does.
+    smaller = (
+        f"a smaller batch learns as much from a step: --batch {better}, and the rate by the square root: "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
+    return Finding.graded(
+        "run.noise_scale",
+        batch_advice(scale, batch),
+        (batch > _UNLIKE * scale, "hint", "", smaller),
+        (scale > _UNLIKE * batch, "hint", "", _larger(record, max(1, min(scale / 2, _UNLIKE * batch)))),
+        facts=facts,
+        figures=(Figure("Gradient noise scale", svg=chart, caption="Images in which signal and noise are equal."),),
+    )
+
+
+def _larger(record: RunRecord, images: float) -> str:
+    """Return the advice to train with a batch of about so many images."""
+    batch, better = record.batch, _power_of_two(images)
+    return (
+        f"where time allows, a larger batch learns about as much from an image: --batch {better} "
+        f"--microbatch {record.config.training.microbatch or batch} "
+        f"--lr {record.config.optimizer.lr * math.sqrt(better / batch):.2g}"
+    )
+
+
+def _power_of_two(images: float) -> int:
+    return int(2 ** max(0, round(math.log2(images))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,11 @@ _BLANK = 2.0
 """Standard deviation in levels below which a picture shows nothing."""
 _CLIPPED = 0.10
 """Share of pixels at 0 or 255 beyond that of the data."""
+_LONGER = "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
 _NAMES = {1: ("grey",), 3: ("red", "green", "blue")}
 
 
-class ColorStatistics(NamedTuple):
+class _ColorStatistics(NamedTuple):
     """Statistics of N images with C channels, in levels of 0 to 255."""
 
     means: Floats
@@ -45,14 +47,14 @@ class ColorStatistics(NamedTuple):
     """[N]: class of each."""
 
 
-def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> ColorStatistics:
+def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) -> _ColorStatistics:
     """Compute statistics of images, uint8 [N, H, W, C]; with labels [N], every class counts alike."""
     x = pixels.astype(np.float64)
     inner = x[:, 1:-1, 1:-1]
     around = (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
     group = np.zeros(len(x), np.int64) if labels is None else labels
     counts = np.bincount(group)
-    return ColorStatistics(
+    return _ColorStatistics(
         x.mean((1, 2)),
         x.reshape(len(x), -1).std(1),
         np.square(inner - around).mean((1, 2, 3)),
@@ -62,7 +64,7 @@ def color_statistics(pixels: Pixels, labels: NDArray[np.int64] | None = None) ->
     )
 
 
-def _weighted_mean(values: Floats, of: ColorStatistics) -> tuple[float, float]:
+def _weighted_mean(values: Floats, of: _ColorStatistics) -> tuple[float, float]:
     """Return the weighted mean of values [N] and its standard error, from the variation within classes."""
     weight = of.weight / of.weight.sum()
     means = np.bincount(of.group, values) / np.maximum(np.bincount(of.group), 1)
@@ -85,86 +87,102 @@ class _Difference(NamedTuple):
         return abs(self.value) > max(tolerance, _CERTAIN * self.error)
 
 
-def _difference(drawn: Floats, drawn_of: ColorStatistics, data: Floats, data_of: ColorStatistics) -> _Difference:
+def _difference(drawn: Floats, drawn_of: _ColorStatistics, data: Floats, data_of: _ColorStatistics) -> _Difference:
     (a, a_error), (b, b_error) = _weighted_mean(drawn, drawn_of), _weighted_mean(data, data_of)
     return _Difference(a - b, float(np.hypot(a_error, b_error)))
 
 
-def check_color_cast(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
-    """run.tint: compare brightness, and each channel relative to the mean of all channels.
+def check_samples(drawn: _ColorStatistics, data: _ColorStatistics, figure: Figure, unready: str) -> list[Finding]:
+    """Compare generated images with training images.
 
-    The relative channel varies far less between images than the channel itself, so few samples show a faint tint.
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
+    return [
+        check_blank(drawn, data, figure, unready),
+        check_color_cast(drawn, data, figure, unready),
+        _check_contrast(drawn, data, unready),
+        check_saturation(drawn, data, unready),
+    ]
+
+
+def check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+    """run.tint: compare brightness, and each channel relative to the mean of all channels."""
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
     names = _NAMES.get(drawn.means.shape[1], ())
     casts = {}
     if len(names) > 1:
+        # The relative channel varies far less between images than the channel itself, so few samples show a faint tint.
         mine, theirs = (s.means - s.means.mean(1, keepdims=True) for s in (drawn, data))
         casts = {n: _difference(mine[:, c], drawn, theirs[:, c], data) for c, n in enumerate(names)}
-    off = brightness.beyond(_DARK) or any(cast.beyond(_TINTED) for cast in casts.values())
-    slightly = brightness.beyond(_NOTICED * _DARK) or any(cast.beyond(_NOTICED * _TINTED) for cast in casts.values())
-    worst = max(casts.items(), key=lambda item: abs(item[1].value), default=("", _Difference(0.0, 0.0)))
+    off, slightly = (
+        brightness.beyond(part * _DARK) or any(cast.beyond(part * _TINTED) for cast in casts.values())
+        for part in (1.0, _NOTICED)
+    )
     evidence = (
         f"generated images differ from the training images by {brightness.value:+.1f} ± "
         f"{brightness.error:.1f} of 255 levels in brightness"
-        + (f", and by {worst[1].value:+.1f} ± {worst[1].error:.1f} in {worst[0]}" if casts else "")
     )
-    facts = {"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}}
-    exhibits = (_channel_table(drawn, data), exhibit)
-    if not (off or slightly):
-        return Finding("run.tint", "fine", evidence, "", facts, exhibits)
-    severity: Severity = "warning" if off and not unready else "hint"
-    remedy = unready or (
+    if casts:
+        name, worst = max(casts.items(), key=lambda item: abs(item[1].value))
+        evidence += f", and by {worst.value:+.1f} ± {worst.error:.1f} in {name}"
+    longer = (
         "train longer; the v and flow targets tint less than eps, and a lower --ema power:width helps late in a run"
     )
-    return Finding("run.tint", severity, evidence, remedy, facts, exhibits)
+    return Finding.graded(
+        "run.tint",
+        evidence,
+        (off and not unready, "warning", "", longer),
+        (off or slightly, "hint", "", unready or longer),
+        facts={"brightness": [*brightness], "casts": {name: [*cast] for name, cast in casts.items()}},
+        figures=(_channel_table(drawn, data), exhibit),
+    )
 
 
-def check_contrast(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.contrast: compare the contrast. `unready` as for `check_color_cast`."""
+def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: str) -> Finding:
+    """run.contrast: compare the contrast."""
     ratio = (_weighted_mean(drawn.contrast, drawn)[0] + _BLANK) / (_weighted_mean(data.contrast, data)[0] + _BLANK)
     gap = _difference(drawn.contrast, drawn, data.contrast, data)
-    facts = {"ratio": ratio, "difference": [*gap]}
-    evidence = f"the contrast of generated images is {ratio:.2f} times that of the training images"
-    if 0.7 <= ratio <= 1.4 or not gap.beyond(4.0):
-        return Finding("run.contrast", "fine", evidence, "", facts)
-    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
-    return Finding("run.contrast", "hint", evidence, remedy, facts)
+    return Finding.graded(
+        "run.contrast",
+        f"the contrast of generated images is {ratio:.2f} times that of the training images",
+        (not 0.7 <= ratio <= 1.4 and gap.beyond(4.0), "hint", "", unready or _LONGER),
+        facts={"ratio": ratio, "difference": [*gap]},
+    )
 
 
-def check_saturation(drawn: ColorStatistics, data: ColorStatistics, unready: str = "") -> Finding:
-    """run.saturated: compare the share of values at 0 and 255. `unready` as for `check_color_cast`."""
+def check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: str = "") -> Finding:
+    """run.saturated: compare the share of values at 0 and 255."""
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
-    facts = {"drawn": mine, "data": theirs}
-    evidence = f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images"
-    if mine - theirs <= _CLIPPED or not _difference(drawn.clipped, drawn, data.clipped, data).beyond(_CLIPPED):
-        return Finding("run.saturated", "fine", evidence, "", facts)
-    remedy = unready or "train longer, or use more sampling steps, twice as many by --steps of unfog sample"
-    return Finding("run.saturated", "hint" if unready else "warning", evidence, remedy, facts)
+    more = mine - theirs > _CLIPPED and _difference(drawn.clipped, drawn, data.clipped, data).beyond(_CLIPPED)
+    return Finding.graded(
+        "run.saturated",
+        f"{mine:.1%} of generated values are 0 or 255, against {theirs:.1%} in training images",
+        (more, "hint" if unready else "warning", "", unready or _LONGER),
+        facts={"drawn": mine, "data": theirs},
+    )
 
 
-def check_blank(drawn: ColorStatistics, data: ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
-    """run.blank_samples: check for blank, noisy or blurred images. `unready` as for `check_color_cast`."""
+def check_blank(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+    """run.blank_samples: check for blank, noisy or blurred images."""
     empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)
-    facts = {"blank": empty, "blank_in_data": usual, "detail": detail}
     grave: Severity = "hint" if unready else "warning"
     soon = unready or "train longer, or with another --lr"
+    noisy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
+    smooth = f"{soon}, or with a larger network; more sampling steps may help"
+    finding = partial(Finding, "run.blank_samples", facts={"blank": empty, "blank_in_data": usual, "detail": detail})
     if empty - usual > 0.2:
         evidence = f"{empty:.0%} of the generated images are blank ({usual:.0%} of the training images)"
-        return Finding("run.blank_samples", grave, evidence, soon, facts, (exhibit,))
+        return finding(grave, evidence, soon, figures=(exhibit,))
     evidence = f"generated images have {detail:.2f} times the fine detail of training images"
     if detail > _NOISY:
-        remedy = f"{soon}; if that does not help, more sampling steps, twice as many by --steps of unfog sample"
-        return Finding("run.blank_samples", grave, f"{evidence}: noise is left", remedy, facts, (exhibit,))
+        return finding(grave, f"{evidence}: noise is left", noisy, figures=(exhibit,))
     if detail < _SMOOTH:
-        remedy = f"{soon}, or with a larger network; more sampling steps may help"
-        return Finding("run.blank_samples", "hint", f"{evidence}: they are blurred", remedy, facts, (exhibit,))
-    return Finding("run.blank_samples", "fine", f"{evidence}, and none of them is blank", "", facts)
+        return finding("hint", f"{evidence}: they are blurred", smooth, figures=(exhibit,))
+    return finding("fine", f"{evidence}, and none of them is blank")
 
 
-def _channel_table(drawn: ColorStatistics, data: ColorStatistics) -> Figure:
+def _channel_table(drawn: _ColorStatistics, data: _ColorStatistics) -> Figure:
     names = _NAMES.get(drawn.means.shape[1]) or tuple(str(c) for c in range(drawn.means.shape[1]))
     rows = [("", *names)]
     for title, of in (("generated", drawn), ("training", data)):
