@@ -14,7 +14,7 @@ from torch import Tensor
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
-from unfog.training.gradient import Gradient, MicroBatch
+from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
 from unfog.training.nan_debug import NanReport
 from unfog.training.precision import to_device
@@ -74,14 +74,14 @@ def reduce_step(
     """Unscale the gradient, and read its norm and the loss from the device, reduced over all ranks."""
     norm = state.precision.gradient_norm(state.optimizer)
     losses, first_images, first_square = gradient.losses, gradient.micro_batches[0].images, gradient.first_square
+    # Each path reads all its numbers at once, because reading makes the host wait for the device.
     if isinstance(hooks, CoordinatedHooks):
         losses, norm, statuses = hooks.all_reduce_step(settings, state, gradient, norm)
         numbers = torch.cat([torch.stack([norm, *_sum_losses(losses)]), statuses.flatten()])
-    else:
-        numbers = torch.stack([norm, *_sum_losses(losses)])
-    norm_value, loss, null_loss, *values = numbers.tolist()
-    if isinstance(hooks, CoordinatedHooks):
+        norm_value, loss, null_loss, *values = numbers.tolist()
         first_images, first_square = hooks.apply_statuses(values, statuses, state)
+    else:
+        norm_value, loss, null_loss = torch.stack([norm, *_sum_losses(losses)]).tolist()
     relative = loss / max(null_loss, 1e-30)  # 0 / 0 where all weights of a small batch are 0
     return StepResult(losses, norm, norm_value, relative, first_images, first_square, state.precision.may_overflow)
 
@@ -104,16 +104,11 @@ class CoordinatedHooks(TrainingHooks):
         self.world.set_phase("agreeing", state.seen // settings.batch)
         first, square = gradient.micro_batches[0], gradient.first_square
         counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
-        told = [
-            first.images if counts else 0,
-            self.hooks.stop_requested(),
-            self.hooks.save_requested(),
-            state.microbatch,
-        ]
+        numbers = [first.images if counts else 0, self.hooks.stop_requested(), self.hooks.save_requested()]
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
-        status = torch.cat([norms, to_device(torch.tensor(told, dtype=norm.dtype), norm.device)])
-        batches, losses = gradient.micro_batches, gradient.losses
-        loss, statuses = _all_reduce_losses(self.world, state.seen, settings.batch, batches, losses, status)
+        rest = torch.tensor([*numbers, state.microbatch], dtype=norm.dtype)
+        status = torch.cat([norms, to_device(rest, norm.device)])
+        loss, statuses = _all_reduce_losses(self.world, state.seen, settings.batch, gradient, status)
         # Rank 0's norm, to the bit; not finite if any rank's is not, so that all ranks skip the step.
         return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
@@ -213,19 +208,17 @@ def _allow_interrupts(hooks: TrainingHooks) -> Iterator[None]:
         around.__enter__()
 
 
-def _all_reduce_losses(
-    world: World, first: int, batch: int, batches: Sequence[MicroBatch], losses: Sequence[Loss], status: Tensor
-) -> tuple[Loss, Tensor]:
+def _all_reduce_losses(world: World, first: int, batch: int, gradient: Gradient, status: Tensor) -> tuple[Loss, Tensor]:
     """All-reduce the losses of a batch and the ranks' statuses in one message, without waiting for the device.
 
-    `first` is the position of the batch's first image, and `batch` their number. Of this rank's micro-batches and their
-    losses, those outside its share of the batch do not count.
+    `first` is the position of the batch's first image, and `batch` their number. Micro-batches outside this rank's
+    share of the batch do not count.
 
     Returns:
         The losses of the whole batch in order, and the statuses [size, len(status)].
     """
     rows, share = torch.zeros(4, batch, device=status.device), world.batch_range(first, batch)
-    for one, loss in zip(batches, losses):
+    for one, loss in zip(gradient.micro_batches, gradient.losses):
         if one.first in share:
             importance = torch.ones_like(loss.u) if loss.importance is None else loss.importance
             numbers = torch.stack([loss.measured, loss.u, loss.null_loss, importance])
@@ -235,7 +228,7 @@ def _all_reduce_losses(
     # Every rank adds zeros to the numbers of others, so each number arrives to the bit.
     flat = world.all_reduce(torch.cat([rows.flatten(), statuses.flatten()]))
     measured, u, null_loss, importance = flat[: rows.numel()].view_as(rows)
-    even = all(loss.importance is None for loss in losses)
+    even = all(loss.importance is None for loss in gradient.losses)
     reduced = Loss(measured, u, null_loss, None, None if even else importance)
     return reduced, flat[rows.numel() :].view_as(statuses)
 

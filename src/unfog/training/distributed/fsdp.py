@@ -48,7 +48,7 @@ class ShardedState:
     def __init__(self, world: ProcessGroup, state: TrainState, saved: Path | None = None):
         self.world = world
         tensors = state.tensors() if world.is_main and saved is None else {}
-        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
+        shapes = tensor_shapes(tensors)
         sent: dict[str, Any] = {"saved": saved and str(saved), "shapes": shapes, "progress": state.progress()}
         sent = world.broadcast_object(sent)
         state.model.to("meta")
@@ -68,10 +68,8 @@ class ShardedState:
             state.load_progress(sent["progress"])
 
     def reduce_unsharded_gradients(self, model: nn.Module) -> None:
-        """Average the gradients that FSDP2 does not: those of parameters that are not sharded.
-
-        Repeating this after another pass leaves what was averaged before as it is.
-        """
+        """Average the gradients that FSDP2 does not: those of parameters that are not sharded."""
+        # May be repeated after another pass: the mean of equal numbers leaves what was averaged before as it is.
         for parameter in model.parameters():
             if not is_sharded(parameter) and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -81,10 +79,8 @@ class ShardedState:
     def full_state(self, state: TrainState, *files: str) -> Iterator[None]:
         """Within the context, rank 0's `state` is full and in host memory. No rank may train it there.
 
-        Args:
-            state: the sharded state.
-            files: tensors to gather: "model", "ema" or "ema2". Others are not usable; a network whose own weights are
-                not gathered gets those of the EMA.
+        `files` are the tensors to gather: "model", "ema" or "ema2". Others are not usable; a network whose own weights
+        are not gathered gets those of the EMA.
         """
         before = state.model, state.ema, state.second_ema
         self.gather(state, *files)
@@ -123,14 +119,28 @@ class ShardedState:
         for file, of in shapes.items():
             for full, (shape, dtype) in of.items():
                 like = parameters.get(full.partition("/")[2] if file == "optimizer" else full)
-                tensor = tensors[file][full].cpu().contiguous() if self.world.is_main else None
+                tensor = tensors[file][full] if self.world.is_main else None
                 if like is not None and is_sharded(like) and shape == list(like.shape):
                     rows[file][full] = _scatter_rows(tensor, like)
                 else:
-                    empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                    rows[file][full] = empty if tensor is None else tensor
-                    dist.broadcast(rows[file][full], 0)
+                    rows[file][full] = broadcast_tensor(tensor, shape, dtype)
         return rows
+
+
+def tensor_shapes(tensors: Tensors) -> Shapes:
+    """Return shape and dtype of each tensor, as JSON can hold them."""
+    return {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
+
+
+def broadcast_tensor(tensor: Tensor | None, shape: list[int], dtype: str) -> Tensor:
+    """Return rank 0's tensor (None elsewhere) on every rank, in host memory."""
+    # Not on the device, which may have no room for a second copy.
+    if tensor is None:
+        host = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+    else:
+        host = tensor.detach().cpu().contiguous()
+    dist.broadcast(host, 0)
+    return host
 
 
 def build_mesh(device: str, size: int) -> DeviceMesh:
@@ -148,10 +158,7 @@ def gathers_in_bf16(precision: str, device: str) -> bool:
 def shard_network(model: nn.Module, mesh: DeviceMesh, half: bool) -> None:
     """Shard a network by rows: each of its blocks, which are gathered one by one, and the layers around them.
 
-    Args:
-        model: the network; scalars, which have no rows, stay whole on every rank.
-        mesh: the ranks.
-        half: gather blocks in bf16; see `gathers_in_bf16`.
+    Scalars, which have no rows, stay whole on every rank. `half` gathers blocks in bf16; see `gathers_in_bf16`.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -170,11 +177,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each block of a network that is going to be sharded.
-
-    Gathering a block's weights cannot be part of a graph. Compiling the whole network would break the graph at each
-    block, and equal blocks would not share their code.
-    """
+    """Compile each block of a network that is going to be sharded."""
+    # Gathering a block's weights cannot be part of a graph. Compiling the whole network would break the graph at each
+    # block, and equal blocks would not share their code.
     from torch import _dynamo as dynamo  # takes seconds, which only compiling needs
 
     blocks = _blocks(model) or [model]  # an autoencoder is sharded as one
@@ -193,8 +198,8 @@ def _scatter_rows(tensor: Tensor | None, like: Tensor) -> Tensor:
     rows = -(-len(like) // size)  # FSDP2 rounds up, so the last ranks may hold fewer rows, or none
     own, parts = torch.empty(rows, *like.shape[1:], dtype=like.dtype), None
     if tensor is not None:
-        padded = tensor.new_zeros(rows * size, *like.shape[1:])
-        padded[: len(tensor)] = tensor
+        padded = torch.zeros(rows * size, *like.shape[1:], dtype=tensor.dtype)
+        padded[: len(tensor)] = tensor.cpu()
         parts = list(padded.to(like.dtype).chunk(size))
     dist.scatter(own, parts)
     return DTensor.from_local(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unfog.errors import RequestError, RunError
 from unfog.training.checkpoints.writer import ShardStatusStore
-from unfog.training.distributed.fsdp import ShardedState
+from unfog.training.distributed.fsdp import ShardedState, broadcast_tensor, tensor_shapes
 from unfog.training.distributed.process_group import ProcessGroup, agree_on_name, local_world_size, world_size
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.out_of_memory import is_out_of_memory
@@ -84,11 +83,8 @@ class World(ProcessGroup):
     def wrap_network(self, model: nn.Module, compress: str = "none") -> nn.Module:
         """Return a module that averages gradients over the ranks in the last backward pass of a step.
 
-        The weights must be the same on all ranks: see `broadcast_state`.
-
-        Args:
-            model: the network; returned as it is in a single process, and if it is sharded.
-            compress: "bf16" all-reduces gradients in bfloat16, at half the bytes.
+        Its weights must be the same on all ranks: see `broadcast_state`. A network that is sharded, or of a single
+        process, is returned as it is. `compress`="bf16" all-reduces gradients in bfloat16, at half the bytes.
         """
         if self.size == 1 or self.shards is not None:
             return model
@@ -135,20 +131,16 @@ class World(ProcessGroup):
         if self.size == 1 or self.shards is not None:
             return
         tensors = state.tensors()
-        shapes = {f: {n: (list(t.shape), str(t.dtype)) for n, t in of.items()} for f, of in tensors.items()}
-        sent = self.broadcast_object({"shapes": shapes, "progress": state.progress()})
+        sent: dict[str, Any] = self.broadcast_object({"shapes": tensor_shapes(tensors), "progress": state.progress()})
         self.set_phase("sharing weights")
+        found: dict[str, dict[str, torch.Tensor]] = {file: {} for file in sent["shapes"]}
         for file, of in sent["shapes"].items():
             for name, (shape, dtype) in of.items():
-                # Through host memory, as the device may have no room for a second copy.
-                if self.is_main:
-                    dist.broadcast(tensors[file][name].detach().to("cpu", copy=True).contiguous(), 0)
-                else:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                    dist.broadcast(tensor, 0)
-                    tensors.setdefault(file, {})[name] = tensor
+                tensor = broadcast_tensor(tensors[file][name] if self.is_main else None, shape, dtype)
+                if not self.is_main:  # which would only hold a second copy
+                    found[file][name] = tensor
         if not self.is_main:
-            state.load_full({f: {n: tensors[f][n] for n in of} for f, of in sent["shapes"].items()}, sent["progress"])
+            state.load_full(found, sent["progress"])
 
 
 SINGLE_PROCESS = World()
