@@ -66,12 +66,7 @@ class ImageRows:
 
 
 def compute_metrics(
-    run: LoadedRun,
-    setup: EvaluationSetup,
-    dataset: Dataset,
-    samples: GeneratedSamples | None,
-    world: World,
-    out: Path,
+    run: LoadedRun, setup: EvaluationSetup, samples: GeneratedSamples | None, world: World, out: Path
 ) -> Evaluation:
     """Compute the metrics of `setup`, and search the samples for copies of training images, shown in the folder `out`.
 
@@ -83,10 +78,10 @@ def compute_metrics(
         both = _features_of_both(setup, samples, world)
         if world.is_main:
             metrics += _sample_metrics(setup, samples, both)
-            copies += _search_copies(setup, dataset, samples, both, out)
+            copies += _search_copies(setup, samples, both, out)
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
-        metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup, dataset)
+        metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
     return Evaluation(run.checkpoint.step, generation, metrics, copies)
 
 
@@ -168,10 +163,10 @@ def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples)
 
 
 def _search_copies(
-    setup: EvaluationSetup, dataset: Dataset, samples: GeneratedSamples, features_of: _FeaturesOfBoth, out: Path
+    setup: EvaluationSetup, samples: GeneratedSamples, features_of: _FeaturesOfBoth, out: Path
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
-    some = samples[0:DRAWN].transpose(0, 2, 3, 1)
+    dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
     if len(dataset.train) < FEWEST:
         return []
@@ -201,10 +196,10 @@ def _save_search(by: str, finding: Finding, out: Path) -> dict[str, Any]:
     }
 
 
-def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) -> list[MetricResult]:
+def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResult]:
     found, config, batch = list[MetricResult](), run.config, setup.generation.batch
     if "held_out" in setup.metrics:
-        held_out = _held_out_set(dataset, run, _MOST_HELD_OUT)
+        held_out = _held_out_set(setup.dataset, run, _MOST_HELD_OUT)
         passes = len(held_out.levels) * len(held_out.x0) * (1 if setup.against is None else 2)
         with Progress("measuring losses", passes) as progress:
             losses = held_out_losses(run.network, config, held_out, batch, progress.advance)
@@ -215,7 +210,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup, dataset: Dataset) 
                 others = held_out_losses(other, config, held_out, batch, progress.advance)
                 found.append(_held_out_difference(losses, others, setup.against))
     if "bits" in setup.metrics:
-        held_out = _held_out_set(dataset, run, _MOST_FOR_BITS)
+        held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed
             found.append(bits_per_value(run.network, config, held_out, batch, seed, progress.advance))

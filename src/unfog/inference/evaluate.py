@@ -63,7 +63,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             say(f"measured before: {path}")
             return stored
         samples = _generate_samples(run, setup, world, stop)
-        evaluation = compute_metrics(run, setup, dataset, samples, world, path.with_suffix(""))
+        evaluation = compute_metrics(run, setup, samples, world, path.with_suffix(""))
         if world.is_main:
             seconds = round(time.monotonic() - started, 1)
             _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds))
@@ -103,7 +103,7 @@ def _resolve_request(
         precision=request.precision,
     )
     rows = evenly_spaced(len(reference), max(_MOST_REFERENCE, n))
-    return EvaluationSetup(metrics, features, generation, reference, rows, name, request.against)
+    return EvaluationSetup(metrics, features, generation, dataset, reference, rows, name, request.against)
 
 
 def _open_features(request: EvaluationRequest, device: torch.device) -> Features | None:

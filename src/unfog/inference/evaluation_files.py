@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from unfog.data.dataset import ImageSet
+from unfog.data.dataset import Dataset, ImageSet
 from unfog.errors import RunError
 from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
@@ -37,6 +37,8 @@ class EvaluationSetup(NamedTuple):
     metrics: tuple[str, ...]
     features: Features | None
     generation: GenerationSettings
+    dataset: Dataset
+    """Of the run."""
     reference: ImageSet
     rows: NDArray[np.int64]
     """Rows of the reference images that are compared."""

@@ -38,7 +38,7 @@ SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the me
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
 
-class CheckpointFile(NamedTuple):
+class _CheckpointFile(NamedTuple):
     """Expected size and digest of a file."""
 
     bytes: int
@@ -65,7 +65,7 @@ class CheckpointInfo(NamedTuple):
     """Value of that metric, or None if it was not measured at this step."""
     made_on: str
     """`Precision.describe_machine`; an equal machine repeats the run to the bit."""
-    files: dict[str, CheckpointFile]
+    files: dict[str, _CheckpointFile]
 
     @property
     def metric(self) -> str:
@@ -74,7 +74,7 @@ class CheckpointInfo(NamedTuple):
 
     def holds(self, name: str) -> bool:
         """Return whether it has this file, such as ema2.safetensors, in one piece or as shards."""
-        return name in merge_shard_names(self.files)
+        return name in _merge_shard_names(self.files)
 
 
 class BrokenCheckpoint(NamedTuple):
@@ -123,8 +123,8 @@ def read_manifest(folder: Path) -> CheckpointInfo:
         raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT} and {FORMAT_SHARDED}")
     if manifest.pop("sha256") != manifest_digest(manifest):
         raise ValueError("it is not what was saved (sha256 differs)")
-    files = {name: CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
-    if (listed := merge_shard_names(files)) - {EMA2} != FILES:
+    files = {name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
+    if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
         raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
     loss = manifest["held_out_loss"]
     return CheckpointInfo(
@@ -176,7 +176,7 @@ def find_damage(saved: CheckpointInfo) -> str | None:
         except OSError as error:
             return f"{name}: {error.strerror}"
     others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
-    if others and len(merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
+    if others and len(_merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"
     return None
 
@@ -261,7 +261,7 @@ def shard_name(file: str, rank: int, size: int) -> str:
     return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
 
 
-def merge_shard_names(names: Iterable[str]) -> set[str]:
+def _merge_shard_names(names: Iterable[str]) -> set[str]:
     """Replace the names of a file's shards by the file's name, if none is missing."""
     found, parts = set[str](), dict[tuple[str, str], set[int]]()
     for name in names:

@@ -161,7 +161,7 @@ def rebuild(mix: Mixture) -> dict[str, Tensor]:
     return averaged
 
 
-class EmaSnapshot(NamedTuple):
+class _EmaSnapshot(NamedTuple):
     """Copy of both EMAs in host memory."""
 
     step: int
@@ -179,7 +179,7 @@ def snapshot_interval(every: int, step: int) -> int:
     return every
 
 
-def take_ema_snapshot(state: TrainState, step: int) -> EmaSnapshot:
+def take_ema_snapshot(state: TrainState, step: int) -> _EmaSnapshot:
     """Copy the EMAs of a state to host memory in float16."""
     assert state.second_ema is not None
     averages = [state.ema, state.second_ema]
@@ -192,7 +192,7 @@ def take_ema_snapshot(state: TrainState, step: int) -> EmaSnapshot:
     buffers = (name for name, _ in state.model.named_buffers())
     kept = state.model.state_dict().keys()
     tensors |= {f"buffer/{n}": b.to("cpu", copy=True) for n, b in zip(buffers, state.ema.buffers) if n in kept}
-    return EmaSnapshot(step, state.updates, tuple(average.width for average in averages), tensors)
+    return _EmaSnapshot(step, state.updates, tuple(average.width for average in averages), tensors)
 
 
 def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
@@ -201,7 +201,7 @@ def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
     return [half if good else tensor for half, good, tensor in zip(halves, all_finite(halves), tensors)]
 
 
-def write_snapshot(taken: EmaSnapshot, folder: Path) -> None:
+def write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
     """Write a snapshot. Raises OSError if that fails, and then leaves nothing."""
     folder.mkdir(exist_ok=True)  # without parents: a run that was moved must not be created again
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
@@ -242,7 +242,7 @@ class EmaSnapshotWriter:
         self._thread: threading.Thread | None = None
         self._failed: deque[tuple[int, str]] = deque()
 
-    def submit(self, taken: EmaSnapshot, folder: Path) -> None:
+    def submit(self, taken: _EmaSnapshot, folder: Path) -> None:
         """Begin to write a snapshot, once the one before is done."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(taken, folder), name="averages", daemon=True)
@@ -257,7 +257,7 @@ class EmaSnapshotWriter:
         """Return (step, reason) of the snapshots that could not be written since the last call."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
-    def _work(self, taken: EmaSnapshot, folder: Path) -> None:
+    def _work(self, taken: _EmaSnapshot, folder: Path) -> None:
         if not all(tensor.isfinite().all() for tensor in taken.tensors.values()):
             self._failed.append((taken.step, "it is not finite"))
             return

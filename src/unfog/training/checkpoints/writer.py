@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 _VISIBLE_SECONDS = 30.0  # that a network file system may take to show files of another machine
 
 
-class WriterEvent(NamedTuple):
+class _WriterEvent(NamedTuple):
     """An event of the thread, for the main thread to record."""
 
     kind: str
@@ -54,7 +54,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._give_up = threading.Event()
-        self._news: deque[WriterEvent] = deque()
+        self._news: deque[_WriterEvent] = deque()
         self.waiting = False
         """Whether the disk is full."""
 
@@ -88,7 +88,7 @@ class CheckpointWriter:
         """Stop waiting for disk space and other ranks, and drop the checkpoint unless it completes by itself."""
         self._give_up.set()
 
-    def events(self) -> list[WriterEvent]:
+    def events(self) -> list[_WriterEvent]:
         """Return the events since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
@@ -150,7 +150,7 @@ class CheckpointWriter:
             self.waiting = False
 
     def _tell(self, kind: str, taken: Snapshot, **fields: Any) -> None:
-        self._news.append(WriterEvent(kind, taken.step, fields))
+        self._news.append(_WriterEvent(kind, taken.step, fields))
 
 
 def free_bytes(folder: Path) -> int:

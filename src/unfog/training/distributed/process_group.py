@@ -25,7 +25,7 @@ from unfog.errors import Interrupted, LostProcess, RunError, UnfogError
 from unfog.training.distributed.watchdog import Watchdog
 from unfog.training.settings import Training
 
-POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 T = TypeVar("T")
 
 
@@ -165,7 +165,7 @@ class ProcessGroup:
             # Polled, because the store's own wait would time out and block the watchdog's heartbeats.
             while not self._store.check([key]):
                 time.sleep(pause)
-                pause = min(2 * pause, POLL_SECONDS)
+                pause = min(2 * pause, _POLL_SECONDS)
         except (dist.DistError, RuntimeError) as error:
             raise LostProcess(f"the process that holds torchrun's store is gone ({error})") from None
 
@@ -225,7 +225,7 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
             if time.monotonic() > until:
                 missing = [str(i + 1) for i, key in enumerate(hello) if not store.check([key])]
                 raise RunError(f"rank {', '.join(missing)} did not come within {timeout:.0f} s; is its machine there?")
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         store.set(f"{token}/all", json.dumps([store.get(key).decode() for key in hello]))
         return token
     while time.monotonic() < until:
@@ -235,5 +235,5 @@ def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.
             known = name
         if store.check([f"{name}/all"]) and token in json.loads(store.get(f"{name}/all")):
             return name
-        time.sleep(POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     raise RunError(f"rank {rank} waited {timeout:.0f} s for the others; are their machines there?")
