@@ -93,10 +93,9 @@ def find_nearest(
 
 
 def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> NearestImages:
-    """Find the nearest images by features [Q, D] of the queries and [N, D] of the images.
-
-    Distances have the scale of the extractor; mirrored copies are found only by an extractor that ignores mirroring.
-    """
+    """Find the nearest images by features [Q, D] of the queries and [N, D] of the images, in the extractor's scale."""
+    # Mirrored copies are found only by an extractor that ignores mirroring: features of mirrored images would have to
+    # be computed too.
     own, every, found = _own_rows(queries, rows), torch.arange(len(reference))[None], []
     for first in range(0, len(queries), CHUNK // 8):
         part = slice(first, first + CHUNK // 8)

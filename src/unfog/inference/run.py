@@ -88,7 +88,7 @@ class Run(LoadedRun):
         samples = generate_images(
             self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
         )
-        self.calls = max(calls)
+        self.calls = max(calls)  # the adaptive sampler takes another number for each batch
         return samples
 
     def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:

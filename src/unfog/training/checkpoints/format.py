@@ -111,6 +111,7 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
             broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}"))
+    # By contents, as a folder may have been renamed or copied.
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
 
@@ -169,6 +170,7 @@ def find_damage(saved: CheckpointInfo) -> str | None:
         try:
             if path.is_symlink():
                 return f"{name} is a link"
+            # The size first: a torn file is found without reading gigabytes.
             if (size := path.stat().st_size) != file.bytes:
                 return f"{name} has {size:,} bytes of {file.bytes:,}"
             if sha256(path) != file.sha256:
@@ -183,8 +185,6 @@ def find_damage(saved: CheckpointInfo) -> str | None:
 
 def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
     """Return the newest intact checkpoint, verified, and the broken ones passed over; None if nothing was ever saved.
-
-    Contents decide the order, not folder names.
 
     Raises:
         RunError: there are checkpoints, and all of them are broken.

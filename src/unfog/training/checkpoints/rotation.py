@@ -16,8 +16,10 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
     Broken ones count here by their manifests; `remove_leftovers` sets them aside when a run is resumed.
     """
     saved, _ = list_checkpoints(checkpoints)
+    # The newest stays even if it was saved for its metric alone, as a resume begins there.
     wanted = {old.step for old in [old for old in saved if not old.for_best][-keep.keep :] + saved[-1:]}
     wanted |= {old.step for old in saved if keep.milestones and old.step % keep.milestones == 0}
+    # Two, as a run that diverges again soon after a roll-back returns to the one before.
     wanted |= {old.step for old in [old for old in saved if old.anchor][-2:]}
     if (best := best_of(saved)) is not None:
         wanted.add(best.step)

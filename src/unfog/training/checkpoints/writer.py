@@ -45,8 +45,7 @@ class _WriterEvent(NamedTuple):
 class CheckpointWriter:
     """Writes snapshots as checkpoints of one folder, then removes old ones according to `keep`.
 
-    When the disk is full it waits for room, and removes nothing. Other errors are raised in the main thread by the next
-    call. The thread is a daemon: leaving the program in the middle of a write loses that checkpoint and no other.
+    When the disk is full it waits for room, and removes nothing. Other errors are raised by the next `wait`.
     """
 
     def __init__(self, checkpoints: Path, keep: Checkpoint):
@@ -62,6 +61,7 @@ class CheckpointWriter:
         """Begin to write a snapshot, after `wait` for the one before. `post` is the status store of a sharded one."""
         assert not self.busy
         self._give_up.clear()
+        # A daemon: leaving the program in the middle of a write loses that checkpoint and no other.
         self._thread = threading.Thread(target=self._work, args=(taken, post), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class CheckpointWriter:
             if waited is None or taken.rank > 0:
                 return
             seconds, size = round(time.perf_counter() - started - waited, 3), taken.bytes
-            if post is not None:
+            if post is not None:  # the manifest lists the shards of the other ranks too
                 whole = checkpoint.read_manifest(self.checkpoints / f"{taken.step:08d}")
                 size = sum(file.bytes for file in whole.files.values())
             costs = {"snapshot_seconds": round(taken.seconds, 4), "write_seconds": seconds, "bytes": size}

@@ -12,6 +12,7 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class ProcessGroup:
         # Keys in the store are numbered, so all ranks must count the same messages and barriers.
         self._messages = self._barriers = 0
         self._begun = False
-        self._sent, self._read = 0, dict[int, int]()  # reports of this rank, and those read of each other rank
+        self._sent, self._read = 0, Counter[int]()  # reports of this rank, and those read of each other rank
 
     @property
     def has_own_gpu(self) -> bool:
@@ -122,10 +123,12 @@ class ProcessGroup:
     def collect_reports(self) -> list[list[str]]:
         """Return, on rank 0, the lines that other ranks have sent since the last call."""
         found: list[list[str]] = []
-        for rank in range(1, self.size if self._store is not None else 1):
-            while self._store is not None and self._store.check([f"news/{rank}/{self._read.get(rank, 0) + 1}"]):
-                self._read[rank] = self._read.get(rank, 0) + 1
-                found += json.loads(self._store.get(f"news/{rank}/{self._read[rank]}"))
+        if self._store is None:
+            return found
+        for rank in range(1, self.size):
+            while self._store.check([key := f"news/{rank}/{self._read[rank] + 1}"]):
+                self._read[rank] += 1
+                found += json.loads(self._store.get(key))
         return found
 
     def announce_failure(self, error: BaseException) -> None:

@@ -60,8 +60,7 @@ def _doing(sign: Heartbeat) -> str:
 class Watchdog:
     """A thread that publishes this rank's phase, and ends the process when another rank hangs.
 
-    The process ends without an exception, which could not reach a main thread that waits inside a collective. torchrun
-    then ends the other ranks, and with `--max-restarts` starts all of them again from the newest checkpoint.
+    torchrun then ends the other ranks, and with `--max-restarts` starts all of them again from the newest checkpoint.
     """
 
     def __init__(self, rank: int, size: int, store: Store, timeout: float):
@@ -128,4 +127,5 @@ class Watchdog:
         if not self._over.is_set():
             with suppress(OSError):
                 os.write(2, f"unfog: {why}\n".encode())
+            # An exception could not reach a main thread that waits inside a collective.
             os._exit(1)

@@ -156,6 +156,7 @@ def init_world(timeout: float = Training.timeout) -> Iterator[World]:
         yield SINGLE_PROCESS
         return
     if "OMP_NUM_THREADS" not in os.environ:
+        # Each process would start a thread for every core of the machine.
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
     shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=Training.timeout)))
     store = PrefixStore(f"unfog/{agree_on_name(shared, rank, size)}", shared)
