@@ -124,10 +124,9 @@ def system_errors() -> Iterator[None]:
 def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
     """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
     written = []
-    if snapshot.rank == 0:
-        (folder / checkpoint.STATE).write_bytes(json.dumps(snapshot.progress, allow_nan=False).encode())
-        (folder / checkpoint.CONFIG).write_bytes(snapshot.config.encode())
-        written += [folder / checkpoint.STATE, folder / checkpoint.CONFIG]
+    for name, content in _small_files(snapshot).items():
+        (folder / name).write_bytes(content)
+        written.append(folder / name)
     for file, tensors in snapshot.tensors.items():
         path = folder / shard_name(file, snapshot.rank, snapshot.size)
         rows = None if snapshot.first_rows is None else _shard_metadata(tensors, snapshot.first_rows[file])
@@ -137,6 +136,14 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
         path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
         sync(path)
     return written
+
+
+def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
+    """Return the contents of the files besides tensors, which rank 0 writes."""
+    if snapshot.rank > 0:
+        return {}
+    progress = json.dumps(snapshot.progress, allow_nan=False)
+    return {checkpoint.STATE: progress.encode(), checkpoint.CONFIG: snapshot.config.encode()}
 
 
 def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
@@ -169,10 +176,7 @@ def verify_files(snapshot: Snapshot, folder: Path) -> None:
         found = load_file(path)
         if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
             raise OSError(f"{path.name} does not read back as it was written")
-    if snapshot.rank > 0:
-        return
-    expected = {checkpoint.STATE: json.dumps(snapshot.progress).encode(), checkpoint.CONFIG: snapshot.config.encode()}
-    for name, content in expected.items():
+    for name, content in _small_files(snapshot).items():
         if (folder / name).read_bytes() != content:
             raise OSError(f"{name} does not read back as it was written")
 
