@@ -67,14 +67,8 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = {"sample_size", "num_train_timesteps"}
 
 # Names of modules, ours and theirs; "#" stands for an index.
-_RESIDUAL = {
-    "norm1": "norm1",
-    "conv1": "conv1",
-    "condition": "time_emb_proj",
-    "norm2": "norm2",
-    "conv2": "conv2",
-    "shortcut": "conv_shortcut",
-}
+_RESIDUAL = {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
+_RESIDUAL |= {"condition": "time_emb_proj", "shortcut": "conv_shortcut"}
 _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
 _NAMES = {
     "conv_in": "conv_in",
@@ -107,15 +101,13 @@ def to_unet2d(network: Network, size: int) -> tuple[dict[str, Any], dict[str, Te
     Raises RequestError if the network or a setting has no equivalent.
     """
     settings = network.settings
+    as_is = "the weights in RUN/checkpoints are safetensors as they are"
     if not isinstance(settings, UNet):
-        raise RequestError(
-            f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; the weights in "
-            "RUN/checkpoints are safetensors as they are"
-        )
+        raise RequestError(f"network = {settings.kind} has no equivalent in UNet2DModel, only unet has; {as_is}")
     if settings.time_scale != 1:
         raise RequestError(
             f"time_scale = {settings.time_scale} has no equivalent in UNet2DModel, which embeds the timestep as it is; "
-            "the weights in RUN/checkpoints are safetensors as they are"
+            f"{as_is}"
         )
     config = {
         "sample_size": size,
@@ -230,7 +222,7 @@ def _is_like(value: object, usual: object) -> bool:
 
 
 def _attention(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which levels attend, from the types of the blocks down, which the blocks up must mirror."""
+    """Return for each level if it attends. The blocks up must mirror those down."""
     down, up = config["down_block_types"], config["up_block_types"]
     for kind in down:
         if kind not in ("DownBlock2D", "AttnDownBlock2D"):
@@ -281,6 +273,7 @@ def _current_name(key: str) -> str:
 
 
 _CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".json")
 _LARGEST_JSON = 2**20
 
 
@@ -298,8 +291,7 @@ class UNetFolder(NamedTuple):
     def open(cls, folder: Path) -> UNetFolder:
         """Read the settings of a `UNet2DModel` that `save_pretrained` wrote, alone or within a pipeline.
 
-        Raises:
-            RequestError: it is none, or its weights are in a pickle or in several files.
+        RequestError if it is none, or its weights are in a pickle or in several files.
         """
         model = folder / "unet" if (folder / "unet" / _CONFIG).is_file() else folder
         if not (model / _CONFIG).is_file():
@@ -313,8 +305,7 @@ class UNetFolder(NamedTuple):
             raise RequestError(f"{model} holds a {kind!r}; only a UNet2DModel can be started from")
         weights = model / _WEIGHTS
         if not weights.is_file():
-            suffixes = (".bin", ".pt", ".pth", ".ckpt", ".json")
-            there = sorted(path.name for path in model.iterdir() if path.suffix in suffixes)
+            there = sorted(path.name for path in model.iterdir() if path.suffix in _OTHER_WEIGHTS)
             raise RequestError(
                 f"{model} has no {_WEIGHTS} ({', '.join(there)}); load it with diffusers in an environment of its own, "
                 "and write it by save_pretrained(FOLDER, safe_serialization=True, max_shard_size='100GB'): pickles can "

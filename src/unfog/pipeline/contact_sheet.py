@@ -61,11 +61,9 @@ def _unusual(report: DataReport, index: NDArray[np.int64], count: int) -> dict[i
     if not report.read:
         return {}
     treatment = report.treatment_of(index)
-    present = set(np.unique(treatment).tolist())
-    kinds: dict[str, list[int]] = {}
-    for action in (one for one in ACTIONS if one not in COMMON_ACTIONS):
-        if which := [i for i, done in enumerate(report.treatments) if action in done and i in present]:
-            kinds[action] = which
+    present = [(i, report.treatments[i]) for i in np.unique(treatment).tolist()]
+    kinds = {action: [i for i, done in present if action in done] for action in ACTIONS if action not in COMMON_ACTIONS}
+    kinds = {action: which for action, which in kinds.items() if which}
     chosen: dict[int, str] = {}
     few = min(_ROW, max(1, count // max(1, len(kinds))))
     for action, which in kinds.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 
@@ -84,12 +85,8 @@ def generate_images(
     # Known pixels constrain the predicted image, not the learned variance.
     uses_variance = sampler.kind == "ddpm" and (edit is None or edit.unknown is None)
     variance = config.diffusion.learned_variance and uses_variance
-    was_training, samples, memory_format = network.training, [], getattr(network, "channels_last", False)
-    network.eval()
-    # Independent of the format in training, so that a preview equals the output of `sample`.
-    network.channels_last = default_memory_format(device, settings.precision)[0] == "channels_last"  # type: ignore[assignment]
-    try:
-        end = settings.first + settings.count
+    samples, end = [], settings.first + settings.count
+    with _evaluation_mode(network, device, settings.precision):
         for first in range(settings.first, end, settings.batch):
             indices = range(first, min(first + settings.batch, end))
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
@@ -104,10 +101,20 @@ def generate_images(
             samples.append(to_pixels(images).permute(0, 2, 3, 1).cpu().numpy())
             progress(indices.stop - settings.first)
             calls(denoise.calls)
+    return np.concatenate(samples)
+
+
+@contextmanager
+def _evaluation_mode(network: nn.Module, device: torch.device, precision: SamplingPrecision) -> Iterator[None]:
+    was_training, memory_format = network.training, getattr(network, "channels_last", False)
+    network.eval()
+    # Independent of the format in training, so that a preview equals the output of `sample`.
+    network.channels_last = default_memory_format(device, precision)[0] == "channels_last"  # type: ignore[assignment]
+    try:
+        yield
     finally:
         network.train(was_training)
         network.channels_last = memory_format  # type: ignore[assignment]
-    return np.concatenate(samples)
 
 
 def without_pixel_clipping(sampler: Sampler, config: Config) -> Sampler:
@@ -139,28 +146,26 @@ def conditional_denoiser(
     Guidance extrapolates away from the weaker `guide` with the same label; without one, from the unconditional output.
     RequestError if that needs classes, or a network trained with label dropout, and there is none.
     """
+    guided: Labelled = denoiser
+    if settings.guidance != 1:
+        if guide is not None:
+            guided = Autoguided(denoiser, guide, settings.guidance)
+        elif not settings.labels:
+            raise RequestError(
+                f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide"
+            )
+        elif config.label_dropout == 0:
+            raise RequestError(
+                f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1"
+            )
+        else:
+            guided = Guided(denoiser, settings.guidance, len(config.classes))
+        if settings.interval != (0.0, 1.0):
+            guided = Within(guided, denoiser, settings.interval)
     label = None
     if settings.labels:
         label = torch.tensor([settings.labels[i % len(settings.labels)] for i in indices], device=device)
-    guided = _guided_denoiser(denoiser, config, settings, guide)
     return lambda x, logsnr: guided(x, logsnr, label)
-
-
-def _guided_denoiser(
-    denoiser: Denoiser, config: Config, settings: GenerationSettings, guide: Labelled | None
-) -> Labelled:
-    if settings.guidance == 1:
-        return denoiser
-    guided: Labelled
-    if guide is not None:
-        guided = Autoguided(denoiser, guide, settings.guidance)
-    elif not settings.labels:
-        raise RequestError(f"guidance = {settings.guidance} needs classes, and this run has none; or a weaker --guide")
-    elif config.label_dropout == 0:
-        raise RequestError(f"guidance = {settings.guidance} needs a network trained with --label-dropout, such as 0.1")
-    else:
-        guided = Guided(denoiser, settings.guidance, len(config.classes))
-    return guided if settings.interval == (0.0, 1.0) else Within(guided, denoiser, settings.interval)
 
 
 def to_pixels(x: Tensor) -> Tensor:

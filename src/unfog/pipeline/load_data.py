@@ -61,8 +61,11 @@ def load_images(
     config = apply_autoencoder_settings(config)
     if config.source.startswith(PYTHON):  # a run's settings may be somebody else's
         say(f"  source: imports and runs {config.source.removeprefix(PYTHON)}, as these settings ask for")
+    # Only a run that continues may do without shards that it had at its beginning.
+    begun = lost if lost is not None else {} if config.fingerprint else None
+    policy = RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)
     with Progress("indexing shards (MB)", None) as progress:
-        source = open_source(config.source, stop.watching(progress), _retry_policy(config, lost))
+        source = open_source(config.source, stop.watching(progress), policy)
     with Progress("decoding", None) as progress:
         wanted = config.training.images or config.training.steps * config.training.batch
         data = replace(config.data, cache="auto") if few else config.data
@@ -82,10 +85,3 @@ def load_images(
         fingerprint=dataset.train.fingerprint,
     )
     return add_latents(dataset, config, stop, few)
-
-
-def _retry_policy(config: Config, lost: Mapping[str, str] | None) -> RemotePolicy:
-    """Return how remote shards are cached, and how many may fail."""
-    # Only a run that continues may do without shards that it had at its beginning.
-    begun = lost if lost is not None else {} if config.fingerprint else None
-    return RemotePolicy(bytes_of(config.data.cache_limit), config.data.failed_shards, begun)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unfog.process.signals import StopSignals
@@ -23,7 +22,7 @@ from unfog.reporting.progress import say
 
 HEARTBEAT_FILE, SAVE_FILE, STOP_FILE = "heartbeat.json", "SAVE", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
-MAX_MISSED = 3  # heartbeats that a live run may miss
+_MAX_MISSED = 3  # heartbeats that a live run may miss
 FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
 
 
@@ -89,9 +88,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):
             self.end("ended" if kind is None else f"failed: {kind.__name__}")
         else:
@@ -167,7 +164,7 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
     try:
         beat = json.loads((folder / HEARTBEAT_FILE).read_bytes())
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
-        alive = beat["next"] is not None and age <= MAX_MISSED * beat["next"]
+        alive = beat["next"] is not None and age <= _MAX_MISSED * beat["next"]
         alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))
     except (OSError, ValueError, TypeError, KeyError):
         return None

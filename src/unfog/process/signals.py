@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from unfog.errors import Interrupted
@@ -106,9 +106,7 @@ class StopSignals:
                     signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._settled = True
         self._closed = True  # if the loop below is interrupted, the remaining handlers pass signals on
         try:
@@ -223,9 +221,7 @@ class _DeferredInterrupts:
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if self.rang and not self.depth:
             self.rang = False

@@ -60,8 +60,7 @@ class Pack:
     def open(cls, path: Path) -> Pack:
         """Open a pack: read its manifest and check the sizes of its files. `verify` checks their content.
 
-        Raises:
-            RequestError: the folder is no pack, or a damaged one.
+        RequestError if the folder is no pack, or a damaged one.
         """
         try:
             manifest = _read_manifest(path)
@@ -110,10 +109,7 @@ class Pack:
     def verify(cls, path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Read all of a pack and compare checksums. Return a line for each damage, [] for none.
 
-        `progress` is called with (bytes done, bytes in all).
-
-        Raises:
-            RequestError: the folder is no pack, or cannot be opened.
+        `progress` is called with (bytes done, bytes in all). RequestError if it is no pack, or cannot be opened.
         """
         pack, problems, done = cls.open(path), list[str](), 0
         try:
@@ -135,11 +131,7 @@ class Pack:
 
 
 class PackSource(Source):
-    """A pack as a source, for settings other than its own: its images are resized anew.
-
-    Raises:
-        RequestError: the folder is no pack, or a damaged one.
-    """
+    """A pack as a source, for settings other than its own: its images are resized anew."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.pack = folder, name, Pack.open(folder)
@@ -194,7 +186,6 @@ class PackSource(Source):
         images, train, report, resolved = pack.images, pack.train, dataset.report, dataset.settings
         if drop_labels:
             images, report = replace(images, labels=None, classes=()), replace(report, class_counts={})
-            resolved = replace(resolved, labels="none")
         if settings.held_out == 0:
             train, report, resolved = len(images), replace(report, held_out=0), replace(resolved, held_out=0.0)
         return Dataset.split(images, train, resolved, report)
@@ -274,18 +265,14 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
     valid = valid and type(labelled) is bool and labelled == bool(classes)
     if not (valid and len(fingerprints) == 2 and all(type(text) is str for text in fingerprints)):
         raise ValueError("shape, split or classes are none")
-    _check_settings({name: manifest["settings"][name] for name in PACK_SETTINGS}, shape)
-
-
-def _check_settings(settings: dict[str, Any], shape: list[int]) -> None:
-    """Raise ValueError unless the settings have their types and fit the shape of the pixels."""
+    settings = {name: manifest["settings"][name] for name in PACK_SETTINGS}
     Data(**settings)  # raises RequestError for values out of range
-    types = {name: type(getattr(Data(), name)) for name in settings}
-    allowed = {name: (int, float) if kind is float else (kind,) for name, kind in types.items()}  # 0 is a number too
-    typed = all(type(value) in allowed[name] for name, value in settings.items())
-    if not typed or [settings["channels"], settings["size"], settings["size"]] != shape[1:]:
+    size, channels, background, labels, held_out = settings.values()
+    # By type(), as True and 1.0 equal 1, too.
+    typed = type(size) is int and type(channels) is int and type(background) is str and type(held_out) in (int, float)
+    if not typed or [channels, size, size] != shape[1:]:
         raise ValueError("its settings are not those of its pixels")
-    if settings["labels"] not in ("folders", "none"):
+    if labels not in ("folders", "none"):
         raise ValueError("its labels are not resolved")
 
 

@@ -149,20 +149,13 @@ def _remove_empty_files(folder: Path) -> None:
                 (folder / name).unlink(missing_ok=True)
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes, and remove it afterwards if nothing was written to it.
 
-    Raises:
-        BusyError: another process has the lock.
+    BusyError if another process has the lock.
     """
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, folder)  # runs after the lock's own file is gone
         try:
             stack.enter_context(lock_of(folder))
         except (BlockingIOError, FileNotFoundError):  # not found: another process has just moved or removed it
@@ -171,6 +164,9 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             _remove_empty_files(folder)
+            stack.close()  # removes the lock's own file, without which the folder may be empty
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def sync(file: BinaryIO) -> None:

@@ -75,7 +75,7 @@ class _PackWriter:
         if found.header and found.header == header | {"channels": 3, "proved": True}:
             scan = scan.as_rgb()  # an earlier attempt met an image in colour
             header = Journal.header_of(scan, key)
-        self.scan = scan
+        self.scan, self._image_bytes = scan, scan.channels * scan.size**2
         self.order, self.in_train = split_held_out(scan.source, scan.settings.held_out)
         self.statistics = DecodeStatistics.empty(len(self.order))
         self.journal = Journal(header)
@@ -83,10 +83,6 @@ class _PackWriter:
         self.sums = [[0] * scan.channels, [0] * scan.channels]  # of values and of their squares
         if found.header != header or not self._resume(found.lines):
             self._begin()
-
-    @property
-    def _image_bytes(self) -> int:
-        return self.scan.channels * self.scan.size**2
 
     def _begin(self) -> None:
         for name in ("pixels.u8", FACTS_FILE):  # before the journal, which proves that they are ours
@@ -234,17 +230,15 @@ class _PackWriter:
 
     def _fingerprints(self, result: DecodeResult, progress: Progress | None) -> tuple[list[str], str]:
         """Return (`ImageSet.fingerprint` of the training and of the held-out images, sha256 of pixels.u8)."""
-        whole, n = hashlib.sha256(), len(self.order)
-        fingerprints = []
+        whole, n, fingerprints = hashlib.sha256(), len(self.order), list[str]()
         with open(self.folder / "pixels.u8", "rb") as file:
             for begin, end in ((0, result.train), (result.train, self.journal.rows)):
                 shape = (end - begin, self.scan.channels, self.scan.size, self.scan.size)
-                digest, left = hashlib.sha256(repr((shape, result.classes)).encode()), (end - begin)
-                while left:
-                    block = file.read(min(left, 4096) * self._image_bytes)
+                digest = hashlib.sha256(repr((shape, result.classes)).encode())
+                for start in range(begin, end, 4096):
+                    block = file.read(min(end - start, 4096) * self._image_bytes)
                     digest.update(block)
                     whole.update(block)
-                    left -= min(left, 4096)
                     if progress:
                         progress(n, n)  # it may raise to stop
                 if result.labels is not None:

@@ -107,8 +107,7 @@ class ByteRangeCache:
             with suppress(OSError):  # another process has just evicted it
                 if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
-                    # Blocks on disk, as the size counts holes, too.
-                    found.append((stat.st_mtime, getattr(stat, "st_blocks", stat.st_size // 512) * 512, Path(entry)))
+                    found.append((stat.st_mtime, stat.st_blocks * 512, Path(entry)))  # the size counts holes, too
         used = sum(size for _, size, _ in found)
         limit = min(self.limit, (used + shutil.disk_usage(self.folder).free) // 2)
         if used <= limit:

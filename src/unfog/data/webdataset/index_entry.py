@@ -215,12 +215,12 @@ def load_entry(file: Path, size: int) -> IndexEntry | None:
         with np.load(file, allow_pickle=False) as arrays:
             rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
         values = [(str(kind), str(value)) for kind, value in info["values"]]
-        starts = rows["name"]
-        whole = rows.dtype == ROW_DTYPE and rows.ndim == 1
-        whole = whole and bool((rows["start"] >= 0).all() and (rows["size"] >= 0).all())
-        whole = whole and bool((rows["start"] + rows["size"] <= size).all() and (rows["label"] < len(values)).all())
-        whole = whole and bool((rows["label"] >= -1).all())
-        whole = whole and bool((np.diff(starts, append=len(names)) >= 0).all() and (starts[:1] == 0).all())
+        checks = (
+            (rows["start"] >= 0, rows["size"] >= 0, rows["start"] + rows["size"] <= size),
+            (rows["label"] >= -1, rows["label"] < len(values)),
+            (rows["name"][:1] == 0, np.diff(rows["name"], append=len(names)) >= 0),
+        )
+        whole = rows.dtype == ROW_DTYPE and rows.ndim == 1 and all(check.all() for some in checks for check in some)
         ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
         skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["quarantined"]]
     except Exception:  # a damaged archive raises nearly anything: zlib.error, SyntaxError, MemoryError, …

@@ -203,9 +203,7 @@ def remote_states(
     """Return (the state of each shard, sorted by URL; URL -> reason of the failed ones a resume does without).
 
     Failed shards have the state in which they were last seen, so that the set stays the one the run began with.
-
-    Raises:
-        RequestError: a shard cannot be looked at and was never seen, or too many cannot be.
+    RequestError if a shard cannot be looked at and was never seen, or too many cannot be.
     """
     absent: dict[str, str] = {}
     states = storage.states(location.paths, None if policy.failed_before is None else absent)
