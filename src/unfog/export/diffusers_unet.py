@@ -70,6 +70,9 @@ _WITHOUT_EFFECT = {"sample_size", "num_train_timesteps"}
 _RESIDUAL = {name: name for name in ("norm1", "conv1", "norm2", "conv2")}
 _RESIDUAL |= {"condition": "time_emb_proj", "shortcut": "conv_shortcut"}
 _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
+# Before diffusers 0.11; google/ddpm-cifar10-32 and others are still saved with them.
+_OLD_ATTENTION = {"q": "query", "k": "key", "v": "value", "out": "proj_attn"}
+_OLD_NAMES: dict[str, str] = {}  # theirs -> ours
 _NAMES = {
     "conv_in": "conv_in",
     "time_embedding.0": "time_embedding.linear_1",
@@ -83,6 +86,7 @@ _NAMES = {
 for _ours, _theirs in {"down.#.blocks": "down_blocks.#", "up.#.blocks": "up_blocks.#", "mid": "mid_block"}.items():
     _NAMES |= {f"{_ours}.#.residual.{a}": f"{_theirs}.resnets.#.{b}" for a, b in _RESIDUAL.items()}
     _NAMES |= {f"{_ours}.#.attention.{a}": f"{_theirs}.attentions.#.{b}" for a, b in _ATTENTION.items()}
+    _OLD_NAMES |= {f"{_theirs}.attentions.#.{b}": f"{_ours}.#.attention.{a}" for a, b in _OLD_ATTENTION.items()}
 
 
 class Network(NamedTuple):
@@ -168,7 +172,7 @@ def _to_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of a `UNet2DModel` to `UNetModel`'s names; query, key and value become one."""
-    split = {_rename(_current_name(key), _TO_OURS): tensor for key, tensor in state.items()}
+    split = {_rename(key, _TO_OURS): tensor for key, tensor in state.items()}
     merged: dict[str, Tensor] = {}
     for key, tensor in split.items():
         if ".attention.q." in key:
@@ -197,6 +201,7 @@ def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
     if full["in_channels"] != full["out_channels"]:
         raise _no_equivalent("out_channels", full["out_channels"], f"in_channels = {full['in_channels']}")
     scale_shift = full["resnet_time_scale_shift"] == "scale_shift"
+    # Left out, it means norm_num_groups, but no normalisation with scale_shift.
     middle_groups = full["attn_norm_num_groups"] or (None if scale_shift else full["norm_num_groups"])
     if full["add_attention"] and middle_groups != full["norm_num_groups"]:
         raise _no_equivalent(
@@ -218,6 +223,7 @@ def _is_like(value: object, usual: object) -> bool:
         return value is None or type(value) is int
     if isinstance(usual, tuple):
         return isinstance(value, list | tuple) and {type(one) for one in value} == {type(usual[0])}
+    # JSON written by others may have 0 for 0.0.
     return type(value) is type(usual) or (type(usual) is float and type(value) is int)
 
 
@@ -246,7 +252,7 @@ def _patterns(names: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:
 
 
 _TO_THEIRS = _patterns(_NAMES)
-_TO_OURS = _patterns({theirs: ours for ours, theirs in _NAMES.items()})
+_TO_OURS = _patterns({theirs: ours for ours, theirs in _NAMES.items()} | _OLD_NAMES)
 
 
 def _rename(key: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
@@ -260,16 +266,6 @@ def _rename(key: str, patterns: list[tuple[re.Pattern[str], str]]) -> str:
         f"weight {key!r} has no equivalent; if it comes from an old file of diffusers, load that with "
         "UNet2DModel.from_pretrained and save it again"
     )
-
-
-# Names of attention weights before diffusers 0.11; google/ddpm-cifar10-32 and others are still saved with them.
-_OLD = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-_OLD_ATTENTION = re.compile(rf"(.*\.attentions\.\d+)\.({'|'.join(_OLD)})\.(weight|bias)")
-
-
-def _current_name(key: str) -> str:
-    match = _OLD_ATTENTION.fullmatch(key)
-    return f"{match[1]}.{_OLD[match[2]]}.{match[3]}" if match else key
 
 
 _CONFIG, _WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"

@@ -48,6 +48,12 @@ class GenerationSettings:
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} of samples = {getattr(self, name)} must be at least 1")
 
+    def label(self, indices: Sequence[int], device: torch.device) -> Tensor | None:
+        """Return the labels of these samples, int64 [B]; None without classes."""
+        if not self.labels:
+            return None
+        return torch.tensor([self.labels[i % len(self.labels)] for i in indices], device=device)
+
 
 def default_generation(config: Config, count: int, batch: int) -> GenerationSettings:
     """Return the settings of a run's previews: its sampler and guidance, seed 0, all classes in turn."""
@@ -90,7 +96,8 @@ def generate_images(
         for first in range(settings.first, end, settings.batch):
             indices = range(first, min(first + settings.batch, end))
             denoiser = Denoiser(network, config.diffusion, variance, DTYPES.get(settings.precision))
-            denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, indices, device, guide))
+            label = settings.label(indices, device)
+            denoise = _CallCounter(conditional_denoiser(denoiser, config, settings, label, guide))
             # Noise by the number of the sample, so that it depends on neither `count` nor `batch`.
             noise = NoiseSource(settings.seed, indices, shape, device)
             parts = (denoise, config.diffusion.path, config.diffusion.schedule, noise.draw)
@@ -137,11 +144,10 @@ def conditional_denoiser(
     denoiser: Denoiser,
     config: Config,
     settings: GenerationSettings,
-    indices: Sequence[int],
-    device: torch.device,
+    label: Tensor | None,
     guide: Labelled | None = None,
 ) -> Denoise:
-    """Return the denoiser with the labels of these samples, and with the guidance of `settings`.
+    """Return the denoiser with these labels, int64 [B], and with the guidance of `settings`.
 
     Guidance extrapolates away from the weaker `guide` with the same label; without one, from the unconditional output.
     RequestError if that needs classes, or a network trained with label dropout, and there is none.
@@ -162,9 +168,6 @@ def conditional_denoiser(
             guided = Guided(denoiser, settings.guidance, len(config.classes))
         if settings.interval != (0.0, 1.0):
             guided = Within(guided, denoiser, settings.interval)
-    label = None
-    if settings.labels:
-        label = torch.tensor([settings.labels[i % len(settings.labels)] for i in indices], device=device)
     return lambda x, logsnr: guided(x, logsnr, label)
 
 

@@ -55,7 +55,7 @@ def build_edit(
                 f"the mask has {its.width} x {its.height} pixels and the image {facts.width} x {facts.height}; a mask "
                 "must be of the image's size, white where it is to be painted anew"
             )
-        unknown = torch.from_numpy(white >= 128)
+        unknown = torch.from_numpy(white >= 128)  # resizing leaves greys at the edges of the white
         if not unknown.any():
             raise RequestError("the mask is black everywhere, so there is nothing to paint; make white what is to be")
     usual = _DEFAULT_STRENGTH if mask is None else 1.0

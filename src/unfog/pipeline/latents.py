@@ -201,13 +201,9 @@ def apply_autoencoder_settings(config: Config) -> Config:
 
 
 def add_latents(dataset: Dataset, config: Config, stop: StopSignals, few: bool = False) -> tuple[Dataset, Config]:
-    """Return the dataset with latents, and the configuration with their statistics.
+    """Return the dataset with latents, of only some images if `few`, and the configuration with their statistics.
 
-    Args:
-        dataset: the images.
-        config: with the settings of the autoencoder applied and the image size known.
-        stop: a request raises Interrupted.
-        few: encode only some of the images.
+    `config` has the settings of the autoencoder applied, and the image size. Interrupted after a stop request.
     """
     if not config.uses_latents:
         return dataset, config

@@ -48,14 +48,12 @@ def load_images(
 ) -> tuple[Dataset, Config]:
     """Scan and decode the source with progress, and report every file in one line.
 
+    Returns the images, and the configuration with what they determine: size, channels, classes, fingerprint.
+    Interrupted after a stop request.
+
     Args:
-        config: names the source, and how its images are decoded.
-        stop: a request raises Interrupted.
         few: only a few images are needed, so a large set that is not in the cache is decoded on demand.
         lost: name -> reason of the shards that the run continued without; None for a new run.
-
-    Returns:
-        The images, and the configuration with what they determine: size, channels, classes, fingerprint.
     """
 
     config = apply_autoencoder_settings(config)

@@ -97,11 +97,11 @@ class FailureReporter:
         RunError if more shards failed on all ranks together than `data.failed_shards` allows.
         """
         sets = (self._dataset.train, self._dataset.held_out)
-        here = [getattr(part.pixels, "skipped", []) for part in sets]  # of images that are decoded while training
-        for found in (*here, [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
-            for one in self._new(found):
-                recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
-                recorder.event("quarantined", step, image=one.name, reason=one.reason)
+        # Only images that are decoded while training can fail now.
+        images = [one for part in sets for one in getattr(part.pixels, "skipped", [])]
+        for one in self._new(images + [SkippedFile(*one) for one in elsewhere if _SHARD not in one[2:]]):
+            recorder.warn(step, f"{sanitize(one.name)} cannot be used: {one.reason}; the next image replaces it")
+            recorder.event("quarantined", step, image=one.name, reason=one.reason)
         if self._shards is None:
             return
         if trouble := self._shards.cache_error:
@@ -110,15 +110,15 @@ class FailureReporter:
         self._shards.mark_failed({one[0]: one[1] for one in elsewhere if _SHARD in one[2:]})
         lost = self._new([SkippedFile(*item) for item in self._shards.failed.items()])
         for one in lost:
-            images = self._shards.image_count(one.name)
-            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; others replace its {plural(images, 'image')}")
-            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=images)
+            count = self._shards.image_count(one.name)
+            recorder.warn(step, f"{sanitize(one.name)} {one.reason}; others replace its {plural(count, 'image')}")
+            recorder.event("quarantined", step, shard=one.name, reason=one.reason, images=count)
         if lost:
             with suppress(OSError):  # data.json is not needed for training
                 write_atomic(self._folder.path / DATA_FILE, data_json(self._dataset))
 
     def _new(self, some: list[SkippedFile]) -> list[SkippedFile]:
         """Return those not reported yet, and mark them as reported."""
-        new = [one for one in some if one not in self._reported]
+        new = [one for one in dict.fromkeys(some) if one not in self._reported]
         self._reported.update(new)
         return new

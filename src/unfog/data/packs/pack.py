@@ -117,6 +117,7 @@ class Pack:
                 if name != "pixels.u8" and file_digest(path / name) != file["sha256"]:
                     problems.append(f"{name} is not as it was written")
             per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
+            # In chunks, so that the message can say which images are damaged; the chunks' own file must be whole.
             chunks = json.loads((path / "chunks.json").read_text("utf-8")) if not problems else []
             with open(path / "pixels.u8", "rb") as file:
                 for end, expected in chunks:
@@ -240,7 +241,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"{sanitize(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
         )
-    if file.stat().st_size > _LARGEST_MANIFEST:
+    if file.stat().st_size > _LARGEST_MANIFEST:  # before it is read, as it could fill the memory
         raise ValueError(f"{MANIFEST} is too large to be one")
     manifest = json.loads(file.read_text("utf-8"))
     if manifest.get("format") != FORMAT:
@@ -280,6 +281,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
     """Map images and report. Raises ValueError and others unless all files fit the manifest."""
     n, files = manifest["shape"][0], manifest["files"]
     for name, file in files.items():
+        # A name with a slash would lead out of the folder.
         if type(file["sha256"]) is not str or (path / name).name != name or name in ("", ".", ".."):
             raise ValueError(f"no file {name!r}")
         if (found := (path / name).stat().st_size) != file["bytes"]:
@@ -319,6 +321,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 
 def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    # Not by np.memmap, which keeps the map that madvise needs to itself.
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:

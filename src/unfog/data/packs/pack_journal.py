@@ -71,7 +71,7 @@ class Journal:
             "key": key,
             "stamp": scan.stamp,
             "settings": [*(getattr(scan.settings, name) for name in PACK_SETTINGS), key],
-            "pillow": PIL.__version__,
+            "pillow": PIL.__version__,  # another version may decode or resize to other bytes
             "found": len(scan.source.names),
             "channels": scan.channels,
             "size": scan.size,
@@ -99,6 +99,7 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
         }:
             begin = last["done"]
             images = begin < done < 2**48 and rows - last["rows"] == done - begin - len(reasons)
+            # Of few digits, as int() takes long for a text of thousands.
             images = images and all(row.isdecimal() and len(row) < 16 and begin <= int(row) < done for row in reasons)
             actions = all(isinstance(one, list) and all(isinstance(text, str) for text in one) for one in treatments)
             numbers = all(isinstance(number, int) for number in (*modes.values(), *sums, *squares))

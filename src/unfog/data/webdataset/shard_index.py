@@ -45,7 +45,7 @@ from unfog.text import sanitize
 _Progress = Callable[[int, int], None]
 _FORMAT = 2
 _TEXT = ("utf-8", "surrogateescape")
-_THREADS, _REMOTE_THREADS = 2, 16
+_THREADS, _REMOTE_THREADS = 2, 16  # remote ones mostly wait for the network
 _POLL = 0.2  # seconds between two calls of `progress`
 _ABANDONED_SECONDS = 24 * 3600
 _PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # no others are ours
@@ -177,7 +177,7 @@ def _build_entries(
             if progress:
                 progress(sum(passed.values()) >> 20, max(1, total >> 20))
     finally:
-        stop.set()
+        stop.set()  # first, as shutdown waits for the threads
         pool.shutdown(cancel_futures=True)
 
 
@@ -302,6 +302,7 @@ def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex
 def _map_codes(file: Path, count: int, known: int) -> NDArray[np.int64]:
     """Map a file of `count` class or folder numbers below `known`. Raises ValueError if it holds anything else."""
     codes: NDArray[np.int64] = _map_array(file, np.dtype("<i8"), count)
+    # All at once, unlike rows: codes are used in bulk, where a wrong one would be an image of the wrong class.
     if count and not 0 <= int(codes.min()) <= int(codes.max()) < known:
         raise ValueError("out of range")
     return codes
