@@ -102,7 +102,7 @@ def test_every_file_has_a_line() -> None:
 
 
 def test_of_very_many_files_only_the_unusual_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_record, "MAX_LISTED", 5)
+    monkeypatch.setattr(data_record, "_MAX_LISTED", 5)
     assert len(files(prepared(3, 1))) == 5
     many = prepared(5, 1, treatment=(0, 0, 1, 3, 0, 2))
     assert [file["name"] for file in files(many)] == ["0000002.png", "0000005.png", "bad.png"]

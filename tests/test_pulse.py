@@ -280,7 +280,7 @@ def test_heartbeats_keep_their_size(tmp_path):
             pulse.activity = doing
             wait_until(lambda: read_heartbeat(tmp_path)["doing"] == doing)  # noqa: B023
             sizes.add((tmp_path / "heartbeat.json").stat().st_size)
-    assert sizes == {module.FILE_BYTES}
+    assert sizes == {module._FILE_BYTES}
 
 
 def python(body: str) -> subprocess.Popen:

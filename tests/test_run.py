@@ -19,7 +19,7 @@ from unfog.diffusion.sampler import NoiseSource, Sampler
 from unfog.errors import RequestError
 from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid
-from unfog.pipeline.image_files import MAX_IN_GRID, DenoisingStrip, write_images
+from unfog.pipeline.image_files import _MAX_IN_GRID, DenoisingStrip, write_images
 from unfog.planning.auto_settings import AutoSettings, parse_duration
 from unfog.planning.intervals import _round_down_to_125
 from unfog.reporting.records import read_events, read_metrics
@@ -180,10 +180,10 @@ def test_sample_command(run, tmp_path):
 
 
 def test_a_grid_of_very_many_pictures_shows_the_first(tmp_path, capsys):
-    pictures = np.random.default_rng(0).integers(0, 256, (MAX_IN_GRID + 1, 1, 1, 1), np.uint8)
+    pictures = np.random.default_rng(0).integers(0, 256, (_MAX_IN_GRID + 1, 1, 1, 1), np.uint8)
     write_images(tmp_path, pictures, [], None)
-    assert len(list(tmp_path.glob("0*.png"))) == MAX_IN_GRID + 1
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:MAX_IN_GRID], []))
+    assert len(list(tmp_path.glob("0*.png"))) == _MAX_IN_GRID + 1
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png")), sample_grid(pictures[:_MAX_IN_GRID], []))
     assert "grid.png shows the first 1,000 of 1,001 samples" in capsys.readouterr().err
 
 

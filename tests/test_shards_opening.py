@@ -12,7 +12,7 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 
 FEW, MANY, SHARDS = 10_000, 1_000_000, 4
 PAGES = 2**18  # what the system reads at once around a byte that is asked for, a few times over
@@ -35,10 +35,8 @@ def make(folder: Path, images: int) -> Path:
         rows["start"], rows["size"], rows["name"] = np.arange(each) * 1024 + 512, 512, np.arange(each) * 12
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
-        save_entry(
-            kept / f"{shard_index._key(path, state)}.piece.npz",
-            IndexEntry(rows, names, [("class", str(i)) for i in range(10)]),
-        )
+        entry = IndexEntry(rows, names, [("class", str(i)) for i in range(10)])
+        entry.save(kept / f"{shard_index._key(path, state)}.piece.npz")
     open_source(folder)  # combines them
     return folder
 

@@ -296,7 +296,7 @@ def test_alarm_does_not_cut_through_what_puts_things_in_order_after_it():
 def test_putting_in_order_does_not_take_for_ever_either():
     child = Child("""
         from unfog.process import signals
-        signals.CLEANUP = 1.5
+        signals._CLEANUP = 1.5
         with stop:
             ready()
             try:

@@ -428,7 +428,7 @@ def test_every_flip_of_a_piece_ends(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[at] = dice.randrange(256)
         file.write_bytes(data)
-        shard_files.load_entry(file, 10**6)
+        shard_files.IndexEntry.load(file, 10**6)
 
 
 def test_what_a_killed_process_left_is_swept(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from PIL import Image
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 
 MEMBER = 20_480  # bytes from one image to the next
 PICTURES = 200  # different ones in each shard
@@ -107,7 +107,7 @@ def make(folder: Path, images: int, shards: int, labelled: bool) -> float:
         rows["name"], rows["label"] = np.arange(each) * 16, np.arange(each) % 1000 if labelled else -1
         values = [("class", str(i)) for i in range(1000 * labelled)]
         key = shard_index._key(path, states[path])
-        save_entry(kept / f"{key}.piece.npz", IndexEntry(rows, b"".join(names), values))
+        IndexEntry(rows, b"".join(names), values).save(kept / f"{key}.piece.npz")
     began = time.perf_counter()
     assert len(open_source(folder).names) == each * shards
     return time.perf_counter() - began

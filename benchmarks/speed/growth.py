@@ -32,7 +32,7 @@ from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.stream import ImageStream
 from unfog.data.webdataset import shard_index
-from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry, save_entry
+from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
 from unfog.models.settings import UNet
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.training.hooks import Task, TrainingHooks
@@ -118,7 +118,7 @@ def index(folder: Path, images: int) -> Path:
         rows["label"] = np.arange(each) % 10
         names = b"".join(b"%08d.png" % i for i in range(each))
         piece = IndexEntry(rows, names, [("class", str(i)) for i in range(10)])
-        save_entry(kept / f"{shard_index._key(path, state)}.piece.npz", piece)
+        piece.save(kept / f"{shard_index._key(path, state)}.piece.npz")
     open_source(folder)  # combines them
     gc.collect()
     return folder

@@ -99,7 +99,7 @@ def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
     return grid(np.concatenate([np.stack(first), samples]))
 
 
-MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
+_MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 _STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
@@ -163,9 +163,9 @@ def write_images(
     folder.mkdir(parents=True, exist_ok=True)
     for number, sample in enumerate(samples):
         save_png(folder / f"{number:06d}.png", sample)
-    if len(samples) > MAX_IN_GRID:
-        say(f"  grid.png shows the first {MAX_IN_GRID:,} of {len(samples):,} samples")
-    first = samples[:MAX_IN_GRID]
+    if len(samples) > _MAX_IN_GRID:
+        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {len(samples):,} samples")
+    first = samples[:_MAX_IN_GRID]
     save_png(folder / "grid.png", _edit_grid(edit, first) if edit else sample_grid(first, classes))
     if strip is not None:
         save_png(folder / "strip.png", strip.image())

@@ -18,7 +18,7 @@ from unfog.reporting.records import write_atomic
 from unfog.text import sanitize, valid_text
 
 DATA_FILE = "data.json"
-MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
+_MAX_LISTED = 100_000  # files in data.json; of more, only those skipped, or converted in an unusual way
 _SHARD = "shard"  # marks a shard among the failures that ranks send each other
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -34,7 +34,7 @@ def data_json(dataset: Dataset) -> bytes:
     report = dataset.report
     files = report.used + len(report.skipped)
     # A line for each file, so that the list can be searched with grep; as a whole it is JSON.
-    lines = [f"    {_encode(row)}" for row in _rows(dataset, everything=files <= MAX_LISTED)]
+    lines = [f"    {_encode(row)}" for row in _rows(dataset, everything=files <= _MAX_LISTED)]
     head = {
         "summary": report.line(),
         # The lines spell the treatments out.

@@ -20,10 +20,10 @@ from typing import Any
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
 
-HEARTBEAT_FILE, SAVE_FILE, STOP_FILE = "heartbeat.json", "SAVE", "STOP"
+_HEARTBEAT_FILE, _SAVE_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
 _MAX_MISSED = 3  # heartbeats that a live run may miss
-FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
+_FILE_BYTES = 512  # fixed, so that the file can be overwritten in place when the disk is full
 
 
 class Heartbeat:
@@ -60,15 +60,15 @@ class Heartbeat:
     def save_started(self) -> None:
         """Clear the request: a checkpoint for it is being written. RUN/SAVE stays until `save_finished`."""
         with self._lock:
-            if self.save_requested and (written := self._unserved(SAVE_FILE)) is not None:
-                self._unmoved[SAVE_FILE] = written
+            if self.save_requested and (written := self._unserved(_SAVE_FILE)) is not None:
+                self._unmoved[_SAVE_FILE] = written
             self.save_requested = False
 
     def save_finished(self) -> None:
         """Remove RUN/SAVE if the checkpoint now on disk was started for it."""
         with self._lock, suppress(OSError):
-            if self._unmoved.get(SAVE_FILE) == os.lstat(self._folder / SAVE_FILE).st_mtime_ns:
-                os.unlink(self._folder / SAVE_FILE)
+            if self._unmoved.get(_SAVE_FILE) == os.lstat(self._folder / _SAVE_FILE).st_mtime_ns:
+                os.unlink(self._folder / _SAVE_FILE)
 
     def end(self, how: str) -> None:
         """Write the last heartbeat, with "finished", "stopped" or "failed: …" as its activity."""
@@ -81,7 +81,7 @@ class Heartbeat:
             self._beat()
 
     def __enter__(self) -> Heartbeat:
-        for name in (SAVE_FILE, STOP_FILE):
+        for name in (_SAVE_FILE, _STOP_FILE):
             if self._take(name):
                 say(f"{self._folder / name} was there before this start, and is ignored")
         self._beat()
@@ -98,9 +98,9 @@ class Heartbeat:
         beaten = time.monotonic()
         while not self._over.wait(min(_POLL_INTERVAL, self._interval)):
             with self._lock:
-                self.save_requested |= self._unserved(SAVE_FILE) is not None
+                self.save_requested |= self._unserved(_SAVE_FILE) is not None
             self.moved = folder_identity(self._folder) != self._identity
-            if self._take(STOP_FILE):
+            if self._take(_STOP_FILE):
                 self._stop.request("STOP file")
             if self.activity != self._written_activity or time.monotonic() - beaten >= self._interval:
                 beaten = time.monotonic()
@@ -140,9 +140,9 @@ class Heartbeat:
             "doing": self._written_activity[:240],
             "next": None if self._over.is_set() else self._interval,
         }
-        data = json.dumps(heartbeat).encode().ljust(FILE_BYTES - 1) + b"\n"
-        path = self._folder / HEARTBEAT_FILE
-        partial = path.with_name(f"{HEARTBEAT_FILE}.partial")
+        data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
+        path = self._folder / _HEARTBEAT_FILE
+        partial = path.with_name(f"{_HEARTBEAT_FILE}.partial")
         try:
             partial.write_bytes(data)
             partial.replace(path)
@@ -162,7 +162,7 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
     long overdue, and its process exists as far as can be told.
     """
     try:
-        beat = json.loads((folder / HEARTBEAT_FILE).read_bytes())
+        beat = json.loads((folder / _HEARTBEAT_FILE).read_bytes())
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
         alive = beat["next"] is not None and age <= _MAX_MISSED * beat["next"]
         alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))

@@ -29,7 +29,7 @@ _MAY_BE_IGNORED = ("SIGINT", "SIGHUP")
 _ALARM_INTERVAL = 1.0  # seconds until the alarm, and between two alarms
 _RETRY_INTERVAL = 0.1  # seconds until the next alarm after one that was deferred
 _SAME_REQUEST = 1.0  # seconds within which signals count as one: a scheduler and a launcher both send it
-CLEANUP = 5.0  # seconds in which `finally` and `except` blocks are not interrupted again
+_CLEANUP = 5.0  # seconds in which `finally` and `except` blocks are not interrupted again
 
 _Handler = Callable[[int, FrameType | None], None]
 
@@ -153,7 +153,7 @@ class StopSignals:
             self._defer_interrupts.rang = True
         elif frame is not None and frame.f_code in (StopSignals.silence.__code__, StopSignals.__exit__.__code__):
             self._alarm.ring_in(_RETRY_INTERVAL)  # they silence the alarm; if they do not get there, it rings again
-        elif not (_cleaning_up() and time.monotonic() - self._raised < CLEANUP):
+        elif not (_cleaning_up() and time.monotonic() - self._raised < _CLEANUP):
             # It goes on ringing: a library may swallow the exception, and Python does in a destructor.
             self._raised = time.monotonic()
             # From now, as this one may have waited long for a call into C to return.

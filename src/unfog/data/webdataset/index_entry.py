@@ -54,6 +54,36 @@ class IndexEntry:
     ignored: Counter[str] = field(default_factory=Counter)
     skipped: list[SkippedFile] = field(default_factory=list)
 
+    def save(self, file: Path) -> None:
+        info = {"values": self.values, "ignored": self.ignored, "quarantined": self.skipped}
+        buffer = BytesIO()
+        np.savez(
+            buffer,
+            rows=self.rows,
+            names=np.frombuffer(self.names, np.uint8),
+            info=np.frombuffer(json.dumps(info).encode(), np.uint8),
+        )
+        write_atomically(file, buffer.getbuffer())
+
+    @classmethod
+    def load(cls, file: Path, size: int) -> IndexEntry | None:
+        """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
+            values = [(str(kind), str(value)) for kind, value in info["values"]]
+            checks = (
+                (rows["start"] >= 0, rows["size"] >= 0, rows["start"] + rows["size"] <= size),
+                (rows["label"] >= -1, rows["label"] < len(values)),
+                (rows["name"][:1] == 0, np.diff(rows["name"], append=len(names)) >= 0),
+            )
+            whole = rows.dtype == ROW_DTYPE and rows.ndim == 1 and all(check.all() for some in checks for check in some)
+            ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
+            skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["quarantined"]]
+        except Exception:  # a damaged archive raises nearly anything: zlib.error, SyntaxError, MemoryError, …
+            return None
+        return cls(rows, names, values, ignored, skipped) if whole else None
+
 
 def index_shard(storage: Storage, path: str, state: FileState, report: Callable[[int], None]) -> IndexEntry:
     """Build the entry of a shard. `report` is called with the bytes done, now and then; it may raise to stop.
@@ -195,37 +225,6 @@ def _json_label(data: bytes) -> str:
     if not isinstance(values, dict):
         return ""
     return next((text for key in _LABEL_KEYS if (text := normalize_label(values.get(key)))), "")
-
-
-def save_entry(file: Path, entry: IndexEntry) -> None:
-    info = {"values": entry.values, "ignored": entry.ignored, "quarantined": entry.skipped}
-    buffer = BytesIO()
-    np.savez(
-        buffer,
-        rows=entry.rows,
-        names=np.frombuffer(entry.names, np.uint8),
-        info=np.frombuffer(json.dumps(info).encode(), np.uint8),
-    )
-    write_atomically(file, buffer.getbuffer())
-
-
-def load_entry(file: Path, size: int) -> IndexEntry | None:
-    """Return the stored entry of a shard of `size` bytes, None if there is none or it is damaged."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            rows, names, info = arrays["rows"], arrays["names"].tobytes(), json.loads(arrays["info"].tobytes())
-        values = [(str(kind), str(value)) for kind, value in info["values"]]
-        checks = (
-            (rows["start"] >= 0, rows["size"] >= 0, rows["start"] + rows["size"] <= size),
-            (rows["label"] >= -1, rows["label"] < len(values)),
-            (rows["name"][:1] == 0, np.diff(rows["name"], append=len(names)) >= 0),
-        )
-        whole = rows.dtype == ROW_DTYPE and rows.ndim == 1 and all(check.all() for some in checks for check in some)
-        ignored = Counter({str(kind): int(count) for kind, count in info["ignored"].items()})
-        skipped = [SkippedFile(str(name), str(reason)) for name, reason in info["quarantined"]]
-    except Exception:  # a damaged archive raises nearly anything: zlib.error, SyntaxError, MemoryError, …
-        return None
-    return IndexEntry(rows, names, values, ignored, skipped) if whole else None
 
 
 def write_atomically(file: Path, data: bytes | memoryview) -> None:

@@ -35,8 +35,6 @@ from unfog.data.webdataset.index_entry import (
     ROW_DTYPE,
     IndexEntry,
     index_shard,
-    load_entry,
-    save_entry,
     write_atomically,
 )
 from unfog.errors import RequestError
@@ -149,7 +147,7 @@ def _build_entries(
     storage: Storage, states: Mapping[str, FileState], files: Mapping[str, Path], progress: _Progress | None
 ) -> None:
     """Index the shards that have no stored entry. Any exception, also one of `progress`, stops the threads."""
-    missing = [path for path in states if load_entry(files[path], states[path].size) is None]
+    missing = [path for path in states if IndexEntry.load(files[path], states[path].size) is None]
     passed, total = dict.fromkeys(missing, 0), sum(states[path].size for path in missing)
     stop = Event()
 
@@ -164,7 +162,7 @@ def _build_entries(
             entry = index_shard(storage, path, states[path], report)
         except ImageError as error:
             raise RequestError(f"{sanitize(path)} cannot be read: {error}; bring it back, or leave it out") from error
-        save_entry(files[path], entry)
+        entry.save(files[path])
         passed[path] = states[path].size
 
     pool = ThreadPoolExecutor(_REMOTE_THREADS if storage.remote else _THREADS)
@@ -183,7 +181,7 @@ def _build_entries(
 
 def _load_entries(states: Mapping[str, FileState], files: Mapping[str, Path]) -> Iterator[tuple[str, IndexEntry]]:
     for path, file in files.items():
-        entry = load_entry(file, states[path].size)
+        entry = IndexEntry.load(file, states[path].size)
         if entry is None:
             raise OSError(f"{file.name} was removed meanwhile")
         yield path, entry
