@@ -92,18 +92,14 @@ class Pack:
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
     def resolve_settings(self, settings: Data) -> Data:
-        """Return the settings with those of the pack in place."""
-        return replace(settings, **self.settings)
+        """Return the settings with those of the pack in place; their `labels` are kept unless automatic."""
+        labels = self.settings["labels"] if settings.labels == "auto" else settings.labels
+        return replace(settings, **self.settings | {"labels": labels})
 
     def dataset(self, settings: Data, source: str) -> Dataset:
-        """Return the pack's images as a dataset, decoding nothing.
-
-        The settings must fit the pack; their `labels` are kept unless automatic. `source` is its name for people.
-        """
-        labels = self.settings["labels"] if settings.labels == "auto" else settings.labels
+        """Return the pack's images as a dataset, decoding nothing. The settings must fit; `source` is its name."""
         report, (train, held_out) = replace(self.report, source=source), self.manifest["fingerprints"]
-        resolved = replace(self.resolve_settings(settings), labels=labels)
-        return Dataset.split(self.images, self.train, resolved, report, (train, held_out))
+        return Dataset.split(self.images, self.train, self.resolve_settings(settings), report, (train, held_out))
 
     @classmethod
     def verify(cls, path: Path, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -199,8 +195,8 @@ class PackSource(Source):
         return self.pack.train if self._has_split(held_out) else None
 
     def fill_settings(self, settings: Data) -> Data:
-        labels = self.pack.settings["labels"] if settings.labels == "auto" else settings.labels
-        return replace(settings, size=settings.size or self.pack.settings["size"], labels=labels)
+        resolved = self.pack.resolve_settings(settings)
+        return replace(settings, size=settings.size or resolved.size, labels=resolved.labels)
 
 
 def is_pack(path: Path) -> bool:

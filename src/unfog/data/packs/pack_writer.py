@@ -72,7 +72,7 @@ class _PackWriter:
     def __init__(self, scan: Scan, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
         header, found = Journal.header_of(scan, key), Journal.read(folder)
-        if found.header and found.header == header | {"channels": 3, "proved": True}:
+        if found.header == header | {"channels": 3, "proved": True}:
             scan = scan.as_rgb()  # an earlier attempt met an image in colour
             header = Journal.header_of(scan, key)
         self.scan, self._image_bytes = scan, scan.channels * scan.size**2
