@@ -116,11 +116,8 @@ def build_state(
 ) -> TrainState:
     """Return network, optimizer, EMA and gradient scaler at the start of a run.
 
-    Args:
-        config: settings with none left open.
-        device: where the run computes.
-        weights: of the network; None for fresh ones.
-        home: where weights and EMA are kept until they are sharded; None if they will not be.
+    The run computes on `device`; weights and EMA stay at `home` until they are sharded, None if they will not be.
+    `weights` are those of the network, None for fresh ones.
     """
     if device.type == "cuda":
         # A resumed run must repeat the first one bit by bit; by default cuDNN picks kernels by timing them.

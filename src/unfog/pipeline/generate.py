@@ -75,15 +75,9 @@ def generate_images(
 ) -> Pixels:
     """Return samples, uint8 [N, H, W, C]. The network is in evaluation mode meanwhile.
 
-    Args:
-        network: the denoising network.
-        config: of its run.
-        settings: what to generate.
-        progress: called with the number of finished samples.
-        observe: called at every step of the first batch, unless `edit` is given.
-        guide: a weaker denoiser for autoguidance; None guides away from the unconditional output.
-        calls: called with the number of network evaluations of each batch.
-        edit: an image to start from, or to paint into.
+    `progress` is called with the number of finished samples, `calls` with the network evaluations of each batch, and
+    `observe` at every step of the first batch, unless there is an `edit`: an image to start from, or to paint into.
+    `guide` is a weaker denoiser for autoguidance; None guides away from the unconditional output.
     """
     device = next(network.parameters()).device
     shape, decode = input_shape(config), latent_decoder(config, device)
