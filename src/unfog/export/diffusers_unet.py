@@ -188,6 +188,7 @@ def _from_unet2d_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def unet2d_settings(config: Mapping[str, Any]) -> tuple[UNet, int, int | None]:
     """Return (settings, image channels, rows of the class embedding). RequestError if `UNet` has no equivalent."""
+    # diffusers notes its version and class under names that begin with an underscore.
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     for key in given.keys() - _DEFAULTS.keys() - _ACCEPTED.keys() - _WITHOUT_EFFECT:
         raise _no_equivalent(key, given[key], "nothing known by that name")

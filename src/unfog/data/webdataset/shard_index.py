@@ -157,7 +157,7 @@ def _build_entries(
             if stop.is_set():
                 raise InterruptedError
 
-        report(0)
+        report(0)  # so that a thread that starts after the stop opens nothing
         try:
             entry = index_shard(storage, path, states[path], report)
         except ImageError as error:

@@ -59,7 +59,7 @@ def iter_members(file: BlockReader) -> Iterator[TarMember]:
         if length is None or not _has_valid_checksum(header):
             raise DamagedTarError("a shard that is no tar archive" if at == 0 else "a shard damaged from here on")
         start = _skip_sparse_map(file, at + BLOCK) if kind == b"S" and header[482] else at + BLOCK
-        if kind in b"LKxg":
+        if kind in b"LKxg":  # GNU's long name and long link; pax attributes of the next member, and of all
             if length > _MAX_NAME_BYTES:
                 raise DamagedTarError("a shard damaged from here on")
             content = file.read_at(start, length)
@@ -77,7 +77,7 @@ def iter_members(file: BlockReader) -> Iterator[TarMember]:
             if kind != b"5" and not (kind == b"\0" and name.endswith(b"/")):
                 yield TarMember(name, start, length, kind in _REGULAR and not sparse)
             long_name, attributes = b"", {}
-        at = start + -(-length // BLOCK) * BLOCK
+        at = start + -(-length // BLOCK) * BLOCK  # content is padded to whole blocks
 
 
 def is_header(block: bytes) -> bool:
