@@ -22,10 +22,9 @@ from unfog.config.run_requests import EvaluationRequest
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
-from unfog.evaluation import feature_store as store
+from unfog.evaluation import features as store
 from unfog.evaluation.distances import feature_statistics
-from unfog.evaluation.feature_store import features_folder
-from unfog.evaluation.features import open_features
+from unfog.evaluation.features import features_folder, open_features
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired_difference
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples

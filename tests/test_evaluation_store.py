@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from unfog.errors import RequestError, RunError
-from unfog.evaluation import feature_store as store
+from unfog.evaluation import features as store
 from unfog.evaluation.distances import feature_statistics
-from unfog.evaluation.feature_store import compute_features, compute_statistics, features_folder
-from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.features import Features, compute_features, compute_statistics, features_folder, open_features
 
 
 class Source:
@@ -114,7 +113,7 @@ def test_ranks_compute_their_share_and_read_the_others():
 WORKER = """
 import sys, numpy as np, torch, torch.distributed as dist
 from safetensors.torch import save_file
-from unfog.evaluation import feature_store as store
+from unfog.evaluation import features as store
 from unfog.evaluation.features import open_features
 rank, net, rendezvous, out = int(sys.argv[1]), *sys.argv[2:]
 torch.set_num_threads(1)

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.evaluation.feature_store import compute_features
-from unfog.evaluation.features import open_features
+from unfog.evaluation.features import compute_features, open_features
 from unfog.evaluation.metrics import compare_features
 from unfog.reporting.progress import Progress, say
 

@@ -17,8 +17,7 @@ from unfog.config.schema import Config
 from unfog.config.toml import of_type
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import compute_features
-from unfog.evaluation.features import open_features
+from unfog.evaluation.features import compute_features, open_features
 from unfog.evaluation.held_out import mean_over_images
 from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels

@@ -21,7 +21,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import PixelSource, compute_features, compute_statistics, delete_features
+from unfog.evaluation.features import PixelSource, compute_features, compute_statistics, delete_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels

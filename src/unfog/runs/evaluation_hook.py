@@ -18,8 +18,7 @@ from unfog.checks.run.run_record import RunRecord
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError
-from unfog.evaluation.feature_store import compute_features
-from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.features import Features, compute_features, open_features
 from unfog.evaluation.metrics import MetricResult, compare_features
 from unfog.evaluation.sliced_wasserstein import compare_pixels
 from unfog.inference.compute_metrics import ImageRows
