@@ -177,7 +177,8 @@ def select(mistakes: list[Mistake], words: list[str]) -> list[Mistake]:
     """Return the mistakes of these sections, and those with one of the words in their names."""
     if not words:
         return mistakes
-    found = [one for one in mistakes if one.section in words or any(word.lower() in one.name.lower() for word in words)]
+    parts = [word.lower() for word in words if word not in {one.section for one in mistakes}]
+    found = [one for one in mistakes if one.section in words or any(part in one.name.lower() for part in parts)]
     if not found:
         sections = ", ".join(dict.fromkeys(one.section for one in mistakes))
         raise SystemExit(f"no mistake is called {' or '.join(words)}; there are the sections {sections}")

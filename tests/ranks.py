@@ -28,7 +28,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.precision import Precision
 from unfog.training.settings import Muon, Optimizer, PowerEma, Training
-from unfog.training.sharded_tensors import full_tensor
+from unfog.training.sharded_tensors import full_tensor, is_sharded, to_local
 from unfog.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -309,11 +309,14 @@ def goes_back(world):
         for file, tensors in held.items()
         for name in tensors
     ]
+    if world.rank == world.size - 1:
+        to_local(next(filter(is_sharded, into.model.parameters()))).fill_(torch.nan)
     parts = world.all_reduce(torch.eye(world.size)[world.rank] * sum(diary.numbers)).tolist()
     return {
         "backs": [diary.backs, into.guard.roll_backs, into.updates],
         "same": len(same) > 100 and all(same),
         "parts": parts,
+        "bad": into.non_finite(),
         "whole": sum(t.numel() for part in held.values() for t in part.values()),
         "torch": all(t.equal(of[name]) for of in [by_torch(diary.saved, "ema")] for name, t in held["ema"].items()),
     }

@@ -218,6 +218,24 @@ def test_going_back_takes_the_weights_and_leaves_the_position(tmp_path):
     assert (state.guard.roll_backs, state.guard.recent) == (3, [0.25])
 
 
+def test_going_back_takes_the_loss_scale_of_fp16_as_well(tmp_path):
+    state = fresh("fp16")
+    scaler = state.precision.scaler
+    scaler.scale(torch.ones(()))
+    folder, before = write(state, tmp_path, anchor=True), scaler.get_scale()
+    scaler.update(before / 8)
+    roll_back(folder, state)
+    assert scaler.get_scale() == before
+
+
+def test_shards_count_as_a_file_only_where_all_are_there():
+    parts = [checkpoint.shard_name("model", rank, 3) for rank in range(3)]
+    assert checkpoint.merge_shard_names([*parts, "state.json"]) == {"model.safetensors", "state.json"}
+    for left_out in range(3):
+        rest = [name for rank, name in enumerate(parts) if rank != left_out]
+        assert checkpoint.merge_shard_names(rest) == {"2 of 3 parts of model.safetensors"}
+
+
 def test_what_may_be_gone_back_to(tmp_path):
     state = fresh()
     for number in range(1, 5):

@@ -25,8 +25,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.settings import Log
 from unfog.runs.saver import Saver
 from unfog.training.checkpoints import ema_snapshots
-from unfog.training.ema import Ema
-from unfog.training.ema_schedules import PowerEma
+from unfog.training.ema import Ema, PowerEma
 
 
 class Disk:

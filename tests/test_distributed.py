@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ from unfog.diffusion.objective import Objective
 from unfog.errors import RequestError
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, find_earlier_attempt
 from unfog.sharded_rng import rows_of
+from unfog.training.distributed.coordination import CoordinatedHooks, RankStatus
 from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
 from unfog.training.distributed.world import World
 from unfog.training.gradient import _with_own_seed, seed_generators, split_batch
+from unfog.training.hooks import TrainingHooks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
 
@@ -127,6 +130,8 @@ def test_who_hangs_is_named_with_what_it_was_at():
     waiting = [sign(0, 7, "agreeing", 61.0), sign(1, 7, "backward", 61.5), sign(2, 7, "data", 62.0)]
     assert find_failed_rank(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
     assert find_failed_rank(waiting, {}, 90.0) is None
+    behind = [sign(0, 8, "data", 61.0), sign(1, 7, "agreeing", 61.0)]
+    assert find_failed_rank(behind, {}, 60.0).startswith("rank 1 ")
     frozen = [sign(0, 7, "agreeing", 61.0), sign(1, 6, "forward", 0.1)]
     assert "rank 1 (host, process 1) has given no sign of life for 25 s" in find_failed_rank(
         frozen, {0: 0.5, 1: 25.0}, 60.0
@@ -137,8 +142,18 @@ def test_who_hangs_is_named_with_what_it_was_at():
     assert "rank 0" in find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
 
 
+@pytest.mark.parametrize("own", [0, 2, 3, 4])
+def test_ranks_agree_on_the_smallest_micro_batch_of_those_that_ran_out_of_memory(own):
+    hooks, state = CoordinatedHooks(TrainingHooks(), World(0, 3)), SimpleNamespace(microbatch=own)
+    norms = RankStatus(norm=1.0, first_square=0.0, first_images=0.0, stop=0.0, save=0.0, microbatch=0.0)
+    statuses = torch.tensor([norms._replace(microbatch=float(images)) for images in (own, 0, 2)])
+    hooks.apply_statuses(statuses.flatten().tolist(), statuses, state)
+    assert state.microbatch == 2
+
+
 CUT_OFF = """
 import time
+from types import SimpleNamespace
 from unfog.training.distributed.watchdog import Watchdog
 
 class Silence:

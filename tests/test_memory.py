@@ -52,6 +52,10 @@ def test_halved_until_it_fits_and_the_same_as_asked_for_so(fits, ends_at):
     assert torch.equal(weights(refused), weights(asked))
 
 
+def test_half_of_an_odd_number_is_rounded_up():
+    assert run(linear_state(), too_large_above(2, denoising), Refused(), microbatch=3).at_once == [2]
+
+
 def test_the_mean_stays_exact():
     refused, whole = linear_state(), linear_state()
     run(refused, too_large_above(3, reconstruction), Refused())

@@ -332,6 +332,7 @@ def test_patience_ends_in_a_roll_back_and_roll_backs_in_a_diagnosis():
     with pytest.raises(RunError, match=r"diverged 3 times.*step 9.*not finite in 3 steps in a row.*--lr"):
         run(into, overflow_at(range(100)), diary, patience=3, rollbacks=2)
     assert len(diary.roll_backs) == 3
+    assert into.guard.lr_scale == 1 / 8
     assert diary.saved == [9]
     assert torch.equal(weights(into), torch.cat([t.flatten() for t in diary.good.values()]))
     forgiving = linear_state()
