@@ -130,6 +130,12 @@ def test_sixteen_bits_are_scaled_by_their_range() -> None:
     assert np.array_equal(pixels[0], np.arange(256).reshape(16, 16))
 
 
+def test_sixteen_bits_are_rounded_to_the_nearest_level() -> None:
+    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    pixels, _ = decoded(saved(Image.fromarray(values), "PNG"), 256, channels=1)
+    assert np.array_equal(pixels[0], np.rint(values / 257))
+
+
 def test_sixteen_bit_colour_is_counted(tmp_path: Path) -> None:
     # Pillow cannot write one: 2 x 2 pixels, big-endian, no filter, by hand.
     def chunk(name: bytes, data: bytes) -> bytes:

@@ -437,6 +437,14 @@ def test_an_entry_is_of_these_settings(tmp_path):
     assert run(folder, replace(asked, channels=1)).train.pixels.shape[1] == 1
 
 
+def test_an_entry_is_of_this_version_of_pillow(monkeypatch):
+    asked = "stamp", Data(size=16), (), None
+    before = cache.entry_key(*asked)
+    assert cache.entry_key(*asked) == before
+    monkeypatch.setattr("PIL.__version__", "0.0")
+    assert cache.entry_key(*asked) != before
+
+
 def test_an_entry_is_of_this_share_held_out(tmp_path):
     folder = fill(tmp_path / "set", 200)
     counts = [len(run(folder, Data(size=16, cache="disk", held_out=share)).held_out) for share in (0, 0.3, 0.1)]

@@ -191,13 +191,17 @@ def test_a_folder_and_archives_of_it_hold_out_the_same_images(tmp_path: Path) ->
             for path in sorted(folder.rglob("*.png"), reverse=True):
                 tar.add(path, path.relative_to(below))
                 zip_.write(path, path.relative_to(below))
+    for shard in range(3):
+        with tarfile.open(tmp_path / f"part-{shard}.TAR", "w") as tar:
+            for path in sorted(folder.rglob("*.png"))[shard::3]:
+                tar.add(path, path.relative_to(folder))
     held = []
-    for place in ("set", "inside.TAR", "whole.TAR", "inside.zip", "whole.zip"):
-        source = open_source(tmp_path / place)
+    for place in ("set", "inside.TAR", "whole.TAR", "inside.zip", "whole.zip", "part-{0..2}.TAR"):
+        source = open_source(str(tmp_path / place))
         order, train = split_held_out(source, 0.2)
         held.append({"/".join(source.names[i].split("/")[-2:]) for i in order[train:]})
     assert 10 < len(held[0]) < 40
-    assert held == [held[0]] * 5
+    assert held == [held[0]] * 6
 
 
 def test_members_of_one_name_in_many_shards_are_held_out_each_for_itself(tmp_path: Path) -> None:

@@ -374,7 +374,8 @@ def test_another_share_held_out_is_split_by_name(made: Path, photos: Path) -> No
 # Packs that are none
 
 
-def test_any_byte_changed_is_found_by_verifying(photos: Path, tmp_path: Path) -> None:
+def test_any_byte_changed_is_found_by_verifying(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfog.data.decode_pool._CHUNK", 100)  # so that there are several
     out = packed(photos, tmp_path / "out")
     assert Pack.verify(out) == []
     for path in sorted(out.iterdir()):

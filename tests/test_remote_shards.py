@@ -170,6 +170,13 @@ def test_what_was_kept_and_is_damaged_is_fetched_anew(web: Server) -> None:
     assert EACH < len(web.members()) < 2 * EACH
 
 
+def test_what_was_kept_of_a_shard_is_not_taken_for_its_successor(web: Server) -> None:
+    care, rows = replace(CARE, cache_bytes=10**9), np.arange(EACH)
+    assert opened(web, care).images.take(rows).pixels[:, 0, 0, 0].tolist() == rows.tolist()
+    web.files["s-000.tar"] = web.files["s-001.tar"]  # of the same size, with its images in the same places
+    assert opened(web, care).images.take(rows).pixels[:, 0, 0, 0].tolist() == (rows + EACH).tolist()
+
+
 def test_a_transfer_that_went_wrong_is_not_kept(web: Server) -> None:
     care = replace(CARE, cache_bytes=10**9)
     stream = opened(web, care)

@@ -276,6 +276,13 @@ def test_what_fails_twice_is_read_the_third_time_and_else_unreachable_for_now(we
     assert source.open(1).size == (16, 16)
 
 
+@pytest.mark.parametrize(("status", "permanent"), [(404, True), (403, True), (408, False), (429, False), (503, False)])
+def test_a_server_that_asks_for_patience_gets_it(status: int, permanent: bool) -> None:
+    error = OSError("an answer")
+    error.status = status  # type: ignore[attr-defined]
+    assert remote._is_permanent(error) == permanent
+
+
 def test_the_first_look_at_a_server_is_tried_again_and_then_said(web: str) -> None:
     open_source(f"{web}/sets/set-000.tar")
     probe = next(f"GET set-000.tar {wanted}" for _, _, wanted in Web.asked if wanted.startswith("bytes=1-"))
