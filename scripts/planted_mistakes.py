@@ -3,7 +3,7 @@
 The mistakes are listed in planted_mistakes.toml. Each is a text of the package that occurs once, the wrong text that
 takes its place, and the tests that are expected to fail. Each is planted into a copy of this checkout.
 
-    python scripts/planted_mistakes.py                          # all; about 15 minutes on two cores
+    python scripts/planted_mistakes.py                          # all; about half an hour on two cores
     python scripts/planted_mistakes.py --check                  # only look whether all can be planted; a second
     python scripts/planted_mistakes.py --only diffusion "ema"   # whole sections, and names with these words in them
     python scripts/planted_mistakes.py --none                   # the named tests without mistakes; all must pass

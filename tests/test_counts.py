@@ -154,6 +154,14 @@ def counted_drawing(kind, guidance, steps, monkeypatch):
     return counting
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_sampling_leaves_a_network_in_its_mode(training):
+    config = configured(sampler={"steps": 1})
+    network = build_state(config, CPU).model.train(training)
+    generate_images(network, config, default_generation(config, 1, 1))
+    assert network.training == training
+
+
 @pytest.mark.parametrize(("kind", "guidance"), SAMPLING)
 def test_a_call_of_the_network_in_a_drawing(kind, guidance, monkeypatch):
     few, more = (counted_drawing(kind, guidance, steps, monkeypatch) for steps in (10, 12))

@@ -437,12 +437,18 @@ def test_an_entry_is_of_these_settings(tmp_path):
     assert run(folder, replace(asked, channels=1)).train.pixels.shape[1] == 1
 
 
-def test_an_entry_is_of_this_version_of_pillow(monkeypatch):
-    asked = "stamp", Data(size=16), (), None
-    before = cache.entry_key(*asked)
-    assert cache.entry_key(*asked) == before
+def test_a_tilde_in_the_name_of_the_cache_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("UNFOG_CACHE", "~/fast")
+    assert cache.cache_folder() == tmp_path / "fast"
+
+
+def test_an_entry_is_of_this_version_of_pillow(tmp_path, monkeypatch):
+    source, asked = open_source(fill(tmp_path / "set", 1)), Data(size=16)
+    before = scan_source(source, asked)[1]
+    assert scan_source(source, asked)[1] == before
     monkeypatch.setattr("PIL.__version__", "0.0")
-    assert cache.entry_key(*asked) != before
+    assert scan_source(source, asked)[1] != before
 
 
 def test_an_entry_is_of_this_share_held_out(tmp_path):

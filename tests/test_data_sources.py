@@ -25,6 +25,7 @@ from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import read_labels
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
+from unfog.text import sanitize
 
 
 def put(path: Path, colour: str = "red") -> Path:
@@ -338,3 +339,8 @@ def test_a_registered_source_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> 
     registry.register(Dots)
     assert isinstance(open_source("dots:12"), Dots)
     assert type(open_source("fashion")) is FashionSource
+
+
+def test_what_is_printed_of_a_source_has_no_secrets_and_is_a_line() -> None:
+    assert sanitize("s3://key:secret@host/a.tar?X-Signature=abc") == "s3://host/a.tar"
+    assert sanitize("a\tb\nc\x1b[2J") == r"a\tb\nc\x1b[2J"

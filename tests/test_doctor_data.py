@@ -216,6 +216,7 @@ def test_labels_outside_the_classes_are_fatal(clean: tuple[Path, Dataset]) -> No
         ([(100, 80)] * 96 + [(20, 20)] * 4, 64),  # under 5% may be enlarged
         ([(100, 80)] * 90 + [(20, 20)] * 10, 16),
         ([(100, 100)] * 9, 96),
+        ([(128, 200)] * 9, 128),
         ([(5, 9)] * 9, 16),
     ],
 )

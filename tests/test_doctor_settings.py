@@ -17,6 +17,7 @@ from unfog.checks.settings.machine_checks import check_precision
 from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
 from unfog.checks.settings.settings_checks import check_range, check_settings, check_timesteps, evenly_spread_pixels
 from unfog.config.presets import preset
+from unfog.config.schema import Config
 from unfog.config.toml import update
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
@@ -35,7 +36,7 @@ from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import disk_space_needed
 from unfog.planning.timing import forward_passes
 from unfog.training.learning_rate import default_learning_rate
-from unfog.training.settings import FixedEma, Muon, PowerEma
+from unfog.training.settings import Checkpoint, FixedEma, Muon, PowerEma
 
 pytestmark = pytest.mark.slow
 
@@ -289,6 +290,21 @@ def test_products_are_really_measured():
     assert 0 < machine.multiply_seconds(torch.float32, CPU) < 1
     with pytest.raises(RuntimeError):
         machine.multiply_seconds(torch.uint16, CPU)
+
+
+def test_milestones_are_kept_besides_the_newest():
+    few, more = (disk_space_needed(100, Checkpoint(keep=3, milestones=steps), 1000) for steps in (0, 50))
+    assert more.checkpoints == few.checkpoints + 20
+
+
+def test_a_rate_between_the_two_rules_is_not_high():
+    by_root = default_learning_rate(10**6, 512, UNet())
+    config = update(Config(), {"training": {"batch": 512, "images": 512_000}, "optimizer": {"lr": 2.5 * by_root}}, "")
+    assert 2.5 * by_root < rate_checks.linear_learning_rate(10**6, 512, UNet()) < 3 * by_root
+    for factor, severity in ((1, "fine"), (3, "fine"), (3.5, "hint")):  # times what is below the linear rule
+        lr = factor * 2.5 * by_root
+        given = replace(config, optimizer=replace(config.optimizer, lr=lr))
+        assert rate_checks.check_learning_rate(given, 10**6).severity == severity
 
 
 @pytest.mark.parametrize(("millions", "batch"), [("tiny", 64), ("small", 256), ("small", 16)])

@@ -239,6 +239,15 @@ def test_a_lost_or_broken_chunk_is_drawn_again_to_the_bit(run):
     assert (folder / "00000000.safetensors").stat().st_mtime_ns == kept
 
 
+def test_any_range_of_samples_is_read_from_its_chunks(tmp_path):
+    samples = GeneratedSamples(tmp_path, 10, 4)
+    numbers = np.arange(10, dtype=np.uint8)
+    samples.generate_missing(lambda first, count: numbers[first : first + count, None, None, None], World())
+    for first in range(10):
+        for last in range(first, 11):
+            assert samples[first:last].ravel().tolist() == list(range(first, last))
+
+
 def test_ranks_that_do_not_share_a_folder_are_told(tmp_path):
     pictures = GeneratedSamples(tmp_path, 40, 16)
     with pytest.raises(RunError, match="share the run folder"):

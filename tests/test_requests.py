@@ -611,3 +611,10 @@ def test_settings_are_refused_before_torch_is_imported():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["--help"], 0), (["help"], 0), (["--version"], 0)])
+def test_no_command_is_a_wrong_request_and_a_question_is_none(words, status):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == status

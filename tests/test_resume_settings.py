@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from unfog.errors import RequestError
 from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
+from unfog.runs.session import Session
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import _to_float16
@@ -269,6 +272,18 @@ def among(names: tuple[str, ...], name: str) -> bool:
 
 
 FORCED = ("training.seed", "diffusion.weighting", "diffusion.adaptive", "ema", "data.background", "data.held_out")
+
+
+@pytest.mark.parametrize(("due", "left"), [([], [8, 9]), (["preview"], [8, 9]), (["log"], [8]), (["evaluate"], [8])])
+def test_a_line_that_is_due_again_is_cut_off_first(tmp_path, due, left):
+    """A run was stopped before it logged step 9, was resumed, logged it, and was killed before its next checkpoint."""
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (8, 9, 10)))
+    session = SimpleNamespace(
+        step=9, steps=20, state=SimpleNamespace(due=due), config=Config(), defer_interrupts=nullcontext,
+        context=SimpleNamespace(folder=SimpleNamespace(path=tmp_path)),
+    )  # fmt: skip
+    Session._open_recorder(session).close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left
 
 
 def test_every_setting_is_in_one_list_of_what_a_resume_may_change():

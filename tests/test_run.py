@@ -21,9 +21,10 @@ from unfog.models.settings import SIZES
 from unfog.pipeline.generate import parse_labels, sample_grid
 from unfog.pipeline.image_files import _MAX_IN_GRID, DenoisingStrip, write_images
 from unfog.planning.auto_settings import AutoSettings, parse_duration
-from unfog.planning.intervals import _round_down_to_125
+from unfog.planning.intervals import _round_down_to_125, choose_intervals
 from unfog.reporting.records import read_events, read_metrics
 from unfog.training.checkpoints import format as checkpoint
+from unfog.training.settings import EmaSnapshots
 
 pytestmark = pytest.mark.slow
 
@@ -319,6 +320,13 @@ def test_small_folder_of_ordinary_pictures(tmp_path):
 def test_time_spans_and_round_numbers():
     assert [parse_duration(t) for t in ("90s", "10m", "1.5h", "1d")] == [90, 600, 5400, 86400]
     assert [_round_down_to_125(x) for x in (0.3, 1, 3, 7, 19, 99, 100, 260)] == [1, 1, 2, 5, 10, 50, 100, 200]
+
+
+def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_5000_steps_at_most():
+    base = replace(preset("default"), ema_snapshots=EmaSnapshots(every=-1))
+    for steps, warmup in ((10, 1), (2000, 100), (100_000, 5000), (200_000, 5000)):
+        config = replace(base, training=replace(base.training, images=steps * base.training.batch))
+        assert choose_intervals(config)[0].optimizer.warmup == warmup
 
 
 GOLDEN = {"adamw": [1.63450, 1.58983, 1.48525, 1.46525], "muon": [1.63519, 1.60285, 1.51219, 1.50118]}
