@@ -22,10 +22,11 @@ from unfog.data.sources.registry import open_source
 from unfog.process.run_folder import RunFolder
 from unfog.reporting import records
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.settings import Log
+from unfog.reporting.trackers import Log
 from unfog.runs.saver import Saver
-from unfog.training.checkpoints import ema_snapshots
-from unfog.training.ema import Ema, PowerEma
+from unfog.training.checkpoints import posthoc_ema
+from unfog.training.ema import Ema
+from unfog.training.settings import PowerEma
 
 
 class Disk:
@@ -83,7 +84,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, disk):
 def test_an_ema_snapshot_is_on_disk_before_it_has_its_name(tmp_path, disk):
     state = trained()
     state.second_ema = Ema(state.model, PowerEma(0.05))
-    ema_snapshots.write_snapshot(ema_snapshots.take_snapshot(state, 3), tmp_path / "averages")
+    posthoc_ema.write_snapshot(posthoc_ema.take_ema_snapshot(state, 3), tmp_path / "averages")
     assert disk.renamed == ["00000003.safetensors"]
     assert not disk.early
     assert disk.holds(tmp_path / "averages")
