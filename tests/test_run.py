@@ -326,7 +326,7 @@ def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_5000_steps_at_most()
     base = replace(preset("default"), ema_snapshots=EmaSnapshots(every=-1))
     for steps, warmup in ((10, 1), (2000, 100), (100_000, 5000), (200_000, 5000)):
         config = replace(base, training=replace(base.training, images=steps * base.training.batch))
-        assert choose_intervals(config)[0].optimizer.warmup == warmup
+        assert choose_intervals(config)[0]["optimizer"] == {"warmup": warmup}
 
 
 GOLDEN = {"adamw": [1.63450, 1.58983, 1.48525, 1.46525], "muon": [1.63519, 1.60285, 1.51219, 1.50118]}
