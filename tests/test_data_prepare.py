@@ -81,7 +81,7 @@ def test_nothing_usable_is_a_request_error_that_says_why(tmp_path: Path) -> None
     for where in ("memory", "disk"):
         with pytest.raises(RequestError, match=r"none of the 2 images in .*: 1 empty, 1 not an image"):
             run(tmp_path, Data(cache=where))
-    assert not list(cache.cache_folder().iterdir())
+    assert not list(cache.cache_folder().glob("[!.]*"))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_source_that_goes_away_while_it_is_read_is_no_smaller_set(
 )
 def test_a_cache_entry_that_leads_nowhere_is_none(cache_folder: Path, tmp_path: Path, text: str) -> None:
     run(fill(tmp_path / "set", 20), Data(cache="disk", size=16))
-    (made,) = cache_folder.glob("*/")
+    (made,) = cache_folder.glob("[!.]*/")
     made.rename(cache_folder / "good")
     (cache_folder / "asked.json").write_text('{"see": "good"}')
     (cache_folder / "bad.json").write_text(text)
@@ -344,7 +344,7 @@ def test_what_is_interrupted_before_anything_is_done_leaves_nothing_and_old_left
         os.utime(abandoned, (0, 0))
     with pytest.raises(KeyboardInterrupt):
         prepare(open_source(fill(tmp_path / "set", 50)), Data(cache="disk"), interrupt)
-    assert list(cache_folder.iterdir()) == [recent.parent]
+    assert list(cache_folder.glob("[!.]*")) == [recent.parent]
 
 
 @pytest.mark.parametrize("name", ["diary", "a" * 32, f"latents-{'c' * 32}.partial", f"array-{'d' * 32}.7.partial"])

@@ -30,10 +30,52 @@ def lock_of(folder: Path) -> Iterator[bool]:
         yield ours
     finally:
         if descriptor is not None:
-            if _is_at(descriptor, path):  # the folder may have been moved or created anew, with another's lock in it
+            if is_at(descriptor, path):  # the folder may have been moved or created anew, with another's lock in it
                 with suppress(OSError):
                     path.unlink()
             os.close(descriptor)
+
+
+@contextmanager
+def lock_alone(path: Path) -> Iterator[bool]:
+    """Lock a file, made if it is missing, against all that `lock_shared` has locked it for.
+
+    Yields False if another process has locked it, or if locks are not supported and nobody can tell.
+    """
+    if sys.platform == "win32":
+        yield True  # no file that is open can be removed there
+        return
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def lock_shared(path: Path) -> int:
+    """Lock a file, made if it is missing, together with others. Return the descriptor that holds the lock.
+
+    OSError if it cannot be locked, or if its folder is gone.
+    """
+    for _ in range(_TRIES):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except PermissionError:  # of another user
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # it was removed while this process waited
+    raise FileNotFoundError(path)
 
 
 def _locked(path: Path) -> tuple[int | None, bool]:
@@ -51,14 +93,15 @@ def _locked(path: Path) -> tuple[int | None, bool]:
             raise
         except OSError:
             return descriptor, False
-        if _is_at(descriptor, path):
+        if is_at(descriptor, path):
             return descriptor, True
         os.close(descriptor)  # its owner has removed the file since it was opened
         descriptor = None
     return None, False
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return True if the open file is the one at that path now."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False

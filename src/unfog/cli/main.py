@@ -31,6 +31,7 @@ usage: unfog COMMAND …
   pack SOURCE OUT  decode and resize images once, for all later runs
   train-autoencoder SOURCE  train an autoencoder for large images; then train with --autoencoder
   slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
+  cache            list the cache folder; --clear or --limit GB makes room in it
 
   unfog COMMAND --help   explain a command
   unfog --version        print the version
@@ -43,7 +44,7 @@ try:  unfog train fashion --budget 3m        then:  unfog sample runs/fashion
 """
 
 _TRAINING = ("train", "train-autoencoder", "resume")
-_SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune")  # a signal leaves nothing to continue from
+_SAVES_NOTHING = ("doctor", "plan", "find-lr", "ema-sweep", "tune", "cache")  # a signal leaves nothing to continue from
 _MODULES = {"train-autoencoder": "train", "resume": "train", "report": "evaluate"}  # else the name of the command
 _MAX_MESSAGE = 1000  # characters
 

@@ -230,6 +230,28 @@ class ReportRequest:
     """Folder of the run."""
 
 
+@dataclass(frozen=True)
+class CacheRequest:
+    """List what the cache folder holds, or make room in it. UNFOG_CACHE names the folder.
+
+    UNFOG_CACHE_LIMIT limits it, in GB (default 50). When it is full, the least recently used entries go first. No
+    command removes an entry that a process uses.
+
+    Keep the 20 GB that were used last: unfog cache --limit 20
+    """
+
+    clear: bool = False
+    """Remove all entries that are not in use."""
+    limit: float | None = None
+    """Remove the least recently used entries until at most so many GB are left."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit >= 0:
+            raise RequestError(f"limit = {self.limit} must be at least 0 GB")
+        if self.clear and self.limit is not None:
+            raise RequestError(f"--clear removes everything, so --limit {self.limit:g} cannot be given with it")
+
+
 def _check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
     if best and checkpoint is not None:
         raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")

@@ -2,7 +2,8 @@
 
 An entry is a pack in a folder named by its key: a hash of the source's state, the labels, the settings and Pillow's
 version, so that a changed image makes another entry. KEY.json redirects from the key of the resolved settings, which a
-run stores, to the entry of the settings as given. Finished entries are never deleted; a person may delete all.
+run stores, to the entry of the settings as given. Entries that no process uses go when the cache is full, the least
+recently used first; a person may delete all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import PIL
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, cache_limit, hold, make_room
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack import FORMAT, Pack, is_pack, is_unfinished_pack
 from unfog.data.packs.pack_journal import FILES, BusyError, locked
@@ -49,21 +50,29 @@ def load(key: str) -> Pack | None:
     # Whatever the files hold, an invalid entry is decoded anew rather than reported.
     with suppress(OSError, RequestError, LookupError, RecursionError, TypeError, ValueError):
         if is_pack(folder / key):
-            return Pack.open(folder / key)
+            return _open(folder / key)
         see = json.loads((folder / f"{key}.json").read_text("utf-8"))["see"]
         # A bare name, so that the file cannot lead out of the cache folder.
         if re.fullmatch(r"\w+", see) and is_pack(folder / see):
-            return Pack.open(folder / see)
+            return _open(folder / see)
     return None
+
+
+def _open(entry: Path) -> Pack:
+    hold(entry)  # before it is opened, so that nothing of it is removed meanwhile
+    return Pack.open(entry)
 
 
 def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     """Decode a source into the entry of a key, or finish one that was interrupted. Raises as `write_pack`."""
     folder = cache_folder()
-    gigabytes = len(scan.source.names) * scan.channels * scan.size**2 / 1e9
-    remedy = f"set UNFOG_CACHE to a folder with {gigabytes:.1f} GB free, or use cache = none or memory"
+    hold(folder / key)
+    needed = len(scan.source.names) * scan.channels * scan.size**2
+    remedy = f"set UNFOG_CACHE to a folder with {needed / 1e9:.1f} GB free, or use cache = none or memory"
     remove_stale_entries(folder)
     _remove_damaged(key)
+    if not is_pack(folder / key) and not make_room(needed, keep=folder / key):
+        raise RequestError(over_limit(needed, "use cache = none or memory"))
     pack = _write_or_wait(scan, folder / key, key, remedy, progress)
     now, _ = scan.source.stamp()
     if now != scan.stamp:
@@ -82,7 +91,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
 def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Progress | None) -> Pack:
     while not is_pack(folder):
         try:
-            return write_pack(scan, folder, key, remedy, progress)
+            write_pack(scan, folder, key, remedy, progress)
         except BusyError:  # another process is writing it
             time.sleep(_WAIT)
             if progress:
@@ -90,7 +99,7 @@ def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Pr
         except RequestError:  # such as no space, which does not matter if another process has finished the pack
             if not is_pack(folder):
                 raise
-    return Pack.open(folder)
+    return _open(folder)
 
 
 def _redirect(path: Path, key: str) -> None:
@@ -118,15 +127,12 @@ def free_bytes() -> int | None:
         return None
 
 
-def disk_usage(entry: Path) -> int:
-    """Return the bytes on disk of an entry, finished or not; 0 if there is none."""
-    total = 0
-    with suppress(OSError):
-        for path in entry.iterdir():
-            status = path.stat()
-            # Blocks, as a file may have holes.
-            total += 512 * status.st_blocks if hasattr(status, "st_blocks") else status.st_size
-    return total
+def over_limit(needed: int, remedy: str) -> str:
+    """Return the message that so many bytes do not fit the limit of the cache."""
+    return (
+        f"{needed / 1e9:.1f} GB are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold, besides what is "
+        f"in use; set UNFOG_CACHE_LIMIT to more gigabytes, or {remedy}"
+    )
 
 
 def remove_stale_entries(folder: Path) -> None:

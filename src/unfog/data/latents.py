@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unfog.cache_folder import cache_folder
-from unfog.data.cache import disk_usage, free_bytes, remove_stale_entries
+from unfog.cache_folder import cache_folder, disk_usage, hold, make_room
+from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.decode_pool import Progress
 from unfog.data.packs.pack_journal import BusyError, locked, sync, write_atomic
@@ -141,14 +141,18 @@ def load_or_encode(key: str, job: EncodeJob, progress: Progress) -> LatentArrays
     """
     folder = cache_folder() / f"latents-{key}"
     needed, partial = 2 * math.prod(job.full_shape), folder.with_name(f"{folder.name}.partial")
+    hold(folder)
     entry = _open_valid(folder, job, progress)
     if entry is None:
+        hold(partial)
         remove_stale_entries(cache_folder())
     while entry is None:
-        free = free_bytes()
-        if free is None or free + disk_usage(partial) < needed:
+        fits, free = make_room(needed, keep=partial), free_bytes()
+        if not fits or free is None or free + disk_usage(partial) < needed:
             if needed <= _IN_MEMORY:
                 return job.encode_all(progress)
+            if not fits:
+                raise RequestError(over_limit(needed, "train at a smaller size"))
             why = "cannot be written" if free is None else f"has {free / 1e9:.1f} GB free"
             raise RequestError(f"latents take {needed / 1e9:.1f} GB and {cache_folder()} {why}; set UNFOG_CACHE")
         try:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, cache_limit, disk_usage, fits_limit
 from unfog.data import cache
-from unfog.data.cache import disk_usage, free_bytes
+from unfog.data.cache import free_bytes
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import ColourFoundError, DecodeStatistics, Progress, decode_all
@@ -131,6 +131,11 @@ def _placement(scan: Scan, key: str, to_draw: int) -> tuple[str, str]:
         if pixel_bytes < 4 * _MEMORY_PIXEL_BYTES:
             return "memory", f"{gigabytes}, in memory, as the cache in {folder} cannot be written"
         return "none", f"{each}, as the cache in {folder} cannot be written; {remedy}"
+    if not fits_limit(pixel_bytes, keep=folder / key):
+        limit = (
+            f"{gigabytes} are more than the {cache_limit() / 1e9:,.3g} GB that the cache may hold (UNFOG_CACHE_LIMIT)"
+        )
+        return "none", f"{each}: {limit}; {remedy}"
     if 2 * pixel_bytes <= free + disk_usage(folder / key):  # the bytes of an interrupted pack are reused
         return "disk", f"decoded once, for all runs: {gigabytes}, in {folder}"
     half = f"{gigabytes} are more than half of the {free / 1e9:,.1f} GB free in {folder}"

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, hold, make_room, release
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics, feature_statistics
 from unfog.evaluation.feature_networks import (
@@ -190,6 +190,8 @@ def compute_features(
     folder = None if cache_key is None else features_folder(cache_key, len(pixels), features)
     starts = range(0, len(pixels), CHUNK)
     mine = starts[rank::world]
+    if folder is not None:
+        hold(folder)
     found: dict[int, Tensor] = {}
     total, done = sum(min(CHUNK, len(pixels) - first) for first in mine), 0
     for first in mine:
@@ -201,6 +203,8 @@ def compute_features(
         found[first] = chunk
         done += len(chunk)
         progress(done, total)
+    if folder is not None:
+        make_room()
     if folder is not None and world > 1:
         barrier()
         for first in starts:
@@ -210,6 +214,8 @@ def compute_features(
                     f"{_chunk(folder, first)} of another process is missing; UNFOG_CACHE must be a folder they share"
                 )
             found[first] = chunk
+    if folder is not None:
+        release(folder)
     return torch.cat([found[first] for first in starts])
 
 

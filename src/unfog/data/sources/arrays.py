@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
@@ -100,12 +100,14 @@ def store_array(array: Any, labels: Any = None) -> Path:
         _index_labels("the array", arrays["labels"], len(images))  # only to refuse what are no labels
         digest.update(repr(arrays["labels"].tolist()).encode())
     path = cache_folder() / f"array-{digest.hexdigest()[:32]}.npz"
+    hold(path)
     if path.exists():
         return path
     partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_stale_entries(path.parent)
+        make_room(images.nbytes)
         with partial.open("wb") as file:
             np.savez(file, **arrays)
             file.flush()  # to the disk before the rename, so that a crash leaves no damaged file under the final name

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, hold, make_room
 from unfog.data.sources.base import ImageError, LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import files_digest, list_only, sample_digest
 from unfog.data.sources.image_files import open_bytes, open_image
@@ -173,7 +173,11 @@ def _load(datasets: Any, local: Path | None, place: str, split: str) -> Any:
     files = _parquet_files(local)
     if not files:
         raise RequestError(f"{sanitize(place)} holds neither a saved dataset nor parquet files")
-    return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache_folder() / "hf"))
+    cache = cache_folder() / "hf"
+    hold(cache)
+    loaded = datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(cache))
+    make_room()
+    return loaded
 
 
 def _choose_split(name: str, splits: Mapping[Any, Any], wanted: str) -> str:

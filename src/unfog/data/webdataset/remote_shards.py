@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, cache_limit, disk_usage, hold, make_room
 from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError, SourceLocation
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
@@ -76,12 +76,14 @@ class RemoteShards:
         return len(self._images(self._path(name)))
 
     def enable_cache(self) -> str:
-        limit = self._policy.cache_bytes
+        limit, folder = min(self._policy.cache_bytes, int(min(cache_limit(), 2**60))), cache_folder() / "members"
         if not limit:
             return ""
+        hold(folder)
         total = sum(state.size for state in self._index.states.values())
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and its like set it
-        self.cache = ByteRangeCache(cache_folder() / "members", limit, total, processes)
+        make_room(max(0, min(limit, total) - disk_usage(folder)))
+        self.cache = ByteRangeCache(folder, limit, total, processes)
         kept = "what is read" if total <= limit else f"a part of {total / 1e9:,.3g} GB"
         return f"{kept} is kept for later epochs, up to {limit / 1e9:,.3g} GB, in {self.cache.folder}"
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unfog.cache_folder import cache_folder
+from unfog.cache_folder import cache_folder, hold
 from unfog.data.data_report import SkippedFile
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import MAX_FILE_BYTES, os_error_reason
@@ -99,6 +99,7 @@ def open_shard_index(
         RequestError: a shard cannot be read or is compressed; the cache cannot be written.
     """
     folder = cache_folder() / "shards"
+    hold(folder)
     try:
         keys = [_key(path, state) for path, state in states.items()]
     except OSError as error:

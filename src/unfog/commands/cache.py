@@ -1,0 +1,36 @@
+"""`unfog cache`: list the entries of the cache folder, clear it, or make room in it."""
+
+from __future__ import annotations
+
+import time
+
+from unfog.cache_folder import CacheEntry, cache_entries, cache_folder, cache_limit, clear_cache, make_room
+from unfog.config.run_requests import CacheRequest
+from unfog.process.run_folder import printable
+from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, warn
+
+
+def cache_lines(entries: list[CacheEntry]) -> list[str]:
+    """Return the entries as lines of text, most recently used first."""
+    total, limit = sum(entry.nbytes for entry in entries), format_bytes(cache_limit())
+    folder = printable(str(cache_folder()))
+    counted = plural(len(entries), "entry")
+    lines = [f"{folder}: {counted}, {format_bytes(total)} of at most {limit} (UNFOG_CACHE_LIMIT)"]
+    if entries:
+        lines.append(f"  {'size':>9}  {'last used':<17}  {'kind':<23}  name")
+    for entry in reversed(entries):
+        age = "in use" if entry.in_use() else f"{format_duration(max(0.0, time.time() - entry.used))} ago"
+        lines.append(f"  {format_bytes(entry.nbytes):>9}  {age:<17}  {entry.kind:<23}  {entry.path.name}")
+    return lines
+
+
+def main(request: CacheRequest) -> int:
+    """Clear or make room where that is asked, list the cache, and return the exit status."""
+    limit = cache_limit() if request.limit is None else request.limit * 1e9
+    if request.clear:
+        if left := clear_cache():
+            warn(f"{plural(len(left), 'entry')} cannot be removed now, because a process uses them")
+    elif request.limit is not None and not make_room(limit=limit):
+        warn(f"more than {format_bytes(limit)} are left: entries in use, and arrays from Python, which --clear removes")
+    print_result("\n".join(cache_lines(cache_entries())))
+    return 0

@@ -1,0 +1,119 @@
+"""The cache folder has a limit, and `unfog cache` lists and clears it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unfog.cache_folder import cache_entries, cache_folder, clear_cache, hold, make_room, release
+from unfog.cli.main import main
+from unfog.config.run_requests import CacheRequest
+from unfog.data.prepare import prepare
+from unfog.data.settings import Data
+from unfog.data.sources.registry import open_source
+from unfog.errors import RequestError
+
+MB = 2**20
+
+
+def entry(name: str, megabytes: int, used: int) -> Path:
+    """An entry that was used last so many hours ago."""
+    folder = cache_folder() / name
+    folder.mkdir(parents=True)
+    (folder / "pixels.u8").write_bytes(os.urandom(megabytes * MB))
+    hold(folder)
+    release(folder)
+    mark = cache_folder() / ".used" / name.replace("/", "-")
+    os.utime(mark, (mark.stat().st_mtime - used * 3600,) * 2)
+    return folder
+
+
+@pytest.fixture
+def four() -> list[Path]:
+    kinds = ["a" * 32, f"latents-{'b' * 32}", f"features/{'c' * 32}", "members"]
+    return [entry(name, 1, used) for name, used in zip(kinds, (3, 1, 4, 2))]
+
+
+def test_what_was_used_least_recently_goes_first(four: list[Path]) -> None:
+    others = cache_folder() / "inception-2015-12-05.pt"
+    others.write_bytes(bytes(4 * MB))
+    assert [found.path for found in cache_entries()] == [four[i] for i in (2, 0, 3, 1)]
+    assert make_room(needed=MB, limit=3.5 * MB)
+    assert [path.exists() for path in four] == [False, True, False, True]
+    assert make_room(needed=0, limit=0)
+    assert others.exists()
+    assert not cache_entries()
+
+
+def test_an_entry_in_use_stays(four: list[Path]) -> None:
+    code = (
+        "import sys, pathlib, unfog.cache_folder as c; c.hold(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, four[2]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        hold(four[0])  # of this process
+        assert not make_room(limit=0)
+        assert [path.exists() for path in four] == [True, False, True, False]
+        assert len(clear_cache()) == 2
+        process.communicate("\n")
+    assert [found.path for found in clear_cache()] == [four[0]]
+    release(four[0])
+    assert not clear_cache()
+
+
+def test_decoded_images_keep_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "set.npz", images=np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), np.uint8))
+    source, settings = open_source(str(tmp_path / "set.npz")), Data(size=32, cache="disk")
+    old = entry("a" * 32, 1, used=5)
+    monkeypatch.setenv("UNFOG_CACHE_LIMIT", "0.001")
+    dataset = prepare(source, settings)
+    assert not old.exists()
+    (made,) = [found for found in cache_entries() if found.kind == "decoded images"]
+    assert made.in_use()
+    assert not make_room(limit=0)
+    assert dataset.train.pixels[0].shape == (3, 32, 32)
+    monkeypatch.setenv("UNFOG_CACHE_LIMIT", "0.0001")
+    with pytest.raises(RequestError, match="UNFOG_CACHE_LIMIT to more"):
+        prepare(source, Data(size=16, cache="disk"))
+    monkeypatch.setattr("unfog.data.prepare._MEMORY_FILES", 100)
+    assert "the cache may hold (UNFOG_CACHE_LIMIT)" in prepare(source, Data(size=16), to_draw=1000).placement
+
+
+def test_the_command_lists_and_clears(four: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    redirect = cache_folder() / f"{'d' * 32}.json"
+    redirect.write_text(f'{{"see": "{"a" * 32}"}}')
+    hold(four[1])
+    with pytest.raises(SystemExit):
+        main(["cache"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{cache_folder()}: 4 entries, 4.2 MB of at most 50.0 GB (UNFOG_CACHE_LIMIT)"
+    assert lines[2].split() == ["1.0", "MB", "in", "use", "latents", four[1].name]
+    assert "4 h 00 min ago" in lines[5]
+    assert redirect.exists()
+    with pytest.raises(SystemExit) as ended:
+        main(["cache", "--clear"])
+    assert ended.value.code == 0
+    output = capsys.readouterr()
+    assert "1 entry cannot be removed now" in output.err
+    assert [path.exists() for path in four] == [False, True, False, False]
+    assert not redirect.exists()
+    release(four[1])
+    with pytest.raises(SystemExit):
+        main(["cache", "--limit", "0"])
+    assert not four[1].exists()
+
+
+def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("much", "-1", "nan"):
+        monkeypatch.setenv("UNFOG_CACHE_LIMIT", given)
+        with pytest.raises(RequestError, match="no size; give gigabytes"):
+            make_room()
+    with pytest.raises(RequestError, match="at least 0"):
+        CacheRequest(limit=-1)
+    with pytest.raises(RequestError, match="--clear removes everything"):
+        CacheRequest(clear=True, limit=1)
