@@ -141,7 +141,7 @@ def test_help_shows_what_a_codec_reads_and_no_more(capsys):
     )
     assert names < all_names
     with pytest.raises(SystemExit):
-        main(["train-autoencoder", "--help"])
+        main(["train-autoencoder", "--help-all"])
     said = capsys.readouterr().out
     flags = set(re.findall(r"^\W+?--([a-z.-]+)", said, re.MULTILINE))
     assert {"ema", "size", "lr", "evaluate.every", "evaluate.images", "preview.images"} < flags

@@ -155,7 +155,7 @@ def test_python_settings_by_short_name_section_and_instance():
 def test_help_needs_no_torch():
     code = (
         "import sys, unfog.cli.main as m\n"
-        "try: m._run(['train', '--help'])\n"
+        "try: m._run(['train', '--help-all'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules, 'help imports torch'"
     )

@@ -17,7 +17,7 @@ from unfog.cli.requests import REQUESTS
 ROOT = Path(unfog.__file__).parent
 MODULES = [*(ROOT / "checks").rglob("*.py"), *(ROOT / "runs").glob("dry_run*.py")]
 FLAGS = {command: _flags_of(kind) for command, kind in REQUESTS.items()}
-EVERYWHERE = {"--debug", "--help"}
+EVERYWHERE = {"--debug", "--help", "--help-all"}
 """Flags of every command."""
 FILLED = "\N{SECTION SIGN}"
 """Stands for what an f-string puts in."""

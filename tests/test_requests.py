@@ -519,7 +519,7 @@ def test_numbers_of_numpy_are_numbers():
 )
 def test_help_shows_the_defaults_of_the_recipe_that_is_named(capsys, words, value):
     with pytest.raises(SystemExit):
-        main([*words.split(), "--help"])
+        main([*words.split(), "--help-all"])
     said = " ".join(re.sub(r"[│╭╰]", " ", capsys.readouterr().out).split())
     assert f"(default: {value})" in said.partition("--optimizer.method ")[2][:300]
 

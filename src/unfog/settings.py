@@ -9,7 +9,7 @@ To add a setting, add one field:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from unfog.errors import RequestError
@@ -41,10 +41,19 @@ class Rules:
     affects: Affects | None = None
     added_later: bool = False
     """Not in digests while it has its default, as checkpoints exist that were made before there was this setting."""
+    common: bool = False
+    """Listed by `unfog train --help`. The others are listed by `--help-all`."""
+    why: str = ""
+    """Reason of the default, for `unfog explain`."""
+    measured: str = ""
+    """Effect in our measurements, with the place where they are written down."""
+    paper: str = ""
+    """Publication that the setting comes from."""
 
     def inside(self, section: Rules) -> Rules:
         """Return these rules, with what is open taken from the section around."""
-        return Rules(
+        return replace(
+            self,
             resume=self.resume or section.resume,
             affects=self.affects or section.affects,
             added_later=self.added_later or section.added_later,
@@ -57,9 +66,10 @@ class Rules:
             high = (self.at_most is None or one <= self.at_most) and (self.below is None or one < self.below)
             if not (low and high):
                 usual = f"; {self.usual} is usual" if self.usual else ""
-                raise RequestError(f"{name} = {value} must be {self._range()}{usual}")
+                raise RequestError(f"{name} = {value} must be {self.bounds()}{usual}")
 
-    def _range(self) -> str:
+    def bounds(self) -> str:
+        """Describe the bounds: "from 0 to 1", "at least 1"; "" without any."""
         low = f"at least {_plain(self.at_least)}" if self.above is None else f"above {_plain(self.above)}"
         high = f"at most {_plain(self.at_most)}" if self.below is None else f"below {_plain(self.below)}"
         if self.at_least is not None and self.at_most is not None:

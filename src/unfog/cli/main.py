@@ -33,7 +33,7 @@ usage: unfog COMMAND …
   slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
   cache            list the cache folder; --clear or --limit GB makes room in it
 
-  unfog COMMAND --help   explain a command
+  unfog COMMAND --help   explain a command; --help-all lists every setting
   unfog --version        print the version
   --debug                with any command: print a full traceback instead of one line
 
@@ -137,7 +137,7 @@ def _run(words: list[str]) -> int:
 
 def _run_worker_rank(words: list[str]) -> int:
     """Run a rank other than 0, which gets its settings from rank 0. Return its exit status."""
-    if not {"-h", "--help", "--verify"} & set(words):  # which train nothing
+    if not {"-h", "--help", "--help-all", "--verify"} & set(words):  # which train nothing
         from unfog.runs.ranks import run_worker
 
         run_worker()

@@ -1,38 +1,21 @@
-"""Parse the words of a command against its request dataclass. tyro prints the help text.
+"""Parse the words of a command against its request dataclass. Flags are named after the tree of settings.
 
-Flags are named after the tree of settings. tyro could parse them too, but takes a hundred times as long, answers a
-mistake with a box of ten lines, and accepts a flag that is given twice (docs/decisions/0003-settings.md).
+Why tyro does not do it is in docs/decisions/0003-settings.md.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from functools import cache
-from typing import Any, TypeVar, get_args, get_origin
-
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from typing import Any, get_args, get_origin
 
 from unfog.config.aliases import current_name
-from unfog.config.schema import SHORT
-from unfog.config.values import (
-    FormatError,
-    describe_type,
-    format_spec,
-    parse_spec,
-    parse_value,
-    quote,
-    registry_of,
-    strip_optional,
-)
+from unfog.config.describe import describe
+from unfog.config.values import FormatError, describe_type, parse_spec, parse_value, quote, registry_of
 from unfog.errors import RequestError
-from unfog.settings import rules_of
-
-T = TypeVar("T")
 
 # Names of other trainers, for the message about an unknown flag.
 _ELSEWHERE = {
@@ -52,44 +35,6 @@ _ELSEWHERE = {
     "resolution": "size",
     "save-every": "checkpoint.every",
 }
-
-_registry = ConstructorRegistry()
-
-
-@_registry.primitive_rule
-def _part_by_kind(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Show a schedule, target, network, … in the help text as a spec string such as `min-snr:gamma=3`."""
-    words = registry_of(info.type)
-    if words is None:
-        return None
-    classes = tuple({type(part) for part in words.values()})
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{" + "|".join(words) + "}[:…]",
-        instance_from_str=lambda arguments: parse_spec(words, arguments[0]),
-        is_instance=lambda value: isinstance(value, classes),
-        str_from_instance=lambda value: [format_spec(value)],
-    )
-
-
-def print_help(kind: type[T], prog: str, default: T) -> typing.NoReturn:
-    """Print the help text of a command with these defaults, and exit with status 0."""
-    _show_short_flags(kind)
-    with _registry:
-        tyro.cli(kind, prog=prog, args=["--help"], default=default, config=(tyro.conf.AvoidSubcommands,))
-    raise AssertionError("tyro exits after --help")
-
-
-def _show_short_flags(kind: type) -> None:
-    """Annotate the settings that have a short flag, so that tyro shows it."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for f in fields(kind):
-        hint = hints[f.name]
-        annotation = hint.__origin__ if hasattr(hint, "__metadata__") else hint
-        if short := rules_of(f).short:
-            kind.__annotations__[f.name] = typing.Annotated[annotation, tyro.conf.arg(aliases=[f"--{short}"])]
-        elif is_dataclass(annotation) and registry_of(annotation) is None:
-            _show_short_flags(typing.cast(type, annotation))
 
 
 @dataclass(frozen=True)
@@ -158,44 +103,13 @@ class ParsedArgs:
 def _flags_of(kind: type) -> dict[str, _Flag]:
     """Return every flag of a command by its spelling, short names included."""
     flags: dict[str, _Flag] = {}
-    for path, annotation, name in _leaves(kind, ()):
-        *above, _ = (part.replace("_", "-") for part in path if part != "settings")
-        long, place = ".".join([*above, name.replace("_", "-")]), ".".join(path).removeprefix("settings.")
-        for spelling in [long, *(short for short, setting in SHORT.items() if setting == place)]:
-            section, dot, last = spelling.rpartition(".")
-            if annotation is bool:
-                flags[f"--{spelling}"] = _Flag(path, annotation, True)
-                flags[f"--{section}{dot}no-{last}"] = _Flag(path, annotation, False)
-            else:
-                dashes = "-" if len(spelling) == 1 else "--"
-                flags |= dict.fromkeys({f"{dashes}{spelling}", f"--{spelling}"}, _Flag(path, annotation))
+    for setting in describe(kind):
+        path, annotation = setting.path, setting.annotation
+        for number, spelling in enumerate([] if setting.positional else setting.flags):
+            switch = number < len(setting.flags) / 2 if annotation is bool else None
+            dashes = "-" if len(spelling) == 1 else "--"
+            flags |= dict.fromkeys((f"{dashes}{spelling}", f"--{spelling}"), _Flag(path, annotation, switch))
     return flags
-
-
-def _leaves(kind: type, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, str]]:
-    """Yield (place, type, name of the flag) of each setting that a flag can give."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for f in fields(kind):
-        marks = getattr(hints[f.name], "__metadata__", ())
-        if tyro.conf.Suppress in marks or tyro.conf.Positional in marks:
-            continue
-        annotation = hints[f.name].__origin__ if marks else hints[f.name]
-        registry = registry_of(annotation)
-        if is_dataclass(annotation) and registry is None:
-            yield from _leaves(typing.cast(type, annotation), (*above, f.name))
-        else:
-            name = next((mark.name for mark in marks if getattr(mark, "name", None)), f.name)
-            yield (*above, f.name), annotation if registry else strip_optional(annotation), name
-
-
-def _positionals(kind: type) -> dict[str, tuple[Any, str]]:
-    """Return name -> (type, name in the usage line) of the words that a command takes without a flag, in order."""
-    found = {}
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        marks = getattr(hint, "__metadata__", ())
-        if tyro.conf.Positional in marks:
-            found[name] = hint.__origin__, next(mark.metavar for mark in marks if getattr(mark, "metavar", None))
-    return found
 
 
 def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str, type]) -> ParsedArgs:
@@ -206,8 +120,10 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
         prog: name of the command in messages: "unfog train".
         others: the other commands and their dataclasses, to recognise a flag of theirs.
     """
-    flags, args, positionals = _flags_of(kind), ParsedArgs(), _positionals(kind)
-    metavars = [metavar for _, metavar in positionals.values()]
+    flags, args = _flags_of(kind), ParsedArgs()
+    positionals = [setting for setting in describe(kind) if setting.positional]
+    metavars = [setting.metavar for setting in positionals]
+    needed = [setting.metavar for setting in positionals if setting.field.default is MISSING]
     left, free, only_free = list(words), list[str](), False
     while left:
         word = left.pop(0)
@@ -225,12 +141,12 @@ def parse_args(words: Sequence[str], kind: type, prog: str, others: Mapping[str,
                 both = " or ".join(name for name, other in flags.items() if other.path == flag.path)
                 raise RequestError(f"{spelled} takes no value; write {both}")
             values = [attached] if equals else []
-            values += _take_values(flag, len(values), left, flags, len(metavars) - len(free))
+            values += _take_values(flag, len(values), left, flags, len(needed) - len(free))
             _check_count(flag, spelled, values)
             args.put(flag, spelled, values)
-    if len(free) != len(metavars):
+    if not len(needed) <= len(free) <= len(metavars):
         raise RequestError(_wrong_count(free, args, prog, metavars))
-    args.named = {name: hint(os.path.expanduser(word)) for (name, (hint, _)), word in zip(positionals.items(), free)}
+    args.named = {each.path[0]: each.annotation(os.path.expanduser(word)) for each, word in zip(positionals, free)}
     return args
 
 

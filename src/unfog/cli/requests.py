@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
@@ -11,7 +12,8 @@ from typing import Any
 
 import tyro
 
-from unfog.cli.parse import ParsedArgs, parse_args, print_help
+from unfog.cli.help import HELP_FLAGS, format_help
+from unfog.cli.parse import ParsedArgs, parse_args
 from unfog.commands.train import apply_changes, base_settings, check_new_run
 from unfog.config import requests, run_requests
 from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe, preset
@@ -24,7 +26,6 @@ from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.process.run_folder import RunFolder, next_folder
 
-_HELP_FLAGS = ("-h", "--help")
 REQUESTS: dict[str, type] = {
     "train": requests.TrainRequest,
     "resume": requests.ResumeRequest,
@@ -70,8 +71,9 @@ def read_request(command: str, words: Sequence[str]) -> Any:
 
 
 def _parse(command: str, words: Sequence[str], default: Any) -> ParsedArgs:
-    if any(word in _HELP_FLAGS for word in words):
-        print_help(REQUESTS[command], f"unfog {command}", default)
+    if any(word in HELP_FLAGS for word in words):
+        sys.stdout.write(format_help(command, REQUESTS[command], default, every="--help-all" in words))
+        raise SystemExit(0)
     others = {f"unfog {name}": kind for name, kind in REQUESTS.items() if name != command}
     return parse_args(words, REQUESTS[command], f"unfog {command}", others)
 
@@ -85,7 +87,7 @@ def _blank(kind: type, **values: Any) -> Any:
 def _training_request(command: str, words: Sequence[str]) -> Any:
     """Return a request to train on something, or one that looks ahead to it."""
     kind, default = REQUESTS[command], _shown_settings(command, {})
-    plain = [word for word in words if word not in _HELP_FLAGS]
+    plain = [word for word in words if word not in HELP_FLAGS]
     if plain != list(words):  # the help text shows the recipe that the words name
         for attempt in (plain, [*plain, "SOURCE"]):
             with suppress(RequestError):
@@ -140,7 +142,7 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
 
 
 def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
-    if "--" not in words and {"train", "resume"} & set(words) and not set(_HELP_FLAGS) & set(words):
+    if "--" not in words and {"train", "resume"} & set(words) and not set(HELP_FLAGS) & set(words):
         raise _no_command("and there is no --")
     at = words.index("--") if "--" in words else len(words)
     args = _parse("slurm", words[:at], requests.SlurmRequest())

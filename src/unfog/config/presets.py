@@ -107,6 +107,10 @@ class _Evaluate:
     """Number of held-out images."""
 
 
+UNUSED_BY_AUTOENCODERS = ("ema_snapshots", "data.labels")
+"""Settings that are allowed with `unfog train-autoencoder`, as in a shared TOML file, and change nothing there."""
+
+
 @dataclass(frozen=True)
 class AutoencoderRunSettings:
     """The settings of `Config` that autoencoder training reads, by the same names: no noise levels, no sampler."""

@@ -1,6 +1,7 @@
 """One dataclass for each command that trains or prepares training: for the command line, Python and the command.
 
-Field names are the flags, and the strings under them are the text of --help. `run_requests` has those about a run.
+Field names are the flags. The strings under them are the text of --help, and indented lines its examples.
+`run_requests` has those about a run.
 """
 
 from __future__ import annotations
@@ -41,11 +42,9 @@ class _TrainingRequest:
 class TrainRequest(_TrainingRequest):
     """Train on SOURCE: a folder of images, or the built-in set `fashion`. Sub-folders become classes.
 
-    One hour, with all settings chosen for you: unfog train photos/
-
-    Ten minutes at 64x64: unfog train photos/ --size 64 --budget 10m
-
-    The textbook recipe: unfog train photos/ --preset ddpm --steps 20000
+      unfog train photos/                              one hour, all settings chosen
+      unfog train photos/ --size 64 --budget 10m       ten minutes at 64x64
+      unfog train photos/ --preset ddpm --steps 20000  the textbook recipe
 
     The preset gives the settings. The file of --config changes them, and the flags below change both.
     """
@@ -58,9 +57,8 @@ class TrainRequest(_TrainingRequest):
 class TrainAutoencoderRequest:
     """Train an autoencoder on SOURCE. It compresses large images to small latents, on which training is faster.
 
-    unfog train-autoencoder photos/ --size 256 --factor 8 --budget 30m
-
-    then: unfog train photos/ --autoencoder runs/photos-autoencoder
+      unfog train-autoencoder photos/ --size 256 --factor 8 --budget 30m
+      unfog train photos/ --autoencoder runs/photos-autoencoder       afterwards
 
     The result is a run: `unfog resume` continues it, and `unfog report` shows it.
     """
@@ -90,6 +88,9 @@ class TrainAutoencoderRequest:
 class ResumeRequest:
     """Continue RUN from its newest whole checkpoint. The result equals that of a run without the interruption.
 
+      unfog resume runs/photos                  up to the length that was asked for
+      unfog resume runs/photos --steps 40000    longer
+
     Flags change settings from here on: --steps for a longer run, --lr, intervals. A setting that a run cannot change,
     such as its network, is refused. A change that makes it another run, such as other images, needs --force.
     """
@@ -111,9 +112,8 @@ class DoctorRequest(_TrainingRequest):
 
     Reads every image once, tries every part of a run, and reports each finding with its meaning and a remedy.
 
-    Before a run: unfog doctor photos/ --size 64 --budget 2h
-
-    During or after it: unfog doctor runs/photos
+      unfog doctor photos/ --size 64 --budget 2h    before a run
+      unfog doctor runs/photos                      during or after it
 
     The exit status is 2 where training makes no sense. Settings apply to SOURCE only: a run has its own.
     """
@@ -130,11 +130,9 @@ class DoctorRequest(_TrainingRequest):
 class PlanRequest(_TrainingRequest):
     """Predict memory, time and disk space of training on SOURCE, on this machine or another.
 
-    unfog plan photos/ --size 128 --batch 64 --steps 100000
-
-    unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
-
-    unfog plan photos/ --network dit-base --batch 256 --steps 100000 --training.shard --processes 8 --for h100
+      unfog plan photos/ --size 128 --batch 64 --steps 100000
+      unfog plan photos/ --size 128 --batch 64 --steps 100000 --for h200
+      unfog plan photos/ --network dit-base --training.shard --processes 8
 
     The exit status is 2 where it does not fit.
     """
@@ -151,7 +149,9 @@ class PlanRequest(_TrainingRequest):
 class FindLrRequest(_TrainingRequest):
     """Find a learning rate for SOURCE, network and batch by a short test on a throwaway copy. No run is changed.
 
-    unfog find-lr photos/ --size 64
+      unfog find-lr photos/ --size 64
+
+    Give the rate that it finds to `unfog train` as --lr.
     """
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
@@ -166,7 +166,8 @@ class PackRequest:
 
     After an interruption, the same command continues.
 
-    unfog pack photos/ photos.pack --size 64        then: unfog train photos.pack
+      unfog pack photos/ photos.pack --size 64
+      unfog train photos.pack                     afterwards
     """
 
     source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -180,7 +181,7 @@ class PackRequest:
 class SlurmRequest:
     """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
 
-    unfog slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 -- train /data/photos --out /shared/photos --batch 1024
+      unfog slurm --nodes 2 --gpus-per-node 8 -- train /data/photos --out /shared/photos
 
     The job saves before its time limit and requeues itself until the run is finished. Give other options of sbatch to
     sbatch, or add them to the file.

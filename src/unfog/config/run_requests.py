@@ -143,11 +143,10 @@ class EvaluationRequest:
 class EvaluateRequest(EvaluationRequest):
     """Evaluate RUN: compare samples with its training images, and measure the loss of the held-out images.
 
-    Everything, with 1,000 samples on a CPU: unfog evaluate runs/photos
-
-    Two metrics of 10,000 samples: unfog evaluate runs/photos --metrics kid,fid -n 10000 --features inception
-
-    Two checkpoints on the same images and noise: unfog evaluate runs/photos --metrics held_out --against 5000
+      unfog evaluate runs/photos                             all metrics that apply
+      unfog evaluate runs/photos --metrics kid,fid -n 10000  two metrics, more samples
+      unfog evaluate runs/photos --metrics held_out --against 5000
+                                   two checkpoints on the same images and noise
 
     Every value has a confidence interval and is stored in RUN/evaluations. The same command continues after an
     interruption, and reads stored results. torchrun --nproc-per-node 2 -m unfog evaluate … shares the samples.
@@ -175,9 +174,8 @@ class EmaSweepRequest:
 
     The best becomes the run's EMA: `unfog sample RUN` uses it. Prints a table and writes ema-sweep.html.
 
-    By held-out loss, in a minute: unfog ema-sweep runs/photos
-
-    By samples, which says more: unfog ema-sweep runs/photos --metric kid -n 1000
+      unfog ema-sweep runs/photos                       by held-out loss, in a minute
+      unfog ema-sweep runs/photos --metric kid -n 1000  by samples, which says more
     """
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -200,7 +198,7 @@ class EmaSweepRequest:
 class TuneRequest:
     """Find the best noise levels for sampling RUN in few steps, and make them the default of `unfog sample RUN`.
 
-    unfog tune runs/photos --steps 10
+      unfog tune runs/photos --steps 10
 
     Moves the levels until few steps give the result of many steps from the same noise, then measures every grid on
     other noise. Takes minutes. The network does not change.

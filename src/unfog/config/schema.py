@@ -41,7 +41,7 @@ LENGTH = ("steps", "images", "budget")
 class Init:
     """Weights to start from. Network, size and objective are theirs unless given."""
 
-    folder: str = setting("", short="init")
+    folder: str = setting("", short="init", common=True)
     """A run, or a folder that diffusers wrote: a UNet2DModel, or a pipeline with one."""
     weights: Literal["ema", "raw"] = "ema"
     """Of a run: its EMA weights, or the raw weights of the last step."""
@@ -62,9 +62,9 @@ class Config:
     source: Suppress[str] = setting("", affects="nothing", resume="free")
     """Folder of the images, or the name of a built-in set."""
     data: Data = Data()
-    network: Network = None
+    network: Network = setting(None, common=True)
     """The network: auto, a size or a kind, with changes after a colon, such as small:dropout=0.1 or dit:patch=4."""
-    autoencoder_folder: str = setting("", short="autoencoder", affects="nothing")
+    autoencoder_folder: str = setting("", short="autoencoder", affects="nothing", common=True)
     """Train on latents of this autoencoder: a run of `unfog train-autoencoder`, an AutoencoderKL or AutoencoderTiny."""
     label_dropout: float = setting(0.1, at_least=0, at_most=1, usual="0.1", resume="free")
     """Share of training images that are shown without their class, so that sampling can use --guidance."""

@@ -22,7 +22,7 @@ UNREAD = "unread:"
 class Data:
     """Settings of decoding, labels, augmentation and the held-out split. 0 or "auto" is chosen to suit the images."""
 
-    size: int = setting(0, short="size")
+    size: int = setting(0, short="size", common=True)
     """Side in pixels of what the network sees; 0 = own size if all equal and small, else 32 or 64."""
     channels: int = 0
     """1 = grey, 3 = RGB; 0 = grey if every image is grey, else RGB."""
@@ -30,13 +30,13 @@ class Data:
     """Colour put behind transparent pixels: a name such as "white", or "#rrggbb"."""
     labels: str = setting("auto", affects="nothing", resume="free")
     """Classes: folders = the top sub-folders, or what shards say; none; auto = whichever fit; or a .csv or .jsonl."""
-    flip: bool = setting(False, short="flip", resume="free")
+    flip: bool = setting(False, short="flip", resume="free", common=True)
     """Mirror half of the images left to right; off, as text and digits do not survive it."""
     jitter: float = setting(0.0, at_least=0, at_most=1, usual="0.05 to 0.2", resume="free")
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""
     crop: float = setting(0.0, at_least=0, at_most=0.5, usual="0.1", resume="free")
     """Enlarge a random square of at least 1 - crop of the side to the whole; 0.1 is usual. Samples show it."""
-    augment: float = setting(0.0, short="augment", at_least=0, at_most=1, usual="0.12 to 0.15")
+    augment: float = setting(0.0, short="augment", at_least=0, at_most=1, usual="0.12 to 0.15", common=True)
     """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""

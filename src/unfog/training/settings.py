@@ -19,13 +19,13 @@ MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 class Training:
     """Length of training, batch size, precision and device."""
 
-    steps: int = setting(0, short="steps", at_least=0, affects="steps", resume="free")
+    steps: int = setting(0, short="steps", at_least=0, affects="steps", resume="free", common=True)
     """Optimiser steps of the whole run. Give one of steps, images and budget."""
     images: int = setting(0, short="images", at_least=0, affects="steps", resume="free")
     """Training images of the whole run, repeats counted."""
-    budget: str = setting("", short="budget", affects="steps", resume="free")
+    budget: str = setting("", short="budget", affects="steps", resume="free", common=True)
     """Wall time from here on, as 90s, 10m or 2h: measures the speed, then fixes `images`."""
-    batch: int = setting(64, short="batch", at_least=1, at_most=1000000, usual="64")
+    batch: int = setting(64, short="batch", at_least=1, at_most=1000000, usual="64", common=True)
     """Images for one optimiser step."""
     microbatch: int = setting(0, short="microbatch", at_least=0, affects="steps", resume="free")
     """Images in one forward and backward pass; gradients add up to `batch`. 0: the whole batch."""
@@ -37,9 +37,9 @@ class Training:
     """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device."""
     memory_format: MemoryFormat = setting("auto", affects="steps", resume="free", added_later=True)
     """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
-    device: str = setting("auto", short="device", affects="nothing", resume="free")
+    device: str = setting("auto", short="device", affects="nothing", resume="free", common=True)
     """auto, cpu, cuda, cuda:1 or mps. auto: cuda, else mps, else cpu."""
-    seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force")
+    seed: int = setting(0, short="seed", at_least=0, at_most=9223372036854775807, resume="force", common=True)
     """Seed of the initial weights, the order of images, noise and dropout."""
     patience: int = setting(20, at_least=1, affects="steps", resume="free")
     """Steps in a row that may be skipped for a non-finite gradient, or have a far higher loss, before a roll-back."""
@@ -125,7 +125,7 @@ OPTIMIZERS = (AdamW, Muon, Custom)
 class Optimizer:
     """Optimiser, and its learning rate over the run."""
 
-    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3, or 0 to choose it,")
+    lr: float = setting(0.0, short="lr", at_least=0, usual="1e-4 to 3e-3, or 0 to choose it,", common=True)
     """Peak learning rate. 0: by size: 0.006 with Muon, 0.003 with AdamW for a U-Net of 1M, batch 64."""
     warmup: int = setting(0, at_least=0)
     """Steps of linear rise to the peak; the first step is not zero. 0: 5% of the run, at most 5000 steps."""

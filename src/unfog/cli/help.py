@@ -1,0 +1,117 @@
+"""The help texts of the commands: `--help`, one screen with what people change; `--help-all`, with all settings."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING
+from itertools import groupby
+from typing import Any
+
+from unfog.config.describe import Description, describe
+from unfog.config.presets import UNUSED_BY_AUTOENCODERS, AutoencoderRunSettings
+
+HELP_FLAGS = ("-h", "--help", "--help-all")
+_COLUMN = 24
+_WIDEST = 100
+
+
+def format_help(command: str, kind: type, default: Any, *, every: bool = False) -> str:
+    """Return the help text of a command: of all its settings, or of the common ones.
+
+    Args:
+        command: its name.
+        kind: its request dataclass.
+        default: a request with the defaults to show.
+        every: list all settings, with their full text and default.
+    """
+    listed = listed_settings(command, kind, default)
+    words = [each for each in listed if each.positional]
+    flags = [each for each in listed if not each.positional]
+    shown = flags if every else [each for each in flags if each.rules.common or each.path[0] != "settings"]
+    every = every or len(shown) == len(flags)
+    metavars = [each.metavar if each.field.default is MISSING else f"[{each.metavar}]" for each in words]
+    lines = [" ".join(["usage: unfog", command, *metavars, *["[OPTIONS]"] * bool(flags)]), ""]
+    lines += [*_paragraphs(kind), *[""] * bool(words)]
+    for word in words:
+        lines += _two_columns(word.metavar, word.text)
+    if every:
+        lines += _sections(shown, default)
+    else:
+        lines += [""]
+        # What belongs to the command alone stands before what belongs to the run.
+        for each in sorted(shown, key=lambda each: each.path[0] == "settings"):
+            text = _first_sentence(each.text) if each.path[0] == "settings" else each.text
+            lines += _two_columns(_spell(each, each.flags[:1]), text)
+        more = f"--help-all lists {len(flags) - len(shown)} more; `unfog explain SETTING` says more about each"
+        lines += ["", more + "."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def listed_settings(command: str, kind: type, default: Any = None) -> list[Description]:
+    """Return the settings that mean something to a command, and the words without a flag.
+
+    Without those that no resume can change, and those that the training of an autoencoder does not read.
+    """
+    settings, found = getattr(default, "settings", None), list(describe(kind))
+    if command == "resume":
+        if settings is not None and getattr(settings, "trains_autoencoder", False):
+            known = {each.setting for each in describe(AutoencoderRunSettings)}
+            found = [each for each in found if each.path[0] != "settings" or each.setting in known]
+        found = [each for each in found if each.path[0] != "settings" or each.changes_on_resume]
+    if command == "train-autoencoder" or getattr(settings, "trains_autoencoder", False):
+        found = [each for each in found if not each.setting.startswith(UNUSED_BY_AUTOENCODERS)]
+    return found
+
+
+def _paragraphs(kind: type) -> Iterator[str]:
+    """Yield the lines of the docstring of a request. Indented lines, the examples, stay as they are."""
+    text = (inspect.getdoc(kind) or "").splitlines()
+    for verbatim, group in groupby(text, lambda line: line[:1] in ("", " ")):
+        lines = list(group)
+        yield from lines if verbatim else _wrap(" ".join(lines))
+
+
+def _sections(settings: Iterable[Description], default: Any) -> Iterator[str]:
+    """Yield the lines of all settings with their full texts: those of the command, then section by section."""
+    sections: dict[tuple[str, ...], list[Description]] = {(): [], ("settings",): []}
+    for each in settings:
+        sections.setdefault(each.path[:-1], []).append(each)
+    for section, members in sections.items():
+        if members:
+            yield from ["", f"{'.'.join(section[1:] or section) or 'options'}:"]
+        for each in members:
+            usual, text = each.default(default), each.text
+            if each.metavar == "NAME":
+                text += f" One of {', '.join(each.choices)}."
+            if usual and "Default:" not in text:
+                text += f" (default: {usual})"
+            yield f"  {_spell(each, each.flags)}"
+            yield from _wrap(text, " " * 6)
+
+
+def _spell(setting: Description, names: Iterable[str]) -> str:
+    """Return flags as they are typed, and the placeholder of the value."""
+    flags = ", ".join(f"-{name}" if len(name) == 1 else f"--{name}" for name in names)
+    return f"{flags} {setting.metavar}".rstrip()
+
+
+def _two_columns(left: str, text: str) -> Iterator[str]:
+    lines = _wrap(text, " " * _COLUMN) or [""]
+    if len(left) + 3 > _COLUMN:
+        yield f"  {left}"
+    else:
+        yield f"  {left:{_COLUMN - 2}}{lines.pop(0).lstrip()}"
+    yield from lines
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _first_sentence(text: str) -> str:
+    first, stop, _ = text.partition(". ")
+    return first + stop.strip()
