@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
 from unfog.config.values import parse_spec, registry_of
@@ -37,6 +35,8 @@ from unfog.runs.session import Session
 from unfog.training import loop
 from unfog.training.divergence import DivergenceGuard
 from unfog.training.settings import Checkpoint, Evaluate, Preview
+
+import torch
 
 spent: dict[str, float] = defaultdict(float)
 

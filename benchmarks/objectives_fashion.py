@@ -14,18 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-from quality_fashion import COUNT, as_input, frechet, trained_classifier
-from torch import Tensor
-from torch.nn import functional as F
-
 import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.image_grids import save_png
+
+import numpy as np
+import torch
+from quality_fashion import COUNT, as_input, frechet, trained_classifier
+from torch import Tensor
+from torch.nn import functional as F
 
 COMMON = (
     "--network tiny --size 16 --images 16000 --log.every 25 --preview.every -1 --evaluate.every -1 "

@@ -16,17 +16,17 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 import unfog
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.records import read_metrics
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 COUNT = 1000
 

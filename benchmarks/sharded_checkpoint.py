@@ -15,9 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from unfog.models.network_settings import build_model
 from unfog.models.settings import DiT
 from unfog.training.checkpoints import snapshot
@@ -28,6 +25,9 @@ from unfog.training.hooks import TrainingHooks
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Optimizer, PowerEma
 from unfog.training.state import TrainState
+
+import torch
+import torch.distributed as dist
 
 
 class Saves(TrainingHooks):

@@ -10,6 +10,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+
+import unfog  # noqa: F401  # before torch, whose idle threads it makes sleep; the processes of tests inherit that
+
+# isort: split
 import pytest
 import torch
 from hypothesis import settings

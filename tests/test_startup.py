@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from conftest import NETWORK
@@ -19,8 +18,6 @@ from unfog.config.presets import preset
 from unfog.config.toml import update
 from unfog.data.stream import ImageStream
 from unfog.pipeline.load_data import load_images
-from unfog.planning import auto_settings as choices
-from unfog.planning.auto_settings import AutoSettings
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
 from unfog.runs import session
@@ -31,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
-HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.errors"]
+HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.errors", "unfog.openmp"]
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])
@@ -166,24 +163,3 @@ def test_a_resume_costs_the_same_wherever_it_begins(run, tmp_path, monkeypatch):
     assert early == [(80, 8)]
     assert late == [(8 * 10**6, 8)]
     assert operations == as_many
-
-
-@pytest.mark.parametrize(("capabilities", "timed"), [
-    ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, []),
-    ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, ["fp32", "bf16"]),
-    ({"architecture": "aarch64"}, ["fp32", "bf16"]),
-    ({}, ["fp32", "bf16"]),
-])  # fmt: skip
-def test_bf16_is_tried_only_where_it_may_be_the_faster_one(capabilities, timed, monkeypatch):
-    asked = []
-
-    def seconds(config, *rest):
-        asked.append(config.training.precision)
-        return 1.0 if config.training.precision == "fp32" else 0.5
-
-    monkeypatch.setattr(choices, "seconds_per_step", seconds)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    auto = AutoSettings(configured(precision="auto"), None, torch.device("cpu"), lambda: False)
-    auto.resolve_precision()
-    assert asked == timed
-    assert auto.config.training.precision == ("bf16" if timed else "fp32")

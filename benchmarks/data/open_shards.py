@@ -23,13 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from unfog.data.sources.registry import open_source
 from unfog.data.sources.storage import LocalStorage
 from unfog.data.webdataset import shard_index
 from unfog.data.webdataset.index_entry import ROW_DTYPE, IndexEntry
+
+import numpy as np
+from PIL import Image
 
 MEMBER = 20_480  # bytes from one image to the next
 PICTURES = 200  # different ones in each shard

@@ -23,11 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
-
 from unfog.commands.pack import pack
 from unfog.config.requests import PackRequest
 from unfog.data.packs.pack import Pack
@@ -35,6 +30,11 @@ from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.data.stream import ImageStream
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
 BATCH = 64
 Ways = dict[str, Callable[[], Iterator[int]]]

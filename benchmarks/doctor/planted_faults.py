@@ -20,9 +20,6 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from unfog.checks.images.image_checks import check_images
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset
@@ -33,6 +30,9 @@ from unfog.data.sources.registry import open_source
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.target import EdmF
 from unfog.reporting.findings import Finding
+
+import numpy as np
+from PIL import Image
 
 COUNT = 2000
 TRUE = {

@@ -22,10 +22,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
-
 import unfog
 from unfog.checks.run.run_checks import check_run
 from unfog.data.stream import ImageStream
@@ -37,6 +33,10 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.ema import Ema
+
+import numpy as np
+import torch
+from PIL import Image
 
 STEPS = 600  # half a minute on one core
 NETWORK = "unet:channels=8/24/64,attention=0/0/1,mid_attention=0,norm_groups=8,head_channels=16"

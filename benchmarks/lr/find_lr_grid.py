@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from unfog.commands.find_lr import find_lr
 from unfog.config.presets import preset
 from unfog.config.requests import FindLrRequest
@@ -29,6 +27,8 @@ from unfog.errors import RunError
 from unfog.models.settings import SIZES
 from unfog.reporting.records import read_metrics
 from unfog.runs.train import train
+
+import torch
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 WORKABLE = 1.10

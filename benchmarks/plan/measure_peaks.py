@@ -111,9 +111,6 @@ def measure(case: Case) -> int:
     """Growth of this process, in bytes, while it trains."""
     import gc
 
-    import numpy as np
-    import torch
-
     from unfog.config.schema import Config
     from unfog.data.augmentation import Augment
     from unfog.data.dataset import ImageSet
@@ -124,6 +121,9 @@ def measure(case: Case) -> int:
     from unfog.training.distributed.world import init_world
     from unfog.training.hooks import Task, TrainingHooks
     from unfog.training.loop import Intervals, LoopSettings, train
+
+    import numpy as np
+    import torch
 
     device = torch.device("cpu")
 

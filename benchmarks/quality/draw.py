@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
 import unfog
 from unfog.reporting.progress import Progress
+
+import numpy as np
 
 
 def main(path: Path, n: int, seed: int, folder: Path) -> None:

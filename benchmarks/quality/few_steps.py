@@ -23,10 +23,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
 import unfog
 from unfog.config.toml import update
 from unfog.config.values import parse_value
@@ -40,6 +36,10 @@ from unfog.pipeline.generate import GenerationSettings, generate_images, proport
 from unfog.reporting.image_grids import Pixels, save_png
 from unfog.reporting.progress import say
 from unfog.training.settings import SamplingPrecision
+
+import numpy as np
+import torch
+from torch import Tensor
 
 AT_ONCE, AWAY = 100, 20
 CELLS = [

@@ -12,14 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+from unfog.evaluation.features import compute_features, open_features
+from unfog.evaluation.metrics import compare_features
+from unfog.reporting.progress import Progress, say
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-
-from unfog.evaluation.features import compute_features, open_features
-from unfog.evaluation.metrics import compare_features
-from unfog.reporting.progress import Progress, say
 
 
 class Files:

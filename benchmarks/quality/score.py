@@ -13,16 +13,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.metrics import compare_features
+from unfog.reporting.image_grids import grid, save_png
+from unfog.reporting.progress import Progress
+
 import numpy as np
 import torch
 from contest import Cell, ladder, run, write
 from PIL import Image
 from torch import Tensor
-
-from unfog.evaluation.features import Features, open_features
-from unfog.evaluation.metrics import compare_features
-from unfog.reporting.image_grids import grid, save_png
-from unfog.reporting.progress import Progress
 
 METRICS = ("kid", "fid", "precision", "recall")
 SHOWN = 64

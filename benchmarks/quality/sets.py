@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from PIL import Image
-
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.reporting.progress import Progress
+
+from PIL import Image
 
 
 def main(out: Path, sets: list[str], size: int = 32) -> None:

@@ -25,14 +25,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from diffusers import DDIMPipeline, DDIMScheduler, DDPMScheduler, UNet2DModel
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
-from torch import Tensor
-from torch.nn import functional as F
-
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.augmentation import Augment
@@ -46,6 +38,14 @@ from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.settings import AdamW, Optimizer, Training
+
+import numpy as np
+import torch
+from diffusers import DDIMPipeline, DDIMScheduler, DDPMScheduler, UNet2DModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor
+from torch.nn import functional as F
 
 SIZE = 32
 Steps = Callable[[int], float]  # number of steps -> seconds a step

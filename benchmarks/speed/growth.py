@@ -20,9 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.data.dataset import ImageSet
@@ -37,6 +34,9 @@ from unfog.models.settings import UNet
 from unfog.pipeline.build import build_augmentation, build_loss, build_state
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
+
+import numpy as np
+import torch
 
 CPU = torch.device("cpu")
 SHARDS, FAR = 4, 10**15  # files of an index; a position that a run never reaches

@@ -18,16 +18,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
-
 from unfog.config.schema import Config
 from unfog.data.settings import Data
 from unfog.models.settings import SIZES
 from unfog.pipeline.build import build_network
 from unfog.training.precision import Precision, default_memory_format
 from unfog.training.settings import Training
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 KINDS = {
     "convolution": ("convolution",),

@@ -22,10 +22,6 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from nodes import LINK, Nodes
-
 from unfog.data.augmentation import Augment
 from unfog.diffusion.diffusion import Diffusion
 from unfog.diffusion.objective import Objective
@@ -38,6 +34,10 @@ from unfog.training.loop import Intervals, LoopSettings, train
 from unfog.training.precision import Precision
 from unfog.training.settings import Muon, Optimizer, PowerEma, Training
 from unfog.training.state import TrainState
+
+import torch
+import torch.distributed as dist
+from nodes import LINK, Nodes
 
 BUCKET = 25 * 2**20  # bytes of gradients that DistributedDataParallel sends at once; the first bucket has a 25th of it
 

@@ -26,13 +26,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
 from unfog.config.presets import preset
 from unfog.config.schema import Config, Network
 from unfog.config.values import parse_spec, registry_of
@@ -50,6 +43,13 @@ from unfog.runs.session import Session
 from unfog.training.optimizers import build_optimizer
 from unfog.training.precision import Precision
 from unfog.training.settings import Checkpoint, Evaluate, PrecisionName, Preview
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 Steps = Callable[[int], list[float]]  # number of steps -> seconds of each
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

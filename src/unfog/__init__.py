@@ -22,6 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import unfog.openmp  # noqa: F401  # first, as it must come before torch
 from unfog.errors import RequestError, RunError, UnfogError
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
+from unfog.openmp import SPINNING_LIMITED
 from unfog.pipeline.build import build_state
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.planning.intervals import Choice
@@ -37,6 +39,14 @@ from unfog.training.nan_debug import NanReport
 from unfog.training.out_of_memory import microbatch_size
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
+
+
+@cache
+def _say_that_threads_spin() -> None:
+    say(
+        "  torch was imported before unfog, so its idle threads spin, and other programs slow this one down; "
+        "import unfog first, or start Python with OMP_WAIT_POLICY=PASSIVE"
+    )
 
 
 class Session(StoppableHooks):
@@ -183,6 +193,8 @@ class Session(StoppableHooks):
             say("  no EMA snapshots are taken: the two averages were not both kept since the run began")
         parameters = sum(p.numel() for p in self.state.model.parameters())
         training = self.config.training
+        if training.device == "cpu" and torch.get_num_threads() > 1 and not SPINNING_LIMITED:
+            _say_that_threads_spin()
         say(
             f"{'training' if fresh else 'resuming'} {parameters / 1e6:.2f}M parameters in {self.context.folder.path}: "
             f"steps {self.step:,} to {self.steps:,} of {training.batch} images, "
