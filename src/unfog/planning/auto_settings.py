@@ -19,7 +19,7 @@ from unfog.planning.intervals import Changes, Choice, choose_intervals, open_int
 from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
 from unfog.planning.timing import forward_passes, seconds_per_step
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
-from unfog.training.precision import default_memory_format, emulates_bf16, native_precision
+from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 
 
@@ -57,7 +57,6 @@ class AutoSettings:
         self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
         self.choices: list[Choice] = []
         self._images, self._stop, self.processes = images, stop, processes
-        self._measured: dict[str, float] = {}  # precision -> seconds per step
 
     def resolve(self) -> None:
         """Resolve all settings of a new run."""
@@ -109,8 +108,7 @@ class AutoSettings:
         optimizer, batch = self.config.optimizer, self.config.training.batch
         if optimizer.lr:
             return
-        # Building is quick in memory; on the "meta" device it would cost a second of imports.
-        parameters = sum(p.numel() for p in build_network(self.config).parameters())
+        parameters = self._parameters
         network, tuned = self.config.network or UNet(), bool(self.config.init.folder)
         lr = float(f"{default_learning_rate(parameters, batch, network, optimizer.method, tuned):.2g}")
         self.config = _changed(self.config, {"optimizer": {"lr": lr}})
@@ -157,33 +155,20 @@ class AutoSettings:
         return choose_microbatch(self.process_config(), machine.device, machine.memory, machine.name, self.processes)
 
     def resolve_precision(self) -> None:
-        """Choose the native precision of a GPU; on a CPU, the faster of fp32 and bf16."""
-        if self.config.training.precision == "auto":
-            name, reason = self._choose_precision()
-            self._set_training(precision=name)
-            self._note("precision", name, reason)
-
-    def _choose_precision(self) -> tuple[PrecisionName, str]:
-        device, sheet = self.machine.device, self.machine.data_sheet
-        if sheet is not None and sheet.precision != "fp32":
-            return sheet.precision, f"native to {sheet.name}"
-        if sheet is not None:  # of a CPU, see `benchmark_cpu`: accelerators have a faster type
-            why = "several processes share this CPU" if self.processes > 1 else "a step takes minutes"
-            return "fp32", f"not timed, as {why}"
-        if device.type != "cpu":
-            return native_precision(device), f"native to {device}"
-        if emulates_bf16():
-            return "fp32", "this CPU has no instructions for bf16"
-        if not self.machine.timed:
-            return "fp32", "not timed"
-        # Timing takes longer than the rest of a start. Where there are instructions for bf16, fp32 is hardly ever
-        # faster, so a second is enough for it.
-        fp32, bf16 = self._seconds_per_step("fp32", 1.0), self._seconds_per_step("bf16")
-        reason = f"{fp32 * 1e3:.0f} ms a step in fp32, {bf16 * 1e3:.0f} in bf16"
-        return ("bf16" if bf16 < 0.95 * fp32 else "fp32"), reason
+        """Choose the precision by hardware and network; a timing could choose another one when repeated."""
+        if self.config.training.precision != "auto":
+            return
+        name: PrecisionName
+        sheet = self.machine.data_sheet
+        if sheet is not None and self.machine.device.type != "cpu":
+            name, reason = sheet.precision, f"native to {sheet.name}"
+        else:
+            name, reason = default_precision(self.machine.device, lambda: self._parameters)
+        self._set_training(precision=name)
+        self._note("precision", name, reason)
 
     def resolve_memory_format(self) -> None:
-        """Choose the memory format by rule; a timing could choose another one, and other bits, when repeated."""
+        """Choose the memory format by rule, as with the precision."""
         if self.config.training.memory_format != "auto":
             return
         name: MemoryFormat = "contiguous"
@@ -203,7 +188,8 @@ class AutoSettings:
             budget = training.budget or "1h"
             pace = self.seconds_per_step()
             images = seen + self._images_beside_evaluation(parse_duration(budget) / pace * training.batch)
-            reason = f"{budget} at {training.batch / pace:,.0f} images/s, less what previews and evaluation take"
+            how = f"the {'predicted' if self.machine.data_sheet else 'measured'} pace of {training.batch / pace:,.0f}"
+            reason = f"{budget} at {how} images/s, less what previews and evaluation take"
             self._note("images", images, reason)
         steps = max(1, -(-images // training.batch))
         if steps * training.batch < seen:
@@ -244,7 +230,7 @@ class AutoSettings:
         if self.machine.data_sheet is not None:
             step = self.predicted_step_time(self.machine.data_sheet)
             return (step.low + step.high) / 2
-        return self._seconds_per_step(self.config.training.precision)
+        return self._measured_seconds_per_step
 
     def predicted_step_time(self, device: Device) -> TimeRange:
         """Return the seconds of a step by the data sheet of a device."""
@@ -255,11 +241,14 @@ class AutoSettings:
         """Floating-point operations of the network, once it is resolved."""
         return count_flops(lambda: build_network(self.config), input_shape(self.config))
 
-    def _seconds_per_step(self, precision: PrecisionName, limit: float = 3.0) -> float:
-        if precision not in self._measured:
-            config = _changed(self.process_config(), {"training": {"precision": precision}})
-            self._measured[precision] = seconds_per_step(config, self._images, self.machine.device, self._stop, limit)
-        return self._measured[precision]
+    @cached_property
+    def _measured_seconds_per_step(self) -> float:
+        return seconds_per_step(self.process_config(), self._images, self.machine.device, self._stop)
+
+    @cached_property
+    def _parameters(self) -> int:
+        # Building is quick in memory; on the "meta" device it would cost a second of imports.
+        return sum(p.numel() for p in build_network(self.config).parameters())
 
     def process_config(self) -> Config:
         """Return the configuration with the largest share of a batch that one process has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,8 @@ from unfog.training.settings import MemoryFormat, PrecisionName
 from unfog.training.sharded_tensors import to_local, total_norm
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_FEWEST_PARAMETERS_FOR_BF16 = 700_000  # the smallest network that was measured to gain on a CPU
 
 
 class Precision:
@@ -83,11 +85,30 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def native_precision(device: torch.device) -> PrecisionName:
-    """Return bf16 where CUDA hardware has it, fp16 on older CUDA cards, else fp32."""
+def default_precision(device: torch.device, parameters: Callable[[], int]) -> tuple[PrecisionName, str]:
+    """Return the precision in which a network of so many `parameters` usually trains fastest, and the reason.
+
+    The rule depends on hardware and network alone, so that a repeated command trains the same model. Its constants are
+    measured in the benchmark ledger.
+    """
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "fp32"
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return ("bf16" if native else "fp16"), f"native to {device}"
+    if device.type != "cpu":
+        return "fp32", f"native to {device}"
+    if not _cpu_has_fast_bf16():
+        return "fp32", "this CPU has no fast instructions for bf16"
+    if parameters() < _FEWEST_PARAMETERS_FOR_BF16:
+        return "fp32", f"converting to bf16 takes longer than it saves below {_FEWEST_PARAMETERS_FOR_BF16:,} parameters"
+    return "bf16", "this CPU has fast instructions for bf16"
+
+
+def _cpu_has_fast_bf16() -> bool:
+    # Not every version of torch has this; then nothing is known.
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    # Intel's avx512_bf16 is half as fast as its fp32; only AMX is faster. AMD's avx512_bf16 is twice as fast.
+    on_intel = "intel" in str(known.get("cpu_name", "")).lower()
+    return bool(known.get("amx_bf16") or (known.get("avx512_bf16") and not on_intel))
 
 
 def default_memory_format(device: torch.device, precision: PrecisionName) -> tuple[MemoryFormat, str]:
@@ -98,10 +119,3 @@ def default_memory_format(device: torch.device, precision: PrecisionName) -> tup
     if device.type == "cuda" and precision in DTYPES:
         return "channels_last", "what tensor cores work in"
     return "contiguous", f"usual in {precision} on {device.type}"
-
-
-def emulates_bf16() -> bool:
-    """Return whether this CPU is known to emulate bf16 by fp32, which takes longer than fp32 itself."""
-    # Not every version of torch has this; then nothing is known.
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return known.get("architecture") == "x86_64" and not (known.get("avx512_bf16") or known.get("amx_bf16"))

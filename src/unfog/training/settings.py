@@ -34,7 +34,7 @@ class Training:
     clip: float = setting(1.0, at_least=0, resume="free")
     """Gradient norm above which the gradient is scaled down to it. 0: no clipping."""
     precision: PrecisionName = setting("auto", short="precision", resume="free")
-    """Of forward and backward; weights stay fp32. auto: whichever of them is fast on the device."""
+    """Of forward and backward; weights stay fp32. auto: by hardware and size of the network."""
     memory_format: MemoryFormat = setting("auto", affects="steps", resume="free", added_later=True)
     """Memory format of convolutions. auto: channels_last in fp32 on a CPU and in 16 bits on CUDA."""
     device: str = setting("auto", short="device", affects="nothing", resume="free", common=True)
