@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ class Heartbeat:
 
     Attributes:
         step, steps, activity: contents of the file, set by the session; a changed activity is written within a second.
+        on_activity: called with each new activity.
         silent: nothing is written, as the folder is not a run yet.
         save_requested: RUN/SAVE exists and no checkpoint was started for it.
         moved: the folder is no longer at its path.
@@ -38,7 +39,8 @@ class Heartbeat:
 
     def __init__(self, folder: Path, stop: StopSignals, interval: float = 5.0, silent: bool = False):
         self.step = self.steps = 0
-        self.activity, self.save_requested = "starting", False
+        self.on_activity: Callable[[str], None] = lambda activity: None
+        self._activity, self.save_requested = "starting", False
         self.silent, self.moved = silent, False
         self._identity = folder_identity(folder)
         self._folder, self._stop, self._interval = folder, stop, interval
@@ -47,6 +49,16 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._lock = threading.Lock()  # so that SAVE is not removed while it is checked
         self._unmoved: dict[str, int] = {}  # requests served but not removable: name -> time of writing
+
+    @property
+    def activity(self) -> str:
+        return self._activity
+
+    @activity.setter
+    def activity(self, what: str) -> None:
+        if what != self._activity:
+            self._activity = what
+            self.on_activity(what)
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:

@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 from unfog.errors import Interrupted
-from unfog.reporting.progress import Progress
+from unfog.reporting.progress import Progress, say_from_signal
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _ALARM: signal.Signals | None = getattr(signal, "SIGALRM", None)
@@ -117,7 +117,7 @@ class StopSignals:
 
     def _tell(self, text: str) -> None:
         if not self._quiet:
-            _say(text)
+            say_from_signal(text)
 
     def _begin(self, why: str) -> None:
         # Signals and threads may race here: at worst both begin, and one of them is named.
@@ -243,11 +243,3 @@ def _pass_on(before: Any, number: int, frame: FrameType | None) -> None:
     elif before != signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-
-
-def _say(text: str) -> None:
-    # Not through `sys.stderr`: the signal may have come in the middle of a write there. And not where stderr was closed
-    # from the start, as file 2 may be any file then.
-    if sys.__stderr__ is not None:
-        with suppress(OSError):  # the terminal may be what has gone
-            os.write(2, f"{text}\n".encode())

@@ -1,8 +1,8 @@
 """Printing: messages, results and progress.
 
 Results (paths, requested numbers) go to stdout, so that they can be piped; messages go to stderr. On a terminal,
-progress is a live line; elsewhere it is plain lines without control characters, at a rate that a log file bears.
-Nothing here runs in a thread: a line moves when its work reports.
+progress is live lines at the bottom; elsewhere it is plain lines without control characters, at a rate that a log file
+bears. Nothing here runs in a thread: a line moves when its work reports.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
 _REDRAW = 0.2  # seconds between two drawings of a live line
-_live: Bars | None = None  # every live line that is shown, one below the other
+_BAR = 16  # characters
+_MARGIN = 3  # columns at the right that stay free, as the terminal writes "^C" there
+_live: Live | None = None  # the only part of the terminal that is drawn over
+_shown: list[Progress] = []  # what it shows, one below the other
+_rows = 0  # lines that it takes
 
 
 def say(text: str, style: str = "") -> None:
@@ -39,8 +44,21 @@ def warn(text: str) -> None:
     say(f"warning: {text}", style="yellow")
 
 
+def say_from_signal(text: str) -> None:
+    """Print a message from a signal handler or any thread, above the live lines."""
+    # Not through `sys.stderr`: the signal may have come in the middle of a write there. And not where stderr was closed
+    # from the start, as file 2 may be any file then.
+    if sys.__stderr__ is None:
+        return
+    # The next drawing goes up as many lines as the last one took, and must not reach the message.
+    erase = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (_rows - 1) if _rows else ""
+    with suppress(OSError):  # the terminal may be what has gone
+        os.write(2, f"{erase}{text}\n{chr(10) * (_rows - 1)}".encode())
+
+
 def print_result(text: str) -> None:
     """Print a requested value to stdout."""
+    _close_live()  # it begins again, below, when its work reports
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -111,17 +129,23 @@ class _Rate:
 class Progress:
     """Progress of `total` units of some work, from `start`, as a context manager.
 
-    Appears after `delay` seconds, so short work leaves no trace. `total` None: no end is known. May be
-    nested; on a terminal each has its line.
+    Appears after `delay` seconds, so short work leaves no trace. `total` None: no end is known. May be nested; on a
+    terminal each has its line, and the lines `below` it.
     """
 
-    def __init__(self, label: str, total: int | None, start: int = 0, delay: float = 2.0) -> None:
+    def __init__(
+        self, label: str, total: int | None, start: int = 0, delay: float = 2.0, below: Sequence[str] = ()
+    ) -> None:
         self.label, self.total = label, total
-        self._done, self._note = start, ""
-        self._delay = delay
-        self._started = self._shown = time.monotonic()
-        self._pace = _Rate(start, self._started)
-        self._task: TaskID | None = None
+        self._done, self._note, self._activity = start, "", ""
+        self._delay, self._below = delay, below
+        self._closed = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Estimate the time left from now on."""
+        self._started = self._drawn = time.monotonic()
+        self._pace = _Rate(self._done, self._started)
         self._printed: tuple[int, str] | None = None  # what the last plain line said
 
     def update(self, done: int, note: str = "") -> None:
@@ -133,24 +157,29 @@ class Progress:
         if now - self._started < self._delay:
             return
         if _is_terminal():
-            with suppress(OSError):  # as in `say`
-                self._draw(now)
-        elif self._printed is None or now - self._shown >= _plain_interval(now - self._started):
+            if self not in _shown or now - self._drawn >= _REDRAW:
+                self._draw()
+        elif self._printed is None or now - self._drawn >= _plain_interval(now - self._started):
             self._print(now)
 
     def advance(self, count: int) -> None:
         """Note that `count` more units are done."""
         self.update(self._done + count)
 
+    def show(self, activity: str) -> None:
+        """Name at once, on a terminal, what is being done: the work itself, or what interrupts it."""
+        self._activity = activity
+        if _is_terminal() and not self._closed:
+            self._draw()
+
     def close(self) -> None:
         """Take the live line away, or print the last plain line if it was not."""
-        now = time.monotonic()
-        if self._task is not None:
-            with suppress(OSError):
-                _remove(self._task)
-            self._task = None
+        self._closed = True
+        if self in _shown:
+            _shown.remove(self)
+            _redraw()
         elif self._printed is not None:
-            self._print(now)
+            self._print(time.monotonic())
 
     def __enter__(self) -> Progress:
         return self
@@ -158,25 +187,35 @@ class Progress:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _draw(self, now: float) -> None:
-        if self._task is None:
-            self._task = _bars().add_task(self.label, total=self.total, text="")
-        elif now - self._shown < _REDRAW:
-            return
-        self._shown = now
-        _bars().update(self._task, completed=self._done, total=self.total, text=self._text(now))
-        _bars().refresh()
+    def live_lines(self, now: float) -> list[Text]:
+        """Return what is shown on a terminal."""
+        line = Text(f"{self._activity or self.label} ")
+        if self.total:
+            full = min(_BAR, _BAR * self._done // self.total)
+            line.append("━" * full, "cyan").append("━" * (_BAR - full), "bright_black").append(" ")
+        line.append(f"{self.label} " if self._activity else "")
+        # The last log has a line of its own where there are several.
+        line.append(self._text(now, "" if self._below else self._note, share=True))
+        below = (self._note, *self._below) if self._below else ()
+        return [line, *(Text(f"  {text}") for text in below)]
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self not in _shown:
+            _shown.append(self)
+        _redraw()
 
     def _print(self, now: float) -> None:
         if self._printed == (self._done, self._note):
             return
-        self._shown, self._printed = now, (self._done, self._note)
-        say(f"{self.label} {self._text(now)}")
+        self._drawn, self._printed = now, (self._done, self._note)
+        say(f"{self.label} {self._text(now, self._note)}")
 
-    def _text(self, now: float) -> str:
+    def _text(self, now: float, note: str, share: bool = False) -> str:
         of = f"/{self.total:,}" if self.total else ""
+        percent = f" {100 * self._done // self.total}%" if share and self.total else ""
         rate = self._pace.rate
-        parts = [f"{self._done:,}{of}", self._note]
+        parts = [f"{self._done:,}{of}{percent}", note]
         if not self._note and math.isfinite(rate):
             parts.append(f"{format_number(rate)}/s")
         if self.total and self._done < self.total:
@@ -200,35 +239,36 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def _bars() -> Bars:
+def _redraw() -> None:
     global _live
-    if _live is None:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(16, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
-            TextColumn("{task.fields[text]}", markup=False),
-        )
-        # No refreshing thread: workers are forked, and a fork may not find the terminal's lock taken.
-        _live = Bars(*columns, console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=False)
-        _live.start()
-    return _live
+    with suppress(OSError):  # as in `say`
+        if not _shown:
+            _close_live()
+        elif _live is not None:
+            _live.refresh()
+        else:
+            # No refreshing thread: workers are forked, and a fork may not find the terminal's lock taken.
+            console = Console(stderr=True)
+            _live = Live(_LiveLines(), console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            _live.start(refresh=True)
 
 
-def _remove(task: TaskID) -> None:
-    global _live
-    if _live is None:
-        return
-    _live.remove_task(task)
-    if _live.task_ids:
-        _live.refresh()
-    else:
-        _close_live()
+class _LiveLines:
+    """The live lines of all work, each cut off at the edge of the terminal: a wrapped one would stay there."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        global _rows
+        lines = [line for one in _shown for line in one.live_lines(time.monotonic())][: console.height]
+        for line in lines:
+            line.truncate(max(1, options.max_width - _MARGIN), overflow="ellipsis")
+        _rows = len(lines)
+        yield from lines
 
 
 @atexit.register
 def _close_live() -> None:
     # Shows the cursor of the terminal again.
-    global _live
+    global _live, _rows
     if _live is not None:
         _live.stop()
-        _live = None
+        _live, _rows = None, 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -23,6 +24,9 @@ _NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("held_out_loss", lambda value: f"held-out {value:.4g}"),
     ("images_per_second", lambda value: f"{format_number(value)} images/s"),
 )
+
+_TREND = 40  # latest logs of the loss that its trend is of
+_FEWEST = 8  # of which there is a trend
 
 
 class Recorder:
@@ -66,12 +70,9 @@ class Recorder:
         self._sinks: list[Tracker] = []
         for name in log.sinks:
             self._open(name, start, config or {})
-        self._total = total
-        self.start_progress()
-
-    def start_progress(self) -> None:
-        """Estimate the time left from now on, without the time of preparations."""
-        self.progress = Progress("step", self._total, start=self._step, delay=0.0)
+        self._losses: deque[float] = deque(maxlen=_TREND)
+        places = f"samples {run_dir / 'samples'} · report {run_dir / 'report.html'}"
+        self.progress = Progress("step", total, start=start, delay=0.0, below=[places])
 
     def update_progress(self, step: int) -> None:
         """Move the progress line to `step`; cheap enough for every step."""
@@ -91,7 +92,10 @@ class Recorder:
         for name, text in _NOTES:
             if name in scalars:
                 self._notes[name] = text(scalars[name])
-        self.progress.update(step, ", ".join(self._notes.values()))
+        if "loss" in scalars:
+            self._losses.append(scalars["loss"])
+            self._notes["loss"] += trend(self._losses)
+        self.progress.update(step, ", ".join(self._notes[name] for name, _ in _NOTES if name in self._notes))
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
@@ -173,6 +177,18 @@ class Recorder:
                     f"{error.filename or self.run_dir} cannot be written ({error.strerror}): images and lines wait "
                     "in memory until the disk accepts them",
                 )
+
+
+def trend(losses: Sequence[float]) -> str:
+    """Return ", falling", ", rising" or ", steady": the later half against the earlier; "" of few losses."""
+    if len(losses) < _FEWEST:
+        return ""
+    earlier, later = np.array_split(np.asarray(losses, np.float64), 2)
+    difference = float(later.mean() - earlier.mean())
+    error = float(np.hypot(earlier.std(ddof=1) / len(earlier) ** 0.5, later.std(ddof=1) / len(later) ** 0.5))
+    if not abs(difference) > 2 * error:
+        return ", steady"
+    return ", falling" if difference < 0 else ", rising"
 
 
 def _scalars(values: Mapping[str, Value]) -> dict[str, float]:

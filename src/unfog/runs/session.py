@@ -115,7 +115,7 @@ class Session(StoppableHooks):
                 self._announce(choices, findings, changes, fresh=saved is None)
                 if saved is None:
                     self._dry_run_hooks()
-                recorder.start_progress()
+                recorder.progress.restart()  # without the time of preparations
                 self.context.heartbeat.activity = "training"
                 self.train()
                 done = self._conclude()
@@ -150,6 +150,7 @@ class Session(StoppableHooks):
         settings = to_toml(self.config.without_secrets())
         self.recorder, self.saver = recorder, Saver(self.context, self.config, recorder, settings)
         self.context.heartbeat.step, self.context.heartbeat.steps = self.step, self.steps
+        self.context.heartbeat.on_activity = recorder.progress.show
 
     def _open_recorder(self) -> Recorder:
         # The line of a log that is still due will be written again, so the record is cut before it.
