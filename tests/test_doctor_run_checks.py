@@ -29,7 +29,6 @@ from unfog.checks.run.status_checks import (
     check_speed,
     check_state,
     check_unused_images,
-    final_state,
 )
 from unfog.checks.run.trend_checks import (
     check_learning_rate,
@@ -46,6 +45,7 @@ from unfog.diffusion.noise import VE, VP, Cosine, Flow, FlowUniform, LogitNormal
 from unfog.diffusion.objective import Objective
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity, V
 from unfog.models.settings import UNet
+from unfog.reporting.records import run_state
 from unfog.training.settings import FixedEma, PowerEma
 
 LR = 1e-3
@@ -263,7 +263,7 @@ def test_roll_backs_are_forgotten_where_the_run_forgets_them():
 def test_the_state_is_what_the_last_session_says_or_its_silence(tmp_path, kinds, heartbeat, state, severity):
     events = [{"kind": kind, "step": 40} for kind in kinds.split()]
     record = a_record(tmp_path, lines(steps=40), events, heartbeat=heartbeat)
-    assert final_state(record)[0] == state
+    assert run_state(record.events, record.heartbeat)[0] == state
     assert check_state(record).severity == severity
     assert state != "killed" or "RequestError" not in check_state(record).evidence
 

@@ -23,6 +23,8 @@ usage: unfog COMMAND …
   ema-sweep RUN    find the best EMA length after training
   tune RUN         find the best noise levels for sampling in few steps
   report RUN       write report.html: settings, loss curves, samples over time
+  runs [FOLDER]    list runs: state, step, best metric, disk space, age
+  watch RUN        show live charts of a run in the terminal
 
   doctor SOURCE    check images, settings and machine before a run
   doctor RUN       find what went wrong in a run, and a remedy

@@ -35,6 +35,8 @@ REQUESTS: dict[str, type] = {
     "ema-sweep": run_requests.EmaSweepRequest,
     "tune": run_requests.TuneRequest,
     "report": run_requests.ReportRequest,
+    "runs": run_requests.RunsRequest,
+    "watch": run_requests.WatchRequest,
     "doctor": requests.DoctorRequest,
     "plan": requests.PlanRequest,
     "find-lr": requests.FindLrRequest,
@@ -62,7 +64,7 @@ def read_request(command: str, words: Sequence[str]) -> Any:
     request = update(_blank(kind, **args.named), args.table, "")
     if hasattr(request, "run"):
         folder = _open_run(request.run)
-        if command != "report":  # which is wanted of a run with a damaged config.toml too
+        if command not in ("report", "watch"):  # which are wanted of a run with a damaged config.toml too
             folder.read_config()
             check_device(request.device)
     if command == "pack":

@@ -250,6 +250,40 @@ class CacheRequest:
             raise RequestError(f"--clear removes everything, so --limit {self.limit:g} cannot be given with it")
 
 
+@dataclass(frozen=True)
+class RunsRequest:
+    """List the runs in FOLDER, and in the folders in it: state, step, best metric, disk space and age.
+
+    Age is the time since the run last wrote. Checkpoints that were set aside as broken are listed below their run.
+    """
+
+    folder: Annotated[Positional[Path], tyro.conf.arg(metavar="FOLDER")] = Path("runs")
+    """Folder that holds runs, or one run."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    remove_broken: bool = False
+    """Delete the checkpoints that were set aside as broken. They are never read again."""
+
+
+@dataclass(frozen=True)
+class WatchRequest:
+    """Show RUN in the terminal while it trains: state, time left, and charts. q or Ctrl-C ends it, and not the run.
+
+    The charts are text, so they work over ssh. Where there is no terminal, one frame is printed.
+    """
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    once: bool = False
+    """Print one frame and exit."""
+    interval: float = 2.0
+    """Seconds between two refreshes."""
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.interval <= 3600:
+            raise RequestError(f"interval = {self.interval:g} must be from 0.1 to 3600 seconds")
+
+
 def _check_one_checkpoint(best: bool, checkpoint: int | None) -> None:
     if best and checkpoint is not None:
         raise RequestError(f"--best and --checkpoint {checkpoint} both name a checkpoint; give one of them")

@@ -23,6 +23,8 @@ Row = dict[str, Any]
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
 """Kinds of events."""
+UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
+"""Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 
@@ -109,18 +111,18 @@ class Events(JsonLines):
         self.sync()
 
 
-def read_metrics(path: Path) -> list[Row]:
-    """The whole lines of a metrics.jsonl in order, null as nan; [] where there is no file."""
+def read_metrics(path: Path, last: int | None = None) -> list[Row]:
+    """The whole lines of a metrics.jsonl in order, null as nan; [] where there is no file. `last`: bytes to read."""
     rows = []
-    for row in _read(path):
+    for row in _read(path, last):
         with suppress(RecursionError):  # lists in lists in lists
             rows.append(_nan_for_null(row))
     return rows
 
 
-def read_events(path: Path) -> list[Row]:
-    """The whole lines of an events.jsonl in order; [] where there is no file."""
-    return list(_read(path))
+def read_events(path: Path, last: int | None = None) -> list[Row]:
+    """The whole lines of an events.jsonl in order; [] where there is no file. `last`: bytes to read."""
+    return list(_read(path, last))
 
 
 def drop_undone_events(events: Sequence[Row]) -> list[Row]:
@@ -135,6 +137,27 @@ def drop_undone_events(events: Sequence[Row]) -> list[Row]:
     return kept[::-1]
 
 
+def run_state(events: Sequence[Row], heartbeat: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the state of a run and details of it, from its last event and the heartbeat of `read_heartbeat`.
+
+    The state is finished, running, stopped, killed, failed or not begun.
+    """
+    sessions = [row for row in events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
+    last, beat = sessions[-1] if sessions else {}, heartbeat or {}
+    if beat.get("alive"):
+        return "running", str(beat.get("doing", ""))
+    if last.get("kind") in SESSION_ENDS:
+        reason = str(last.get("reason", ""))
+        interrupted = reason.startswith("KeyboardInterrupt")
+        return ("stopped", "it was interrupted twice") if interrupted else (str(last["kind"]), reason)
+    doing = str(beat.get("doing", ""))
+    if last and doing in UNBEGUN:
+        return "killed", ""
+    if doing in ("finished", "stopped") or doing.startswith("failed"):
+        return doing.split(":")[0], doing.partition(": ")[2]
+    return ("killed", doing) if last else ("not begun", "")
+
+
 def finite_number(value: object) -> float:
     """A finite number that a chart can hold, or nan: people edit records, and programs write words into them."""
     # A bool is an int in Python, but no number in a record.
@@ -143,12 +166,15 @@ def finite_number(value: object) -> float:
     return float(value)
 
 
-def _read(path: Path) -> Iterator[Row]:
+def _read(path: Path, last: int | None = None) -> Iterator[Row]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - last) if last else 0
+            file.seek(start)
+            lines = file.read(last or -1).split(b"\n")
     except FileNotFoundError:
         return
-    for line in lines:
+    for line in lines[start > 0 :]:  # the first of a part is cut
         row = _parse(line)
         if row is not None:
             yield row

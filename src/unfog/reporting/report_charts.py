@@ -11,7 +11,7 @@ from markupsafe import Markup
 from unfog.reporting.charts import Floats, Series, line_chart
 from unfog.reporting.records import Row, finite_number
 
-_SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
+SMOOTHED_FROM = 20  # with fewer points a smoothed line says nothing
 _LEVELS = "noise level: clean 0 to noisy 1"
 _METRICS = {
     "fid": "Fréchet distance",
@@ -84,7 +84,7 @@ def smoothed(values: Floats) -> Floats:
 def _loss(metrics: Sequence[Row]) -> _Chart:
     steps, values = finite_column(metrics, "loss")
     series: dict[str, tuple[Floats, Floats]] = {"loss": (steps, values)}
-    if len(values) >= _SMOOTHED_FROM:
+    if len(values) >= SMOOTHED_FROM:
         series["smoothed"] = (steps, smoothed(values))
     series["held-out"] = finite_column(metrics, "held_out_loss")
     faint = ("loss",) if "smoothed" in series else ()

@@ -15,11 +15,9 @@ from unfog.data.settings import Data
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_duration, plural
-from unfog.reporting.records import SESSION_ENDS, SESSION_STARTS, finite_number
+from unfog.reporting.records import UNBEGUN, finite_number, run_state
 from unfog.text import without_secrets
 
-_UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
-"""Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 _FULL = ("disk is full", "No space left", "uota exceeded", "has no room")
 """Words of errors about a full disk; "disk" alone could be part of a path."""
 _WAITS, _STARVES = 0.05, 0.10
@@ -36,31 +34,9 @@ _FEW = 9
 """Lines of metrics that a trend needs."""
 
 
-def final_state(record: RunRecord) -> tuple[str, str]:
-    """Return the state and details of it, from the last event of the last session or else from its heartbeat.
-
-    The state is finished, running, stopped, killed, failed or not begun.
-    """
-    sessions = [row for row in record.events if row.get("kind") in (*SESSION_STARTS, *SESSION_ENDS)]
-    last = sessions[-1] if sessions else {}
-    beat = record.heartbeat or {}
-    if beat.get("alive"):
-        return "running", str(beat.get("doing", ""))
-    if last.get("kind") in SESSION_ENDS:
-        reason = str(last.get("reason", ""))
-        interrupted = reason.startswith("KeyboardInterrupt")
-        return ("stopped", "it was interrupted twice") if interrupted else (str(last["kind"]), reason)
-    doing = str(beat.get("doing", ""))
-    if last and doing in _UNBEGUN:
-        return "killed", ""
-    if doing in ("finished", "stopped") or doing.startswith("failed"):
-        return doing.split(":")[0], doing.partition(": ")[2]
-    return ("killed", doing) if last else ("not begun", "")
-
-
 def check_state(record: RunRecord, usual_lr: float | None = None) -> Finding:
     """run.state: progress of the run, and the command to continue."""
-    state, word = final_state(record)
+    state, word = run_state(record.events, record.heartbeat)
     place = f"step {record.step:,} of {record.steps:,}" if record.steps else f"step {record.step:,}"
     facts: dict[str, Any] = {"state": state, "step": record.step, "steps": record.steps, "reason": word}
     finding, resume = partial(Finding, "run.state", facts=facts), f"go on: {record.command('resume')}"
@@ -107,7 +83,7 @@ def _killed(record: RunRecord, place: str, word: str, facts: dict[str, Any]) -> 
     seconds = lost * record.seconds / record.step if record.step else 0.0
     age = float((record.heartbeat or {}).get("age", float("nan")))
     silent = f"its last heartbeat is {format_duration(age)} old" if record.heartbeat else "it has no heartbeat"
-    if str((record.heartbeat or {}).get("doing")) in _UNBEGUN:
+    if str((record.heartbeat or {}).get("doing")) in UNBEGUN:
         silent = "a resume since did not begin"
     doing = f", while {word}" if word else ""
     evidence = (

@@ -1,0 +1,82 @@
+"""`unfog runs`: list runs with their state, step, best metric, disk space and age; remove broken checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from unfog.config.run_requests import RunsRequest
+from unfog.config.validate import reason_of
+from unfog.config.values import quote
+from unfog.errors import RequestError
+from unfog.process.run_status import RunStatus, broken_checkpoints, disk_bytes, find_runs
+from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
+from unfog.text import sanitize
+
+_HEAD = ("run", "state", "step", "best", "disk", "age")
+
+
+def main(request: RunsRequest) -> int:
+    """Print the runs, newest last, and return the exit status."""
+    try:
+        folders = find_runs(request.folder)
+    except OSError as error:
+        name = quote(str(request.folder))
+        raise RequestError(f"{name} cannot be read: {reason_of(error)}; give the folder that holds runs") from None
+    if request.remove_broken and not _remove_broken(folders):
+        return 1
+    runs = sorted((RunStatus.read(folder) for folder in folders), key=lambda run: -run.age)
+    if request.json:
+        print_result(json.dumps([run.as_json() for run in runs], indent=2))
+    elif runs:
+        print_result("\n".join(_table([_HEAD, *(_cells(run) for run in runs)])))
+    else:
+        say(f"no runs in {sanitize(str(request.folder))}")
+    if not request.json:
+        _list_broken(runs, request.folder)
+    return 0
+
+
+def _cells(run: RunStatus) -> tuple[str, ...]:
+    age = format_duration(run.age)
+    return (
+        sanitize(str(run.path)),
+        run.state_text,
+        run.step_text,
+        run.best_text,
+        format_bytes(disk_bytes(run.path)),
+        age,
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _list_broken(runs: Sequence[RunStatus], folder: Path) -> None:
+    broken = [path for run in runs for path in broken_checkpoints(run.path)]
+    if broken:
+        say(f"\n{plural(len(broken), 'broken checkpoint')}, set aside and never read again:")
+        for path in broken:
+            say(f"  {sanitize(str(path))}  {format_bytes(disk_bytes(path))}")
+        say(f"delete with: unfog runs {shlex.quote(str(folder))} --remove-broken")
+
+
+def _remove_broken(folders: Sequence[Path]) -> bool:
+    """Delete the checkpoints that were set aside, and return True if all are gone."""
+    gone = True
+    for path in (path for folder in folders for path in broken_checkpoints(folder)):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:  # a person put a link or a file in its place
+                path.unlink(missing_ok=True)
+            say(f"removed {sanitize(str(path))}")
+        except OSError as error:
+            gone = False
+            warn(f"{sanitize(str(path))} cannot be removed: {reason_of(error)}")
+    return gone

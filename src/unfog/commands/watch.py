@@ -1,0 +1,126 @@
+"""`unfog watch`: show state, progress and charts of a run in the terminal, refreshed until q or Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from unfog.config.run_requests import WatchRequest
+from unfog.process.run_status import RunStatus
+from unfog.reporting.progress import format_duration, format_number, print_result
+from unfog.reporting.records import Row, read_metrics
+from unfog.reporting.report_charts import SMOOTHED_FROM, finite_column, smoothed
+from unfog.reporting.text_charts import text_chart
+from unfog.text import sanitize
+
+_LAST = 2**22  # bytes of metrics.jsonl that the charts show: several thousand lines
+_CHARTS = (
+    ("loss", "loss", lambda value: f"{value:.4g}"),
+    ("held-out loss", "held_out_loss", lambda value: f"{value:.4g}"),
+    ("images/s", "images_per_second", format_number),
+    ("learning rate", "lr", lambda value: f"{value:.3g}"),
+)
+_FROM_ZERO = ("images_per_second", "lr")
+_SIDE_BY_SIDE = 100  # columns from which two charts stand beside each other
+_PLAIN = (80, 40)  # columns and lines where there is no terminal
+
+
+def main(request: WatchRequest) -> int:
+    """Show the run until q or Ctrl-C is pressed, and return the exit status."""
+    console = Console(highlight=False)
+    unicode = _can_print("⣿┤")
+    if request.once or not console.is_terminal or console.is_dumb_terminal:
+        width, height = (console.width, console.height) if console.is_terminal else _PLAIN
+        print_result("\n".join(frame(request.run, width, height, unicode)))
+        return 0
+    with (
+        suppress(KeyboardInterrupt),
+        _keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
+    ):
+        key = ""
+        while key not in ("q", "Q"):
+            lines = frame(request.run, console.width, console.height, unicode, "q quits")
+            text = Text("\n".join(lines[: console.height]), no_wrap=True, overflow="crop")
+            text.highlight_regex("[\u2800-\u28ff]+", "cyan")
+            live.update(text, refresh=True)
+            key = pressed(request.interval)
+    return 0
+
+
+def frame(run: Path, width: int, height: int, unicode: bool = True, note: str = "") -> list[str]:
+    """Return the lines of one frame: state and progress, then the charts in the space that is left."""
+    try:
+        metrics = read_metrics(run / "metrics.jsonl", _LAST)
+    except OSError:
+        metrics = []
+    status = RunStatus.read(run, metrics)
+    head = ", ".join(filter(None, [sanitize(run.resolve().name), status.state_text, f"step {status.step_text}", note]))
+    seen = f"last written {format_duration(status.age)} ago"
+    lines = [head[:width], "  ".join(filter(None, [_bar(status, unicode), seen]))[:width], ""]
+    across = 2 if width >= _SIDE_BY_SIDE else 1
+    rows = len(_CHARTS) // across
+    each = max(4, min(16, (height - len(lines)) // rows - 1))
+    wide = (width - 2 * (across - 1)) // across
+    charts = [_chart(metrics, *chart, wide, each, unicode) for chart in _CHARTS]
+    for i in range(0, len(charts), across):
+        lines += ["  ".join(line.ljust(wide) for line in parts).rstrip() for parts in zip(*charts[i : i + across])]
+    return lines
+
+
+def _chart(
+    metrics: Sequence[Row], title: str, name: str, shown: Callable[[float], str], width: int, height: int, unicode: bool
+) -> list[str]:
+    steps, values = finite_column(metrics, name)
+    smooth = name == "loss" and len(values) >= SMOOTHED_FROM
+    values = smoothed(values) if smooth else values
+    latest = f" {shown(float(values[-1]))}{' (smoothed)' if smooth else ''}" if len(values) else ""
+    return [f"{title}{latest}"[:width], *text_chart(steps, values, width, height, unicode, name in _FROM_ZERO)]
+
+
+def _bar(status: RunStatus, unicode: bool) -> str:
+    if not status.steps:
+        return ""
+    share = min(1.0, status.step / status.steps)
+    full = round(24 * share)
+    return ("█" if unicode else "#") * full + ("░" if unicode else "-") * (24 - full) + f" {share:.0%}"
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits so many seconds for a key and returns it, or "" after that time."""
+    if sys.platform == "win32" or not sys.stdin.isatty():  # Ctrl-C alone ends it there
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    import termios
+    import tty
+
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([keyboard], [], [], seconds)
+        return os.read(keyboard, 1).decode("ascii", "replace") if ready else ""
+
+    try:
+        tty.setcbreak(keyboard)  # single keys, unechoed; Ctrl-C still interrupts
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

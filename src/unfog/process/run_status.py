@@ -1,0 +1,199 @@
+"""Status of a run, read from its small files alone: state, step, time left, best metric, disk space and age."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from unfog.process.heartbeat import read_heartbeat
+from unfog.process.run_folder import RunFolder
+from unfog.reporting.progress import format_duration
+from unfog.reporting.records import Row, drop_undone_events, finite_number, read_events, read_metrics, run_state
+from unfog.reporting.report_charts import finite_column
+from unfog.text import sanitize
+from unfog.training.settings import Evaluate
+
+BROKEN = ".broken-"
+"""Beginning of the name of a checkpoint that was set aside, as it could not be read."""
+_LAST_METRICS, _LAST_EVENTS = 2**26, 2**20  # bytes read from the end; a run of 10,000 logs has 10 MB of metrics
+_LARGEST_CONFIG = 2**20
+_MOST_ENTRIES = 100_000  # of a folder that is searched for runs
+_PACE_LINES = 20  # lines of metrics whose pace gives the time left
+_LONGEST = 60  # characters of a reason
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Status of a run, as `unfog runs` lists it. None and nan stand for what is not recorded."""
+
+    path: Path
+    state: str
+    """Running, finished, stopped, killed, failed or not begun."""
+    detail: str
+    """Activity of a running run, or reason of a failure."""
+    step: int
+    steps: int
+    """0 where the length is not recorded."""
+    seconds_left: float
+    metric: str
+    """Metric by which the best checkpoint is chosen."""
+    best: float
+    best_step: int | None
+    age: float
+    """Seconds since the run last wrote."""
+
+    @classmethod
+    def read(cls, path: Path, metrics: Sequence[Row] | None = None) -> RunStatus:
+        """Read the status of a run folder. Whatever is missing or damaged is left out."""
+        beat = read_heartbeat(path) or {}
+        events = _rows(read_events, path / "events.jsonl", _LAST_EVENTS)
+        metrics = _rows(read_metrics, path / "metrics.jsonl", _LAST_METRICS) if metrics is None else metrics
+        state, detail = run_state(drop_undone_events(events), beat)
+        rows = [*metrics[-1:], beat] if state == "running" else [*metrics[-1:], *events[-1:], beat]
+        step = max((int(step) for row in rows if (step := finite_number(row.get("step"))) > 0), default=0)
+        lengths = [finite_number(row.get("steps")) for row in (*events, beat)]
+        steps = next((int(count) for count in reversed(lengths) if count > 0), 0)
+        metric = _best_metric(path / "config.toml")
+        best, best_step = _best(metrics, metric)
+        left = _seconds_left(metrics, steps - step) if state == "running" and steps else math.nan
+        detail = sanitize(" ".join(detail.split()))
+        return cls(path, state, detail, step, steps, left, metric, best, best_step, _age(path))
+
+    @property
+    def state_text(self) -> str:
+        """State with its details, in a few words: "running, 52 s left"."""
+        if self.state == "running":
+            doing = [] if self.detail in ("", "training") else [self.detail]
+            left = [f"{format_duration(self.seconds_left)} left"] if math.isfinite(self.seconds_left) else []
+            return ", ".join(["running", *doing, *left])
+        reason = self.detail if self.state == "failed" else ""
+        short = reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST].rstrip()} …"
+        return f"failed: {short}" if short else self.state
+
+    @property
+    def step_text(self) -> str:
+        return f"{self.step:,}/{self.steps:,}" if self.steps else f"{self.step:,}"
+
+    @property
+    def best_text(self) -> str:
+        return "" if math.isnan(self.best) else f"{self.metric} {self.best:.4g}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, None for what is not recorded."""
+        return {
+            "run": str(self.path),
+            "state": self.state,
+            "detail": self.detail,
+            "step": self.step,
+            "steps": self.steps or None,
+            "seconds_left": _or_null(self.seconds_left),
+            "metric": self.metric,
+            "best": _or_null(self.best),
+            "best_step": self.best_step,
+            "bytes": disk_bytes(self.path),
+            "age_seconds": _or_null(self.age),
+            "broken_checkpoints": [str(path) for path in broken_checkpoints(self.path)],
+        }
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run folders at `folder`, in it, and in the folders in it, by name. OSError if it cannot be read."""
+    if RunFolder(folder).config_file.is_file():
+        return [folder]
+    found = []
+    for path in _folders(folder):
+        if RunFolder(path).config_file.is_file():
+            found.append(path)
+        else:
+            with suppress(OSError):
+                found += [inner for inner in _folders(path) if RunFolder(inner).config_file.is_file()]
+    return found
+
+
+def broken_checkpoints(run: Path) -> tuple[Path, ...]:
+    """Return the checkpoints that were set aside in a run. A linked folder of checkpoints is not looked into."""
+    checkpoints = RunFolder(run).checkpoints
+    if checkpoints.is_symlink():
+        return ()
+    with suppress(OSError), os.scandir(checkpoints) as entries:
+        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if entry.name.startswith(BROKEN)]
+        return tuple(checkpoints / name for name in sorted(names))
+    return ()
+
+
+def _folders(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in islice(entries, _MOST_ENTRIES) if _is_folder(entry)]
+    return [folder / name for name in sorted(names)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return not entry.name.startswith(".") and entry.is_dir()
+    return False
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the disk space of a folder. Links are not followed."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # a running process may delete files meanwhile
+                found = os.lstat(os.path.join(place, name))
+                total += getattr(found, "st_blocks", -(-found.st_size // 512)) * 512
+    return total
+
+
+def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list[Row]:
+    try:
+        return read(path, last)
+    except OSError:
+        return []
+
+
+def _best_metric(path: Path) -> str:
+    """Return `evaluate.best` of a config.toml; the default where there is none."""
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), path.open("rb") as file:
+        best = tomllib.loads(file.read(_LARGEST_CONFIG).decode())["evaluate"]["best"]
+        if best in Evaluate.DRAWN:
+            return str(best)
+    return Evaluate.best
+
+
+def _best(metrics: Sequence[Row], metric: str) -> tuple[float, int | None]:
+    """Return the best value of a metric and its step; (nan, None) where it was not measured."""
+    steps, values = finite_column(metrics, metric)
+    if not len(values):
+        return math.nan, None
+    at = values.argmax() if metric in Evaluate.HIGHER else values.argmin()
+    return float(values[at]), int(steps[at])
+
+
+def _seconds_left(metrics: Sequence[Row], steps: int) -> float:
+    """Return the time that `steps` more steps take at the pace of the last lines; nan where there are none."""
+    recent = [(finite_number(row.get("step")), finite_number(row.get("seconds"))) for row in metrics[-_PACE_LINES:]]
+    known = [(step, seconds) for step, seconds in recent if step >= 0 and seconds >= 0]
+    if len(known) < 2:
+        known.insert(0, (0.0, 0.0))
+    (first, begun), (last, ended) = known[0], known[-1]
+    return max(0, steps) * (ended - begun) / (last - first) if last > first and ended >= begun else math.nan
+
+
+def _age(run: Path) -> float:
+    written = []
+    for name in ("heartbeat.json", "events.jsonl", "metrics.jsonl", "config.toml"):
+        with suppress(OSError):
+            written.append(os.lstat(run / name).st_mtime)
+    return max(0.0, time.time() - max(written, default=math.nan))
+
+
+def _or_null(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,227 @@
+"""`unfog runs` and `unfog watch`: from run folders to a table, JSON and charts, without torch."""
+
+import json
+import os
+import pty
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unfog.cli.main import main
+from unfog.commands.watch import frame
+from unfog.process.run_status import RunStatus, find_runs
+from unfog.reporting.records import read_metrics
+from unfog.reporting.text_charts import text_chart
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    return left.value.code
+
+
+def lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_folder(path: Path, state: str = "running", config: str = "", rows: list[dict] | None = None) -> Path:
+    """A run of 150 steps at step 60, whose last 20 steps took 0.5 s each."""
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(config or 'source = "photos"\n')
+    rows = rows or [
+        {"step": step, "seconds": step / 2, "loss": 1 / step, "held_out_loss": 2 / step} for step in (40, 60)
+    ]
+    lines(path / "metrics.jsonl", rows)
+    events = [{"step": 0, "kind": "started", "steps": 150}]
+    if state in ("finished", "stopped", "failed"):
+        events.append({"step": 60, "kind": state, "reason": "RunError: the images\nare gone"})
+    lines(path / "events.jsonl", events)
+    begun = datetime.now(UTC) - timedelta(hours=state == "killed")
+    beat = {"time": begun.isoformat(), "pid": os.getpid(), "host": socket.gethostname(), "step": 60, "steps": 150}
+    running = state in ("running", "killed")
+    beat |= {"doing": "training" if running else state, "next": 5 if running else None}
+    (path / "heartbeat.json").write_text(json.dumps(beat))
+    return path
+
+
+def test_a_table_of_runs_in_each_state(tmp_path, capsys):
+    for state in ("running", "finished", "stopped", "failed", "killed"):
+        run_folder(tmp_path / "runs" / state, state)
+    (tmp_path / "runs" / "begun").mkdir()
+    (tmp_path / "runs" / "begun" / "config.toml").write_text("")
+    assert run("runs", tmp_path / "runs") == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "state", "step", "best", "disk", "age"]
+    table = {Path(row.split()[0]).name: row for row in rows}
+    assert len(table) == 6
+    assert "running, 45 s left  " in table["running"]
+    assert "failed: RunError: the images are gone  " in table["failed"]
+    assert "not begun  " in table["begun"]
+    for state in ("finished", "stopped", "killed"):
+        assert f"  {state}  " in table[state]
+        assert "60/150" in table[state]
+        assert "held_out_loss 0.03333" in table[state]
+        assert " s" in table[state]
+
+
+def test_json_has_numbers_and_null(tmp_path, capsys):
+    run_folder(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.toml").write_text("[[[")
+    assert run("runs", tmp_path, "--json") == 0
+    found = {Path(one["run"]).name: one for one in json.loads(capsys.readouterr().out)}
+    a, b = found["a"], found["b"]
+    assert (a["state"], a["step"], a["steps"], a["seconds_left"]) == ("running", 60, 150, 45.0)
+    assert (a["metric"], a["best"], a["best_step"]) == ("held_out_loss", 2 / 60, 60)
+    assert a["bytes"] > 0
+    assert 0 <= a["age_seconds"] < 60
+    assert (b["state"], b["step"], b["steps"], b["best"], b["seconds_left"]) == ("not begun", 0, None, None, None)
+
+
+@pytest.mark.parametrize(("metric", "best"), [("kid", 0.1), ("precision", 0.3)])
+def test_the_best_value_is_that_of_the_metric_that_chooses(tmp_path, metric, best):
+    rows = [{"step": step, "seconds": 1, metric: value} for step, value in ((10, 0.2), (20, best), (30, 0.2))]
+    status = RunStatus.read(run_folder(tmp_path / "a", config=f'[evaluate]\nbest = "{metric}"\n', rows=rows))
+    assert (status.metric, status.best, status.best_step) == (metric, best, 20)
+
+
+def test_runs_are_found_in_folders_of_runs_and_not_within_runs(tmp_path):
+    names = ("a", "more/b", "more/c")
+    for name in names:
+        run_folder(tmp_path / name)
+    (tmp_path / "a" / "checkpoints" / "00000060").mkdir(parents=True)
+    shutil.copy(tmp_path / "a" / "config.toml", tmp_path / "a" / "checkpoints" / "00000060")
+    (tmp_path / "photos").mkdir()
+    assert find_runs(tmp_path) == [tmp_path / name for name in names]
+    assert find_runs(tmp_path / "a") == [tmp_path / "a"]
+
+
+def test_a_folder_without_runs_and_one_that_is_missing(tmp_path, capsys, monkeypatch):
+    assert run("runs", tmp_path) == 0
+    assert "no runs in" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert run("runs") == 2
+    assert "give the folder that holds runs" in capsys.readouterr().err
+    assert run("runs", "a", "b") == 2
+
+
+def test_broken_checkpoints_are_listed_and_removed_on_request(tmp_path, capsys):
+    """Only what is inside the run goes: not what a link names."""
+    one, other, kept = run_folder(tmp_path / "r" / "one"), run_folder(tmp_path / "r" / "other"), tmp_path / "kept"
+    for folder in (
+        one / "checkpoints" / ".broken-00000010",
+        one / "checkpoints" / "00000020",
+        kept / ".broken-00000030",
+    ):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(5000))
+    (one / "checkpoints" / ".broken-00000011").symlink_to(kept)
+    (other / "checkpoints").symlink_to(kept)
+    assert run("runs", tmp_path / "r") == 0
+    said = capsys.readouterr().err
+    assert ".broken-00000010" in said
+    assert "2 broken checkpoints" in said
+    assert "--remove-broken" in said
+    assert run("runs", tmp_path / "r", "--remove-broken") == 0
+    assert [path.name for path in (one / "checkpoints").iterdir()] == ["00000020"]
+    assert (kept / ".broken-00000030" / "model.safetensors").exists()
+
+
+def test_reading_the_end_of_a_record_leaves_out_the_line_that_is_cut(tmp_path):
+    lines(tmp_path / "metrics.jsonl", [{"step": step} for step in range(1000)])
+    rows = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl", 100)]
+    assert rows == list(range(1000 - len(rows), 1000))
+    assert 0 < len(rows) < 10
+    assert len(read_metrics(tmp_path / "metrics.jsonl", 2**20)) == 1000
+
+
+def test_one_frame_shows_state_progress_and_four_charts(tmp_path, capsys):
+    folder = run_folder(tmp_path / "a")
+    assert run("watch", folder, "--once") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "a, running, 45 s left, step 60/150"
+    assert "40%" in shown[1]
+    assert "loss 0.01667" in shown
+    assert "held-out loss 0.03333" in shown
+    assert shown[shown.index("images/s") + 1].strip() == "no values yet"
+    assert any("\u2800" < char < "\u28ff" for char in "".join(shown))
+    assert "\x1b" not in "".join(shown)
+    assert run("watch", tmp_path / "none") == 2
+    assert run("watch", folder, "--interval", "0") == 2
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (80, 24), (200, 60)])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_a_frame_fits_its_width(tmp_path, width, height, unicode):
+    rows = [{"step": i, "seconds": i, "loss": 1 / i, "lr": 1e-3, "held_out_loss": None} for i in range(1, 3000)]
+    shown = frame(run_folder(tmp_path / "a", rows=rows), width, height, unicode)
+    assert max(map(len, shown)) <= width
+    assert "".join(shown).isascii() or unicode
+    if height >= 24:
+        assert len(shown) <= height
+
+
+def test_a_text_chart_has_its_extremes_where_they_belong():
+    chart = text_chart(np.array([0.0, 10, 20]), np.array([1.0, 3, 2]), 31, 5, unicode=False)
+    assert [line[:9].strip() for line in chart[:-1]] == ["3", "", "", "1"]
+    assert chart[0][11:].strip().startswith("*")
+    assert chart[0][11:].index("*") in range(9, 11)
+    assert chart[3][11:].startswith("*")
+    assert chart[-1].split() == ["0", "20"]
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0], [-1e99, 1e99], [0.0, 1e-300], list(range(5000))])
+def test_a_text_chart_of_any_numbers(values):
+    for from_zero in (True, False):
+        chart = text_chart(np.arange(len(values), dtype=float), np.array(values, float), 40, 6, True, from_zero)
+        assert len(chart) == 6
+        assert max(map(len, chart)) <= 40
+
+
+def test_neither_command_loads_torch(tmp_path):
+    run_folder(tmp_path / "a")
+    code = (
+        "import sys\n"
+        "from unfog.cli.main import main\n"
+        "for words in (['runs', sys.argv[1]], ['watch', sys.argv[1] + '/a']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, check=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [b"q", b"\x03"])
+def test_watch_in_a_terminal_until_a_key_is_pressed(tmp_path, key):
+    folder = run_folder(tmp_path / "a")
+    child, terminal = pty.fork()
+    if not child:
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+        os.execv(sys.executable, [sys.executable, "-m", "unfog", "watch", str(folder), "--interval", "0.2"])
+    shown, end = b"", time.monotonic() + 60
+    while shown.count(b"learning rate") < 2:  # refreshed
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 65536)
+    os.write(terminal, key)
+    try:
+        while select.select([terminal], [], [], 30)[0] and (more := os.read(terminal, 65536)):
+            shown += more
+    except OSError:  # the terminal closes with its last process
+        pass
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert b"running" in shown
+    assert b"\x1b[?1049h" in shown  # a screen of its own, which leaves what stood there
+    assert shown.rindex(b"\x1b[?1049l") > shown.rindex(b"\x1b[?1049h")
+    assert b"\x1b[?25h" in shown[shown.rindex(b"\x1b[?25l") :]
+    assert b"Traceback" not in shown
