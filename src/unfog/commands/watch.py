@@ -23,7 +23,7 @@ from unfog.reporting.text_charts import text_chart
 from unfog.text import sanitize
 
 _LAST = 2**22  # bytes of metrics.jsonl that the charts show: several thousand lines
-_CHARTS = (
+_CHARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda value: f"{value:.4g}"),
     ("held-out loss", "held_out_loss", lambda value: f"{value:.4g}"),
     ("images/s", "images_per_second", format_number),
@@ -103,11 +103,16 @@ def _can_print(text: str) -> bool:
     return True
 
 
+def _sleep(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits so many seconds for a key and returns it, or "" after that time."""
     if sys.platform == "win32" or not sys.stdin.isatty():  # Ctrl-C alone ends it there
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _sleep
         return
     import termios
     import tty

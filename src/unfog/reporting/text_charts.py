@@ -48,13 +48,13 @@ def _scaled(values: Floats, low: float, high: float, count: int) -> npt.NDArray[
         return np.full(len(values), count // 2)
     # Divided first: the range of two numbers may overflow, a share of it does not.
     share = values / (high - low) - low / (high - low)
-    return np.rint(share.clip(0, 1) * (count - 1)).astype(np.int64)
+    return np.asarray(np.rint(share.clip(0, 1) * (count - 1)), np.int64)
 
 
 def _column_means(x: npt.NDArray[np.int64], values: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     columns, column = np.unique(x, return_inverse=True)
     counts = np.bincount(column)
-    return columns, np.bincount(column, values / counts[column])
+    return columns, np.asarray(np.bincount(column, values / counts[column]), np.float64)
 
 
 def _draw_line(canvas: npt.NDArray[np.bool_], x: npt.NDArray[np.int64], y: npt.NDArray[np.int64]) -> None:
