@@ -328,7 +328,7 @@ def test_best_only_ones_do_not_push_out_the_others(tmp_path):
     for number in range(1, 8):
         step(state)
         state.last = {"held_out_loss": 1 / number}
-        write(state, tmp_path, number, for_best=number % 3 != 0, anchor=number % 3 == 0)
+        write(state, tmp_path, number, for_best=number % 3 != 0)
         rotation.remove_old_checkpoints(tmp_path, Checkpoint(keep=2))
     state.settings_digests = {"measure": "another"}
     state.last = {"held_out_loss": 0.9}

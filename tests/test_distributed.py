@@ -183,6 +183,7 @@ def test_only_a_restart_goes_on_and_only_with_its_own_run(tmp_path, monkeypatch)
         folder.write_launch_file()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 1")
     assert find_earlier_attempt("photos", mine.path) == mine  # a node has joined, which torchrun does not count
+    assert find_earlier_attempt("photos", other.path) is None
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert find_earlier_attempt("photos", other.path) is None
     assert (
