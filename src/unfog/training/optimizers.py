@@ -245,6 +245,8 @@ def load_optimizer_state(
         value = float(value) if isinstance(value, str) else value  # JSON holds infinity as text
         if not key:
             i, _, setting = name.partition("/")
+            if setting not in optimizer.defaults or isinstance(value, Tensor):
+                raise ValueError(f"{full} is no setting of the optimiser")
             groups[int(i)][setting] = value
             continue
         if name not in places:

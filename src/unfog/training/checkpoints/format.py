@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfog.errors import RequestError, RunError
+from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
 
 FORMAT, FORMAT_SHARDED = 2, 3
@@ -127,6 +128,8 @@ def read_manifest(folder: Path) -> CheckpointInfo:
     files = {name: _CheckpointFile(int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     if (listed := _merge_shard_names(files)) - {EMA2} != FILES:
         raise ValueError(f"it lists {sorted(listed)}, not {sorted(FILES)}")
+    if not all(0 <= int(manifest[name]) < 2**53 for name in ("step", "images")):
+        raise ValueError("step or images is no count")
     loss = manifest["held_out_loss"]
     return CheckpointInfo(
         folder,
@@ -163,6 +166,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_state_json(folder: Path) -> dict[str, Any]:
+    """Read state.json, checked by its schema. Raises OSError, ValueError or RecursionError if it is not valid."""
+    state = read_json(folder / STATE)
+    check_state(state)
+    return state
+
+
 def find_damage(saved: CheckpointInfo) -> str | None:
     """Read all files of a checkpoint, and return what is wrong with them, or None."""
     for name, file in saved.files.items():
@@ -177,6 +187,11 @@ def find_damage(saved: CheckpointInfo) -> str | None:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
             return f"{name}: {error.strerror}"
+    try:
+        if read_state_json(saved.folder)["seen"] != saved.images:
+            return f"{STATE} is of another number of images"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{STATE}: {error}"
     others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
     if others and len(_merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unfog.errors import RunError
-from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_json, sha256, shard_paths
+from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json, sha256, shard_paths
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import TrainState
 
@@ -173,14 +173,14 @@ def load_tensors(folder: Path, state: TrainState) -> None:
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
     try:
         state.load_optimizer(moments, read_state(folder))
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise RunError(f"the optimiser's moments in {folder} do not fit the network: {error}") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Read state.json. Raises RunError if it cannot be read."""
     try:
-        return read_json(folder / STATE)
+        return read_state_json(folder)
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{folder / STATE} cannot be read: {error}") from None
 

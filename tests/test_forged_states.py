@@ -1,0 +1,143 @@
+"""Well-signed checkpoints of strangers, with values in state.json that Unfog never wrote."""
+
+import json
+import math
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_fuzz import TINY, places, put
+from test_resume_settings import sealed, trained
+from unfog.errors import RunError, UnfogError
+from unfog.pipeline.build import build_state
+from unfog.process.run_folder import RunFolder
+from unfog.runs.resume import resume
+from unfog.training.checkpoints import format as checkpoint
+from unfog.training.checkpoints.load import load_checkpoint
+from unfog.training.checkpoints.state_schema import check_state
+from unfog.training.settings import Checkpoint
+from unfog.training.state import TrainState
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    7,
+    10**30,
+    2**63,
+    1.5,
+    math.nan,
+    math.inf,
+    "x",
+    "",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": 1},
+    "absent",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("forged") / "run", checkpoint=Checkpoint(every=2, keep=9), steps=4)
+
+
+def mutations(state: dict) -> list[tuple[tuple, object]]:
+    """Every place with every value; of lists of numbers, only the first two."""
+    kept = [at for at in places(state) if not any(isinstance(key, int) and key > 1 for key in at)]
+    return [(at, value) for at in kept for value in VALUES]
+
+
+def mutated(state: dict, at: tuple, value: object) -> object:
+    if value != "absent":
+        return put(state, at, value)
+    changed = json.loads(json.dumps(state))
+    inner = changed
+    for key in at[:-1]:
+        inner = inner[key]
+    if at:
+        del inner[at[-1]]
+    return changed
+
+
+def holds(state: TrainState, value: object) -> bool:
+    """The schema refuses a state, or the state loads and is written again."""
+    try:
+        check_state(value)  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    assert isinstance(value, dict)
+    state.load_progress(value)
+    state.roll_back_to(value)
+    json.dumps(state.progress())
+    return True
+
+
+@pytest.mark.parametrize("some", [slice(3, None, 7), pytest.param(slice(None), marks=pytest.mark.exhaustive)])
+def test_a_mutated_state_is_refused_or_loads(some: slice) -> None:
+    state = build_state(TINY, torch.device("cpu"))
+    state.guard.recent, state.last, state.due = [0.5, 0.6], {"lr": 0.1, "gradient_norm": math.nan}, ["log"]
+    good = json.loads(json.dumps(state.progress()))
+    check_state(good)
+    every = mutations(good)
+    assert len(every) > 400
+    for at, value in every[some]:
+        assert holds(state, mutated(good, at, value)), (at, value)
+
+
+def forge(folder: Path, **values: object) -> None:
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, **values}))
+    sealed(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("seen", 10**30, "seen is 1000000000000000000000000000000, and should be a whole number from 0"),
+        ("seen", 8, "of another number of images"),
+        ("due", ["format the disk"], r"due\[0\] is 'format the disk', and should be the name of a hook"),
+        ("guard", {}, "guard has no anchor"),
+        ("window", {"loss": [1.0]}, "window has no count"),
+        ("keys", {"training": 5}, "keys.training is 5, and should be a text"),
+    ],
+)
+def test_an_older_checkpoint_takes_the_place_of_a_forged_one(
+    run: Path, tmp_path: Path, key: str, value: object, reason: str
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    forge(copy / "checkpoints/00000004", **{key: value})
+    saved, broken = checkpoint.newest(copy / "checkpoints")
+    assert saved is not None
+    assert saved.step == 2
+    assert re.search(reason, str(broken[0]))
+
+
+@pytest.mark.parametrize("value", [{"/9/momentum": 1.0}, {"/0/params": 5}, {"step/of.nothing": 1.0}])
+def test_numbers_of_another_optimizer_do_not_fit(run: Path, tmp_path: Path, value: dict[str, float]) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    forge(copy / "checkpoints/00000004", optimizer=value)
+    state = build_state(RunFolder(copy).read_config(), torch.device("cpu"))
+    with pytest.raises(RunError, match="do not fit"):
+        load_checkpoint(copy / "checkpoints/00000004", state)
+
+
+@pytest.mark.exhaustive
+def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path: Path) -> None:
+    good = json.loads((run / "checkpoints/00000004/state.json").read_text())
+    for number, (at, value) in enumerate(mutations(good)):
+        copy = Path(shutil.copytree(run, tmp_path / str(number)))
+        (copy / "checkpoints/00000004/state.json").write_text(json.dumps(mutated(good, at, value)))
+        sealed(copy / "checkpoints/00000004")
+        folder = RunFolder(copy)
+        with suppress(UnfogError):  # anything else is a defect
+            resume(folder, replace(folder.read_config(), training=replace(folder.read_config().training, steps=5)))
+        shutil.rmtree(copy)
