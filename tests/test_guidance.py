@@ -265,6 +265,7 @@ def test_tune_finds_and_stores_a_grid(run, tmp_path, capsys, monkeypatch):
     assert set(found.errors) == {*_BUILT_IN, "tuned"}
     assert min(found.errors, key=found.errors.get) == found.sampler.grid == "tuned"
     assert found.reference < found.errors["tuned"]
+    assert found.table().startswith("levels    error   (error: RMS distance of a value, in [-1, 1], from samples in 24")
     assert RunFolder(copy).read_config() == replace(run.config, sampler=found.sampler)
     again = unfog.load(copy)
     assert not np.array_equal(run.sample(2, steps=3), again.sample(2))

@@ -146,6 +146,17 @@ def refused(here, capsys):
     return run
 
 
+def test_a_run_of_no_steps_and_a_key_of_another_version_are_refused(refused, here):
+    for name in ("steps", "images"):
+        said = refused("train", "fashion", f"--{name}", "0")
+        assert f"{name} = 0 would train nothing; give at least 1" in said
+        with pytest.raises(RequestError, match=f"{name} = 0 would train nothing"):
+            unfog.train("fashion", **{name: 0})
+    (here / "mine.toml").write_text("[training]\nbatsch = 5\n")
+    said = refused("train", "fashion", "--config", "mine.toml")
+    assert f"did you mean 'batch'? (this is unfog {unfog.__version__}; a newer one may know it" in said
+
+
 @pytest.mark.parametrize(("name", "annotation"), FLAGGED, ids=[name for name, _ in FLAGGED])
 def test_no_flag_takes_what_it_cannot_mean(refused, name, annotation):
     kind = sort(annotation)

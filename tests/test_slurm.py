@@ -100,7 +100,8 @@ def test_bash_reads_what_is_written(here, words, run):
     ("words", "said"),
     [
         (("--nodes", 2), "has to follow --"),
-        (("--nodes", 2, "train", "fashion"), "train or resume has to follow --, and there is no --; write"),
+        (("--account", "train"), "train or resume has to follow --, and there is none; write"),
+        (("--nodes", 2, "train", "fashion", "--steps", "x"), "--steps got 'x'"),
         (("--nodes", 2, "fashion"), "unfog slurm takes flags alone, so what is 'fashion'?"),
         (("--", "sample", "x"), "has to follow --, not 'sample'"),
         (("--", "train", "nowhere"), "nowhere is neither"),
@@ -132,6 +133,7 @@ def test_a_run_that_is_here_has_a_name(here, monkeypatch, capsys):
 def test_no_file_is_written_over(here, capsys):
     (here / "fashion.sbatch").write_text("mine")
     assert asked("--", "train", "fashion") == 2
+    assert asked("train", "fashion") == 2, "-- may be left out"
     assert "--file" in capsys.readouterr().err
     assert (here / "fashion.sbatch").read_text() == "mine"
 

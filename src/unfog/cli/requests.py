@@ -144,12 +144,11 @@ def _resume_request(words: Sequence[str]) -> requests.ResumeRequest:
 
 
 def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
-    if "--" not in words and {"train", "resume"} & set(words) and not set(HELP_FLAGS) & set(words):
-        raise _no_command("and there is no --")
-    at = words.index("--") if "--" in words else len(words)
+    at = _command_at(words)
     args = _parse("slurm", words[:at], requests.SlurmRequest())
     job = update(requests.SlurmRequest(words=tuple(words)), args.table, "")
-    name, rest = next(iter(words[at + 1 :]), ""), words[at + 2 :]
+    command = words[at + (words[at : at + 1] == ["--"]) :]
+    name, rest = next(iter(command), ""), command[1:]
     if name == "train":
         train: requests.TrainRequest = read_request("train", rest)
         # The job may start many times, and has to find the same run each time.
@@ -165,6 +164,17 @@ def _slurm_request(words: Sequence[str]) -> requests.SlurmRequest:
             raise RequestError("a --budget would begin anew with each job; give --steps or --images")
         return replace(job, command=("resume", *rest), run=resume.run, source=resume.settings.source)
     raise _no_command(f"not {quote(name)}" if name else "and there is none")
+
+
+def _command_at(words: Sequence[str]) -> int:
+    """Return where the flags of `unfog slurm` end: at "--", or else at the command itself."""
+    if "--" in words:
+        return words.index("--")
+    for at, word in enumerate(words):
+        # Behind a flag stands its value: --account train is an account.
+        if word in ("train", "resume") and not (at and words[at - 1].startswith("-") and "=" not in words[at - 1]):
+            return at
+    return len(words)
 
 
 def _no_command(reason: str) -> RequestError:

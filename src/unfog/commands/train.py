@@ -12,7 +12,7 @@ from typing import Any
 from unfog.config.presets import add_autoencoder
 from unfog.config.requests import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.resume_rules import check_changes
-from unfog.config.schema import Config
+from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import read_toml, update
 from unfog.config.validate import check_autoencoder, check_out
 from unfog.errors import RequestError, RunError
@@ -57,6 +57,7 @@ def apply_changes(base: Config, changes: Mapping[str, Any], source: str) -> Conf
     Raises:
         RequestError: a setting is unknown, or has a value that it cannot have.
     """
+    check_given_length(changes)
     config = replace(
         update(base.without_length(), changes, "").with_length_of(base),
         source=source,

@@ -49,9 +49,11 @@ class TuneResult:
     """Network calls of the search, each for up to 64 samples."""
 
     def table(self) -> str:
-        """Return a line for each grid, the best first."""
+        """Return a header and a line for each grid, the best first."""
         rows = sorted(self.errors.items(), key=lambda row: row[1])
-        return "\n".join(f"{name:9} {error:.4f}" for name, error in rows)
+        many = f"error: RMS distance of a value, in [-1, 1], from samples in {_MANY_STEPS} steps"
+        lines = [f"{'levels':9} error   ({many}; differences below {self.reference:.4f} mean nothing)"]
+        return "\n".join([*lines, *(f"{name:9} {error:.4f}" for name, error in rows)])
 
 
 def tune(request: TuneRequest) -> TuneResult:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unfog.config.aliases import stored_name
-from unfog.config.schema import Config
+from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import update
 from unfog.config.validate import override_sampler
 from unfog.data.settings import UNREAD
@@ -105,6 +105,7 @@ def apply_changes(stored: Config, table: Mapping[str, Any]) -> Config:
     Levels that were tuned for another sampler or number of steps are dropped, unless their grid is given too.
     """
     # A length replaces the stored one, of whatever kind: --images 5000 on resume ends a run that was begun by --steps.
+    check_given_length(table)
     config = update(stored.without_length(), table, "").with_length_of(stored)
     given, now = table.get("sampler", {}), config.sampler
     usual = override_sampler(stored.sampler, now.kind, now.steps).grid

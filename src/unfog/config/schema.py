@@ -154,6 +154,16 @@ SHORT = _short_flags(Config)
 """Short names of settings. Others are named by their place in the tree, such as --optimizer.warmup."""
 
 
+def check_given_length(changes: Mapping[str, Any]) -> None:
+    """Raise RequestError if a person asks for a run of no steps; in a file, 0 leaves a length open."""
+    training = changes.get("training", {})
+    for name in ("steps", "images"):
+        if isinstance(training, Mapping) and training.get(name) in (0, "0"):
+            raise RequestError(
+                f"{name} = 0 would train nothing; give at least 1, or leave it away to train for an hour"
+            )
+
+
 def check_guidance_interval(interval: tuple[float, float]) -> None:
     """Raise RequestError unless this is an interval of shares of noise."""
     low, high = interval

@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unfog import __version__
 from unfog.config.aliases import current_name
 from unfog.config.values import (
     MAX_INT,
@@ -35,6 +36,7 @@ T = TypeVar("T")
 # Python's reader takes the square of its length over a key of many parts; ours have three.
 _DEEP_KEY = re.compile(r"(?:\.[^.,=\[\]{}\n]{1,99}){50}")
 _LARGEST_FLOAT = 1e30  # float32, which networks compute in, has little beyond it
+_UNKNOWN = "unknown setting"
 _LARGEST_FILE = 4_000_000  # bytes; the names of 20,000 classes, and far more than a person writes
 
 
@@ -94,7 +96,12 @@ def read_toml(path: Path, base: T) -> T:
     except ValueError as error:  # a name that cannot be one, as it holds a NUL
         raise RequestError(f"{quote(str(path))}: {error}") from None
     except RequestError as error:
-        raise RequestError(f"{path}: {error}") from None
+        known = (
+            ""
+            if not str(error).startswith(_UNKNOWN)
+            else (f" (this is unfog {__version__}; a newer one may know it: update, or remove the line)")
+        )
+        raise RequestError(f"{path}: {error}{known}") from None
 
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:
@@ -110,7 +117,7 @@ def update(base: T, table: Mapping[str, Any], where: str) -> T:
         if key in changes:
             raise RequestError(f"{name} is given twice, once by its old name; give one of them")
         if key not in known:
-            raise RequestError(f"unknown setting {quote(name)[1:-1]}{suggest(key, known)}")
+            raise RequestError(f"{_UNKNOWN} {quote(name)[1:-1]}{suggest(key, known)}")
         changes[key] = _convert(hints[key], getattr(base, key), value, name)
     try:
         return replace(base, **changes)  # type: ignore[type-var]

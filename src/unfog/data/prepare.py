@@ -23,9 +23,9 @@ from unfog.data.sources.base import Source
 from unfog.data.sources.labels import labels_setting
 from unfog.errors import RequestError
 
-# cache = auto keeps images in memory up to these sizes, as decoding them takes only seconds.
+# cache = auto keeps images in memory up to these sizes, as decoding them anew for each command takes about a second.
 _MEMORY_FILES = 10_000
-_MEMORY_FILE_BYTES = 64 * 2**20
+_MEMORY_FILE_BYTES = 8 * 2**20
 _MEMORY_PIXEL_BYTES = 256 * 2**20
 
 

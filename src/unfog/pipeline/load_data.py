@@ -11,7 +11,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
 from unfog.data.settings import Data, bytes_of
-from unfog.data.sources.base import RemotePolicy
+from unfog.data.sources.base import RemotePolicy, Source
 from unfog.data.sources.labels import SPLITS
 from unfog.data.sources.registry import PYTHON, open_source
 from unfog.pipeline.latents import add_latents, apply_autoencoder_settings
@@ -71,6 +71,15 @@ def load_images(
     say(dataset.report.line())
     if dataset.placement and not few:
         say(f"  cache: {dataset.placement}")
+    packed = type(source).decoded_dataset is not Source.decoded_dataset  # then the size was chosen long ago
+    if not (config.data.size or packed) and dataset.report.actions.get("resized"):
+        side = dataset.settings.size
+        say(
+            f"  data.size = {side}: larger images are made smaller, as twice the side takes four times as long;"
+            f" --size {2 * side} keeps more detail"
+        )
+    if 0 < len(dataset.train) < config.training.batch:
+        warn(f"batch = {config.training.batch} is more than the {len(dataset.train)} images, so some are in it twice")
     for warning in dataset.warnings:
         warn(warning)
     _warn_of_no_effect(config.data, dataset)
