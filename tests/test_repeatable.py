@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,16 +14,21 @@ from conftest import NETWORK
 from forked import Forked
 from forked import run as run_forked
 from unfog.config.presets import preset
+from unfog.config.schema import Network
+from unfog.config.values import parse_spec, registry_of
+from unfog.data.dataset import ImageSet
 from unfog.data.settings import Data
 from unfog.openmp import limit_spinning
 from unfog.planning import auto_settings
 from unfog.planning.auto_settings import AutoSettings
 from unfog.runs import session
+from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.training.precision import default_precision
-from unfog.training.settings import Training
+from unfog.training.settings import Evaluate, Training
 
 CPU = torch.device("cpu")
 ZEN, XEON = "AMD EPYC", "Intel Xeon"
+NO_METRICS = Evaluate()
 
 
 @pytest.mark.parametrize(("cpu", "parameters", "name"), [
@@ -44,8 +51,11 @@ def test_precision_of_a_gpu_is_its_native_one(native, name, monkeypatch):
     assert default_precision(torch.device("cuda"), lambda: pytest.fail("the network does not matter"))[0] == name
 
 
-def resolved(**training) -> AutoSettings:
-    config = replace(preset("default"), data=Data(size=16, channels=1), training=Training(**training))
+def resolved(evaluate=NO_METRICS, **training) -> AutoSettings:
+    data, network = Data(size=16, channels=1), parse_spec(registry_of(Network), NETWORK)
+    network = network if evaluate.metrics else None
+    base = replace(preset("default"), data=data, network=network, evaluate=evaluate)
+    config = replace(base, training=Training(**training))
     found = AutoSettings(config, None, CPU, lambda: False)
     found.resolve()
     return found
@@ -57,6 +67,21 @@ def test_no_automatic_setting_of_a_length_in_steps_is_timed(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: fast, raising=False)
     found = resolved(steps=100)
     assert found.config.training.precision == "bf16"
+
+
+def test_metrics_are_planned_by_counting_and_not_by_the_clock(monkeypatch):
+    monkeypatch.setattr(auto_settings, "seconds_per_step", lambda *asked: pytest.fail("a step was timed"))
+    clock = iter(range(10**9))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) ** 2))  # ever slower
+    pixels = np.random.default_rng(0).integers(0, 256, (200, 1, 16, 16), np.uint8)
+    images = ImageSet(pixels, None, [str(i) for i in range(200)], ())
+    found = []
+    for _ in range(2):
+        auto = resolved(steps=20_000, batch=8, precision="fp32", evaluate=Evaluate(metrics=("kid", "fid", "sliced")))
+        resolve_metrics(auto, images, CPU)
+        found.append((auto.config.evaluate, auto.choices))
+    assert found[0] == found[1]
+    assert found[0][0].samples > 100
 
 
 def test_a_length_by_time_is_announced_as_measured(monkeypatch):

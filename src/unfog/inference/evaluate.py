@@ -29,7 +29,7 @@ from unfog.inference.evaluation_files import (
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
-from unfog.planning.timing import seconds_per_sample, wall_seconds
+from unfog.planning.timing import cost_per_sample, wall_seconds
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
@@ -214,7 +214,7 @@ def _generate_samples(
 def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: World) -> None:
     """Say how long generation and features will take, from a few sampler steps and a few images."""
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
-    seconds = seconds_per_sample(run.network, run.config, few) * missing
+    seconds = cost_per_sample(run.network, run.config, few, wall_seconds) * missing
     line = f"generating {plural(missing, 'sample')} takes about {format_duration(seconds / world.size)}"
     if (features := setup.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.reference.pixels[setup.rows[:50]]))

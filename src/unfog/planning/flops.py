@@ -134,6 +134,13 @@ def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> 
     return NetworkCost(forward / batch, both / batch, count.operations)
 
 
+def measure_flops(work: Callable[[], object]) -> float:
+    """Return the FLOPs of the matrix products and convolutions of a computation, which is done."""
+    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
+        work()
+    return float(flops.get_total_flops())
+
+
 class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -86,11 +86,13 @@ def decoded_images(images: ImageSet) -> ImageSet:
     return ImageSet(pixels, labels, [images.names[i] for i in rows], images.classes)
 
 
-def seconds_per_sample(network: nn.Module, config: Config, drawing: GenerationSettings) -> float:
-    """Return the wall time of generating one sample, from the first two sampler steps of those in `drawing`."""
+def cost_per_sample(
+    network: nn.Module, config: Config, drawing: GenerationSettings, measure: Callable[[Callable[[], object]], float]
+) -> float:
+    """Return what `measure` gives for one sample, from the first two sampler steps of those in `drawing`."""
     sampler, steps = drawing.sampler, _trial_steps(drawing.sampler)
     trial = replace(drawing, sampler=replace(sampler, steps=steps))
-    return wall_seconds(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
+    return measure(lambda: generate_images(network, config, trial)) / drawing.count * sampler.steps / steps
 
 
 def _trial_steps(sampler: Sampler) -> int:

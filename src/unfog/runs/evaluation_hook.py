@@ -25,11 +25,13 @@ from unfog.inference.compute_metrics import ImageRows
 from unfog.pipeline.build import build_network, without_augmentation
 from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.planning.auto_settings import AutoSettings
+from unfog.planning.flops import measure_flops
 from unfog.planning.intervals import Choice
-from unfog.planning.timing import seconds_per_sample, wall_seconds
+from unfog.planning.memory_estimate import batch_shape
+from unfog.planning.timing import cost_per_sample
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.progress import Progress, format_duration, plural, warn
+from unfog.reporting.progress import Progress, plural, warn
 from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
@@ -40,19 +42,21 @@ _TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time per
 _OVERFITTING = "overfitting"  # the kind of event
 _MIN_HELD_OUT = 8  # images; the gap to the training loss says little of fewer
 _PIXEL_METRIC = "sliced"  # compares pixels instead of features
+_PER_VALUE = 2500  # operations on a pixel value that take as long as those besides products and convolutions; measured
 TRIAL_SAMPLES = 10  # of the dry run: the fewest that every metric accepts
 
 
 class _Costs(NamedTuple):
-    """Seconds to generate a sample, seconds to compute its features, and the number of features."""
+    """FLOPs to generate a sample, to compute its features, and of the training; and the number of features."""
 
     sample: float
     features: float
     width: int
+    training: float = 0.0
 
 
 def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) -> None:
-    """Resolve what is open of the metrics' settings, so that they take their share of training time.
+    """Resolve what is open of the metrics' settings, so that they take their share of the training's arithmetic.
 
     RequestError if no evaluation is due in this run, or there are too few images.
     """
@@ -67,39 +71,38 @@ def resolve_metrics(auto: AutoSettings, images: ImageSet, device: torch.device) 
         )
     if evaluate.samples and evaluate.reference and evaluate.metrics_every:
         return
-    # Timed once and stored like other automatic settings, so that an interrupted run measures at the same steps.
-    training = auto.seconds_per_step() * (config.training.images // config.training.batch)
-    allowed = evaluate.share * training
-    costs = _time_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
+    # Counted rather than timed, so that a repeated command measures at the same steps.
+    costs = _count_costs(config, images, open_features(evaluate.features, device, only_known=True), device)
+    allowed = evaluate.share * costs.training
 
     def once(samples: int, reference: int) -> float:
-        metrics = _metric_seconds(config, samples, reference, costs.width)
+        metrics = _metric_flops(config, samples, reference, costs.width)
         return samples * (costs.sample + costs.features) + metrics
 
     chosen, each = _fit_to_budget(config, len(images), costs, allowed, once)
     auto.config = replace(config, evaluate=chosen)
-    share, best = f"{evaluate.share:.0%}", "held_out_loss"
+    share, best = f"at most {evaluate.share:.2g} of the arithmetic of training", "held_out_loss"
     if chosen.metrics_every < 0:
         instead = "; the best checkpoint is chosen by the held-out loss" if chosen.best != best else ""
         auto.config = replace(config, evaluate=replace(chosen, best=best))
         warn(
-            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} samples take about "
-            f"{format_duration(each)}, and {share} of the time is {format_duration(allowed)}{instead}. "
+            f"during training, no {' or '.join(chosen.metrics)} is measured: {chosen.samples} samples take "
+            f"{each / costs.training:.2g}, and --evaluate.share is {share}{instead}. "
             "Give a higher --evaluate.share, or measure afterwards: unfog evaluate RUN"
         )
         return
     what = f"{chosen.samples} samples against {chosen.reference} training images, every {chosen.metrics_every} steps"
-    reason = f"about {format_duration(each)} each time; at most {share} of {format_duration(training)} of training"
+    reason = f"{each / costs.training:.2g} each time; {share} in all"
     auto.choices.append(Choice("evaluate.metrics", what, reason))
 
 
 def _fit_to_budget(
     config: Config, images: int, costs: _Costs, allowed: float, once: Callable[[int, int], float]
 ) -> tuple[Any, float]:
-    """Resolve the open settings of evaluation so that all metrics of the run take the `allowed` seconds at most.
+    """Resolve the open settings of evaluation so that all metrics of the run take the `allowed` FLOPs at most.
 
-    `once` maps (samples, reference images) to the seconds of one evaluation. Returns the settings, with
-    metrics_every = -1 if not even one evaluation fits; and the seconds of one.
+    `once` maps (samples, reference images) to the FLOPs of one evaluation. Returns the settings, with
+    metrics_every = -1 if not even one evaluation fits; and the FLOPs of one.
     """
     evaluate, steps = config.evaluate, config.training.images // config.training.batch
     affordable = int(allowed / 4 / max(costs.features, 1e-9))  # features of the reference take a quarter, once
@@ -122,26 +125,30 @@ def _fit_to_budget(
     return replace(evaluate, samples=samples, reference=reference, metrics_every=every), each
 
 
-def _time_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> _Costs:
-    """Time the generation of a few samples, with fresh weights, and their features."""
-    with Progress("timing samples for the metrics", None):
+def _count_costs(config: Config, images: ImageSet, features: Features, device: torch.device) -> _Costs:
+    """Count the arithmetic of a few samples, of their features, and of training."""
+    with Progress("counting the arithmetic of the metrics", None):
         network, few = build_network(config).to(device), min(config.training.batch, 64)
-        sampling = seconds_per_sample(network, config, default_generation(config, few, few))
+        sample = cost_per_sample(network, config, default_generation(config, few, few), measure_flops)
         pixels = torch.from_numpy(np.ascontiguousarray(images.pixels[evenly_spaced(len(images), few)]))
         width = features(pixels).shape[1]
-        return _Costs(sampling, wall_seconds(lambda: features(pixels).cpu()) / len(pixels), width)
+        extraction = measure_flops(lambda: features(pixels)) / len(pixels) + _PER_VALUE * pixels[0].numel()
+        x, zeros = torch.zeros(batch_shape(config, few), device=device), torch.zeros(few, device=device)
+        with torch.no_grad():
+            forward = measure_flops(lambda: network(x, zeros)) / few
+    # A backward pass costs two forward passes. In 16 bits both take about two thirds of the time.
+    passes = 3.0 if config.training.precision == "fp32" else 2.0
+    return _Costs(sample, extraction, width, passes * forward * config.training.images)
 
 
-def _metric_seconds(config: Config, samples: int, reference: int, width: int) -> float:
-    """Return the seconds that the metrics take for so many samples."""
-    # Of random features, as the time depends on their number and width alone.
-    generator = torch.Generator().manual_seed(0)
-    real, fake = (torch.randn(n, width, generator=generator) for n in (reference, samples))
-    shape = (samples, config.data.channels, config.data.size, config.data.size)
-    compared = _PIXEL_METRIC in config.evaluate.metrics
-    pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8) if compared else torch.empty(0)
-    with Progress("timing the metrics", None):
-        return wall_seconds(lambda: _compute_metrics(config, real, fake, pixels, pixels), warm=False)
+def _metric_flops(config: Config, samples: int, reference: int, width: int) -> float:
+    """Return the FLOPs of the metrics of so many samples, with twice the weight for those in float64."""
+    names, images = config.evaluate.metrics, samples + reference
+    values = samples * config.data.channels * config.data.size**2
+    # Products of all pairs of images; covariances and their eigenvectors; projections of patches, which are sorted.
+    pairs = 4.0 * images**2 * width * len([name for name in names if name not in ("fid", _PIXEL_METRIC)])
+    covariances = (4.0 * images * width**2 + 80.0 * width**3) * ("fid" in names)
+    return pairs + covariances + 20 * _PER_VALUE * values * (_PIXEL_METRIC in names)
 
 
 def _compute_metrics(

@@ -276,7 +276,7 @@ class Evaluate:
     metrics_every: int = 0
     """Steps between evaluations that generate samples. 0: as often as `share` permits; -1: never."""
     share: float = setting(0.05, above=0, at_most=0.5, usual="0.05")
-    """Share of the training time that the metrics may take, where `samples` or `metrics_every` is 0."""
+    """Share of the arithmetic of training that the metrics may take, where `samples` or `metrics_every` is 0."""
     best: str = "held_out_loss"
     """Metric by which the best checkpoint is chosen and kept: held_out_loss, or one of `metrics`."""
 
