@@ -2,15 +2,20 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS
+from unfog.commands.explain import explain
 from unfog.config.describe import describe
 from unfog.config.presets import add_autoencoder, autoencoder_recipe
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import to_toml
+from unfog.config.values import registry_of
+
+REPOSITORY = Path(__file__).parent.parent
 
 TRAINING = ("train", "resume", "train-autoencoder", "doctor", "plan", "find-lr")
 
@@ -89,3 +94,45 @@ def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
 def test_short_names_and_descriptions_agree():
     described = {flag: each.setting for each in describe(Config) for flag in each.flags}
     assert all(described[short] == place for short, place in SHORT.items())
+
+
+def test_explain_tells_all_that_a_field_holds(said):
+    text = " ".join(said("explain", "lr").split())
+    for part in (
+        "optimizer.lr Peak learning rate",
+        "--lr, --optimizer.lr NUMBER",
+        "lr, below [optimizer]",
+        "default 0; 0.0002 with --preset ddpm",
+        "at least 0; usual: 1e-4 to 3e-3",
+        "on resume can change",
+        "why 0.003 suits a million parameters",
+        "measured Fréchet distance",
+        "see docs/decisions/0007-default-recipe.md",
+    ):
+        assert part in text
+    assert "cannot change, but for dropout" in said("explain", "network")
+    assert "with --force" in said("explain", "seed")
+    assert "Karras et al. 2022, appendix F" in said("explain", "data.augment")
+    assert said("explain", "held_out") == said("explain", "data.held-out")
+
+
+def test_explain_knows_every_setting_section_and_kind(said):
+    overview = said("explain")
+    for each in describe(Config):
+        assert each.setting in explain(each.setting).splitlines()
+        assert {each.path[0], each.path[-1]} <= set(re.findall(r"\w+", overview))
+        assert f"  {each.setting} " in explain(each.path[0]) or len(each.path) == 1
+        for word in each.choices if registry_of(each.annotation) else ():
+            assert word == "auto" or word in explain(word)
+    assert "did you mean lr" in said("explain", "lrr", status=2)
+    assert "a choice of --weighting" in said("explain", "min-snr")
+
+
+def test_explanations_name_files_that_exist_and_figures_that_they_hold():
+    for each in describe(Config):
+        if each.rules.measured:
+            text = " ".join((REPOSITORY / each.rules.see).read_text().split())
+            for figure in re.findall(r"\d+\.\d+", each.rules.measured):
+                assert figure in text or f"{float(figure) * 1000:.4g}" in text, (each.setting, figure)
+        if each.rules.see:
+            assert (REPOSITORY / each.rules.see).is_file()

@@ -46,7 +46,9 @@ class Rules:
     why: str = ""
     """Reason of the default, for `unfog explain`."""
     measured: str = ""
-    """Effect in our measurements, with the place where they are written down."""
+    """Effect in our measurements."""
+    see: str = ""
+    """File with the measurements, or with more about the setting."""
     paper: str = ""
     """Publication that the setting comes from."""
 

@@ -33,6 +33,7 @@ usage: unfog COMMAND …
   pack SOURCE OUT  decode and resize images once, for all later runs
   train-autoencoder SOURCE  train an autoencoder for large images; then train with --autoencoder
   slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
+  explain SETTING  what a setting does, its default and why; alone, it lists all settings
   cache            list the cache folder; --clear or --limit GB makes room in it
 
   unfog COMMAND --help   explain a command; --help-all lists every setting

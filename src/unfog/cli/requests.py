@@ -42,6 +42,7 @@ REQUESTS: dict[str, type] = {
     "find-lr": requests.FindLrRequest,
     "pack": requests.PackRequest,
     "slurm": requests.SlurmRequest,
+    "explain": requests.ExplainRequest,
     "cache": run_requests.CacheRequest,
 }
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}

@@ -178,6 +178,22 @@ class PackRequest:
 
 
 @dataclass(frozen=True)
+class ExplainRequest:
+    """Explain a setting: what it does, its default and why, its bounds, whether a resume can change it, and more.
+
+      unfog explain               all sections and settings
+      unfog explain optimizer     the settings of a section
+      unfog explain lr            a setting
+      unfog explain min-snr       a kind that a setting can have
+
+    Measured effects and publications are named where there are any.
+    """
+
+    setting: Annotated[Positional[str], tyro.conf.arg(metavar="SETTING")] = ""
+    """Name of a setting, a section or a kind. Default: list all."""
+
+
+@dataclass(frozen=True)
 class SlurmRequest:
     """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
 

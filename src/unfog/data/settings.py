@@ -36,7 +36,17 @@ class Data:
     """Random brightness, contrast and saturation, as a fraction: 0.1 is up to 10% each way."""
     crop: float = setting(0.0, at_least=0, at_most=0.5, usual="0.1", resume="free")
     """Enlarge a random square of at least 1 - crop of the side to the whole; 0.1 is usual. Samples show it."""
-    augment: float = setting(0.0, short="augment", at_least=0, at_most=1, usual="0.12 to 0.15", common=True)
+    augment: float = setting(
+        0.0,
+        short="augment",
+        at_least=0,
+        at_most=1,
+        usual="0.12 to 0.15",
+        common=True,
+        measured="3% of a step of `tiny`; 1% of the samples show it, 30% where the network is not told",
+        paper="Karras et al. 2022, appendix F",
+        see="benchmarks/LEDGER.md",
+    )
     """Chance of each flip, turn, zoom, stretch, shift. Samples show none. 0.15 for few images."""
     held_out: float = setting(0.05, at_least=0, at_most=0.5, usual="0.05", affects="objective", resume="force")
     """Fraction kept from training to measure it; at most 1,000 images, none of fewer than 100; 0 = none."""

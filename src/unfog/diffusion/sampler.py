@@ -54,11 +54,25 @@ Observe = Callable[[int, float, "Tensor", "Tensor"], None]
 class Sampler:
     """Settings of a sampler; called, it samples."""
 
-    kind: Kind = setting("dpmpp", short="sampler")
+    kind: Kind = setting(
+        "dpmpp",
+        short="sampler",
+        measured="Fréchet distance on Fashion-MNIST: dpmpp 12.7, heun 13.1, ddim 17.7 in 20 steps, ddpm 17.9 in 60",
+        paper="Lu et al. 2022 (dpmpp); Zhao et al. 2023 (unipc); Karras et al. 2022 (heun); Song et al. 2021 (ddim)",
+        see="docs/decisions/0007-default-recipe.md",
+    )
     """Deterministic: ddim, dpmpp, unipc, heun, adaptive. With fresh noise at each step: ddpm, dpmpp-sde, edm."""
-    steps: int = 20
+    steps: int = setting(
+        20,
+        measured="Fréchet distance of dpmpp on Fashion-MNIST: 12.7 with 20, 13.8 with 40",
+        see="docs/decisions/0007-default-recipe.md",
+    )
     """Noise levels visited; for adaptive, the first step is 1 / steps of the way."""
-    grid: Grid = "schedule"
+    grid: Grid = setting(
+        "schedule",
+        measured="Fréchet distance of dpmpp on Fashion-MNIST: 12.7 with schedule, 13.0 with karras, 14.5 with logsnr",
+        see="docs/decisions/0007-default-recipe.md",
+    )
     """Noise levels: of the training schedule, EDM's (karras), evenly spaced in logsnr, or tuned for this run."""
     clip: bool = True
     """Keep each guess of the clean image within [-1, 1]."""
