@@ -6,7 +6,7 @@ from pathlib import Path
 import unfog
 
 ROOT = Path(unfog.__file__).parent
-BASE = {"custom", "errors", "locks", "sharded_rng", "cache_folder", "text", "settings", "openmp"}
+BASE = {"custom", "errors", "locks", "safe_files", "sharded_rng", "cache_folder", "text", "settings", "openmp"}
 LEAVES = {"data", "diffusion", "models", "evaluation", "reporting"}
 # Each of these may import those before it, and all leaves, training and export.
 STOREYS = ("config", "process", "pipeline", "planning", "inference", "checks", "runs", "commands", "cli")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from unfog.reporting import records
-from unfog.reporting.records import Events, JsonLines, Metrics, read_events, read_metrics, write_atomic
+from unfog.reporting.records import Events, JsonLines, Metrics, read_events, read_metrics
+from unfog.safe_files import write_atomic
 
 WRITER = """
 import sys

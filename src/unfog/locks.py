@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from unfog.safe_files import open_file, remove
 
 LOCK = ".lock"  # file in a locked folder; one that a killed process left behind locks nothing
 
@@ -25,15 +28,15 @@ def lock_of(folder: Path) -> Iterator[bool]:
         yield True
         return
     path = folder / LOCK
-    descriptor, ours = _locked(path)
+    file, ours = _locked(path)
     try:
         yield ours
     finally:
-        if descriptor is not None:
-            if is_at(descriptor, path):  # the folder may have been moved or created anew, with another's lock in it
+        if file is not None:
+            if is_at(file.fileno(), path):  # the folder may have been moved or created anew, with another's lock in it
                 with suppress(OSError):
-                    path.unlink()
-            os.close(descriptor)
+                    remove(path)
+            file.close()
 
 
 @contextmanager
@@ -47,15 +50,13 @@ def lock_alone(path: Path) -> Iterator[bool]:
         return
     import fcntl
 
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(descriptor)
+    with open_file(path, "a+b") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def lock_shared(path: Path) -> int:
@@ -65,9 +66,11 @@ def lock_shared(path: Path) -> int:
     """
     for _ in range(_TRIES):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file = open_file(path, "a+b")
         except PermissionError:  # of another user
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            file = open_file(path, "rb")
+        with file:
+            descriptor = os.dup(file.fileno())
         if sys.platform != "win32":
             import fcntl
 
@@ -78,25 +81,29 @@ def lock_shared(path: Path) -> int:
     raise FileNotFoundError(path)
 
 
-def _locked(path: Path) -> tuple[int | None, bool]:
-    """Return (descriptor, None if it cannot be opened; True if it is locked)."""
+def _locked(path: Path) -> tuple[BinaryIO | None, bool]:
+    """Return (the open file, None if it cannot be opened; True if it is locked). OSError if a link or pipe is there."""
     import fcntl
 
-    descriptor = None
     for _ in range(_TRIES):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, FileNotFoundError):
-            if descriptor is not None:
-                os.close(descriptor)
+            file = open_file(path, "a+b")
+        except FileNotFoundError:
             raise
         except OSError:
-            return descriptor, False
-        if is_at(descriptor, path):
-            return descriptor, True
-        os.close(descriptor)  # its owner has removed the file since it was opened
-        descriptor = None
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise
+            return None, False
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError:
+            return file, False
+        if is_at(file.fileno(), path):
+            return file, True
+        file.close()  # its owner has removed the file since it was opened
     return None, False
 
 

@@ -32,7 +32,8 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, render
 from unfog.reporting.progress import Progress, print_result, say
-from unfog.reporting.records import json_values, write_atomic
+from unfog.reporting.records import json_values
+from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 from unfog.training.checkpoints.posthoc_ema import EmaSnapshotFile, list_snapshots, solve_mixture
 from unfog.training.settings import PowerEma

@@ -27,8 +27,9 @@ from unfog.process.signals import StopSignals
 from unfog.reporting.charts import line_chart
 from unfog.reporting.findings import Figure, Finding, Severity, render
 from unfog.reporting.progress import print_result, say
-from unfog.reporting.records import json_values, write_atomic
+from unfog.reporting.records import json_values
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
+from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
 _PROBED = 256  # images, each with noise at a level of its own

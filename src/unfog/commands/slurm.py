@@ -13,6 +13,7 @@ from unfog.config.validate import reason_of
 from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.reporting.progress import print_result, say
+from unfog.safe_files import open_file
 
 _SAVE_SECONDS = 300  # before the limit, a run saves and ends; Slurm may be a minute early
 _RESTARTS = 3  # times that torchrun starts all processes anew within one job
@@ -59,8 +60,8 @@ def main(request: SlurmRequest) -> int:
     """Write the batch file, print its path, and return the exit status."""
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
-        with file.open("x") as batch:  # a batch file that is there may have been edited
-            batch.write(_batch_script(request))
+        with open_file(file, "xb") as batch:  # a batch file that is there may have been edited
+            batch.write(_batch_script(request).encode())
     except FileExistsError:
         raise RequestError(f"{quote(str(file))[1:-1]} is there already; give another --file, or remove it") from None
     except (OSError, ValueError) as error:

@@ -29,6 +29,7 @@ from unfog.data.scan import Scan
 from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
+from unfog.safe_files import read_file, remove, remove_tree, write_atomic
 
 _WAIT = 0.2  # seconds between two looks at what another process is decoding
 _ABANDONED_SECONDS = 7 * 24 * 3600
@@ -51,7 +52,7 @@ def load(key: str) -> Pack | None:
     with suppress(OSError, RequestError, LookupError, RecursionError, TypeError, ValueError):
         if is_pack(folder / key):
             return _open(folder / key)
-        see = json.loads((folder / f"{key}.json").read_text("utf-8"))["see"]
+        see = json.loads(read_file(folder / f"{key}.json"))["see"]
         # A bare name, so that the file cannot lead out of the cache folder.
         if re.fullmatch(r"\w+", see) and is_pack(folder / see):
             return _open(folder / see)
@@ -77,7 +78,7 @@ def make(scan: Scan, key: str, progress: Progress | None = None) -> Pack:
     now, _ = scan.source.stamp()
     if now != scan.stamp:
         # The source changed meanwhile, so the pack is of no single state of it: this process uses it, no other does.
-        shutil.rmtree(folder / key, ignore_errors=True)  # mapped files stay for as long as they are mapped
+        remove_tree(folder / key)  # mapped files stay for as long as they are mapped
         return pack
     resolved = entry_key(scan, pack.resolve_settings(scan.settings))
     if resolved != key:
@@ -103,10 +104,8 @@ def _write_or_wait(scan: Scan, folder: Path, key: str, remedy: str, progress: Pr
 
 
 def _redirect(path: Path, key: str) -> None:
-    # A name of its own, as processes that waited for the same entry write the same redirection at the same time.
-    partial = path.with_name(f"{os.getpid()}-{time.time_ns()}.partial")
-    partial.write_text(json.dumps({"see": key}), "utf-8")
-    partial.replace(path)
+    # Processes that waited for the same entry write the same redirection at the same time.
+    write_atomic(path, json.dumps({"see": key}).encode(), shared=True)
 
 
 def _remove_damaged(key: str) -> None:
@@ -114,7 +113,7 @@ def _remove_damaged(key: str) -> None:
     if is_pack(folder):
         with suppress(OSError, BusyError), locked(folder):
             if is_pack(folder) and load(key) is None:  # still, as another process may have made it anew
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
 
 
 def free_bytes() -> int | None:
@@ -141,12 +140,12 @@ def remove_stale_entries(folder: Path) -> None:
     with suppress(OSError):
         for path in list(folder.iterdir()):
             with suppress(OSError, BusyError):
-                if re.fullmatch(r"array-[0-9a-f]{32}\.[0-9]+\.partial", path.name) and _is_old(path):
-                    path.unlink()
+                if re.fullmatch(r"array-[0-9a-f]{32}\.npz\.[0-9]+-[0-9]+\.partial", path.name) and _is_old(path):
+                    remove(path)
                 elif _is_abandoned(path):
                     with locked(path):
                         if _is_abandoned(path):  # still, now that no other process can go on with it
-                            shutil.rmtree(path)
+                            remove_tree(path)
 
 
 def _is_abandoned(path: Path) -> bool:

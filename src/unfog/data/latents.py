@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -29,9 +28,10 @@ from unfog.cache_folder import cache_folder, disk_usage, hold, make_room
 from unfog.data.cache import free_bytes, over_limit, remove_stale_entries
 from unfog.data.dataset import ImageSet
 from unfog.data.decode_pool import Progress
-from unfog.data.packs.pack_journal import BusyError, locked, sync, write_atomic
+from unfog.data.packs.pack_journal import BusyError, locked, sync
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK
+from unfog.safe_files import move, open_file, read_file, regular_file, remove, remove_tree, write_atomic
 from unfog.sharded_rng import draw_rows
 
 FORMAT = 1
@@ -173,17 +173,17 @@ def _open_valid(folder: Path, job: EncodeJob, progress: Progress) -> LatentArray
     entry = _open(folder, job.full_shape)
     if entry is not None and job.replacements_hold(entry.rows, progress):
         return entry
-    shutil.rmtree(folder, ignore_errors=True)  # other processes keep what they have mapped
+    remove_tree(folder)  # other processes keep what they have mapped
     return None
 
 
 def _open(folder: Path, shape: tuple[int, ...]) -> LatentArrays | None:
     with suppress(OSError, ValueError, RecursionError):
-        facts = json.loads((folder / _FACTS).read_text("utf-8"))
+        facts = json.loads(read_file(folder / _FACTS))
         sizes = ((folder / _LATENTS).stat().st_size, (folder / _ROWS).stat().st_size)
         if facts == {"format": FORMAT, "shape": list(shape)} and sizes == (2 * math.prod(shape), 8 * shape[0]):
-            latents = np.memmap(folder / _LATENTS, np.float16, "r", shape=shape)
-            return LatentArrays(latents, np.fromfile(folder / _ROWS, np.int64))
+            latents = np.memmap(regular_file(folder / _LATENTS), np.float16, "r", shape=shape)
+            return LatentArrays(latents, np.fromfile(regular_file(folder / _ROWS), np.int64))
     return None
 
 
@@ -192,10 +192,10 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
     partial.mkdir(parents=True, exist_ok=True)
     with locked(partial):
         if (entry := _open_valid(folder, job, progress)) is not None:  # another process has finished it meanwhile
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_tree(partial)
             return entry
         done, count = _images_done(partial, job, progress), job.full_shape[0]
-        with open(partial / _LATENTS, "ab") as latents, open(partial / _ROWS, "ab") as rows:
+        with open_file(partial / _LATENTS, "ab") as latents, open_file(partial / _ROWS, "ab") as rows:
             latents.truncate(done * 2 * math.prod(job.full_shape[1:]))
             rows.truncate(done * 8)
             for number, (some, which) in enumerate(job.batches(done), 1):
@@ -208,18 +208,18 @@ def _write_entry(folder: Path, partial: Path, job: EncodeJob, progress: Progress
                     _write_json(partial / _DONE, {"done": done})  # after the data that it vouches for
                 progress(done, count)
         _write_json(partial / _FACTS, {"format": FORMAT, "shape": list(job.full_shape)})
-        (partial / _DONE).unlink()
+        remove(partial / _DONE)
         if not folder.exists():  # it does where locks do not work and another process was faster
-            partial.rename(folder)
-            (folder / LOCK).unlink(missing_ok=True)  # not before, or another would begin anew in the finished entry
+            move(partial, folder)
+            remove(folder / LOCK)  # not before, or another would begin anew in the finished entry
     return _open(folder, job.full_shape)
 
 
 def _images_done(partial: Path, job: EncodeJob, progress: Progress) -> int:
     """Return the number of images in an interrupted entry that are safe on disk and still valid."""
     try:
-        done = json.loads((partial / _DONE).read_text("utf-8"))["done"]
-        rows = np.fromfile(partial / _ROWS, np.int64, max(0, int(done)))
+        done = json.loads(read_file(partial / _DONE))["done"]
+        rows = np.fromfile(regular_file(partial / _ROWS), np.int64, max(0, int(done)))
     except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return 0
     return len(rows) if len(rows) == done and job.replacements_hold(rows, progress) else 0

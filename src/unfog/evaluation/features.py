@@ -10,8 +10,6 @@ CHUNK, so any number of processes, and a resumed one, end with the same numbers.
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from unfog.evaluation.feature_networks import (
     load_torchscript,
     parse_network_file,
 )
+from unfog.safe_files import regular_file, remove_tree, write_atomic
 
 _FORMAT = 1  # part of the cache key: a new one makes old entries unused
 CHUNK = 500
@@ -224,7 +223,7 @@ def compute_statistics(x: Tensor, features: Features, cache_key: str) -> Feature
     folder = features_folder(cache_key, len(x), features)
     path = folder / "statistics.safetensors"
     with suppress(OSError, SafetensorError, KeyError):
-        kept = load_file(path)
+        kept = load_file(regular_file(path))
         mean, covariance = kept["mean"], kept["covariance"]
         if mean.shape == (x.shape[1],) and covariance.shape == (x.shape[1], x.shape[1]):
             return FeatureStatistics(len(x), mean.to(x.device), covariance.to(x.device))
@@ -242,7 +241,7 @@ def features_folder(cache_key: str, count: int, features: Features) -> Path:
 
 def delete_features(cache_key: str, count: int, features: Features) -> None:
     """Delete the cached features of these images; no process may still be reading them."""
-    shutil.rmtree(features_folder(cache_key, count, features), ignore_errors=True)
+    remove_tree(features_folder(cache_key, count, features))
 
 
 def _compute(pixels: PixelSource, features: Features, first: int) -> Tensor:
@@ -263,7 +262,7 @@ def _chunk(folder: Path, first: int) -> Path:
 def _load(folder: Path, first: int, count: int) -> Tensor | None:
     """Load the cached chunk that starts at image `first` of `count`; None if it is missing or damaged."""
     with suppress(OSError, SafetensorError, KeyError):
-        x: Tensor = load_file(_chunk(folder, first))["features"]
+        x: Tensor = load_file(regular_file(_chunk(folder, first)))["features"]
         whole = len(x) == min(CHUNK, count - first)
         if x.dtype == torch.float32 and x.ndim == 2 and whole and bool(x.isfinite().all()):
             return x
@@ -281,13 +280,4 @@ def _keep(folder: Path, first: int, chunk: Tensor, features: Features, must: boo
 
 def _write(path: Path, tensors: dict[str, Tensor], features: Features) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may write one chunk at a time, so each has a partial file of its own.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(save(tensors, {"features": features.name, "resize": features.resize}))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomic(path, save(tensors, {"features": features.name, "resize": features.resize}), shared=True)

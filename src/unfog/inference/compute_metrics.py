@@ -39,6 +39,7 @@ from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding
 from unfog.reporting.image_grids import save_png
 from unfog.reporting.progress import Progress
+from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
@@ -167,6 +168,7 @@ def _search_copies(
 ) -> list[dict[str, Any]]:
     """Search for copies of training images by pixels and by features, and save images of the nearest pairs."""
     dataset, some = setup.dataset, samples[0:DRAWN].transpose(0, 2, 3, 1)
+    make_folder(out, out.parents[1])  # RUN/evaluations/NAME
     save_png(out / "drawn.png", sample_grid(some[:64], ()))
     if len(dataset.train) < FEWEST:
         return []

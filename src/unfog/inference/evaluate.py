@@ -195,7 +195,7 @@ def _generate_samples(
         return None
     generation = setup.generation
     folder = run.path / "evaluations" / "drawn" / _samples_key(run, setup)
-    samples = GeneratedSamples(folder, generation.count, generation.batch)
+    samples = GeneratedSamples(folder, generation.count, generation.batch, run.path)
     missing = samples.count_in(samples.missing())
     if missing < generation.count:
         say(f"{plural(generation.count - missing, 'sample')} are there already, in {samples.folder}")

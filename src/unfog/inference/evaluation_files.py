@@ -23,7 +23,7 @@ from unfog.evaluation.features import Features
 from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
-from unfog.reporting.records import write_atomic
+from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
 from unfog.training.distributed.world import World
 
 FORMAT = 1
@@ -79,15 +79,16 @@ class Evaluation:
         ]
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run = path.parent.parent
+        make_folder(path.parent, run)
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + os.linesep
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(), run)
 
     @classmethod
     def read(cls, path: Path) -> Evaluation | None:
         """Return what `write` stored; None if the file is missing, damaged or of another format."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            stored = json.loads(path.read_bytes())
+            stored = json.loads(read_file(path))
             if stored.pop("format") == FORMAT:
                 measured = [MetricResult(**one) for one in stored.pop("measured")]
                 return cls(measured=measured, **stored)
@@ -110,8 +111,9 @@ class GeneratedSamples:
     # A chunk is one batch of the sampler. Floating-point sums depend on the neighbours in a batch, so a chunk that
     # was cut is generated again as a whole; then every sample is the same to the bit, on whichever rank.
 
-    def __init__(self, folder: Path, count: int, chunk: int):
+    def __init__(self, folder: Path, count: int, chunk: int, root: Path | None = None):
         self.folder, self.count, self.chunk = folder, count, chunk
+        self._root = folder if root is None else root  # below it no link is followed
 
     def __len__(self) -> int:
         return self.count
@@ -168,15 +170,16 @@ class GeneratedSamples:
     def _load(self, start: int) -> NDArray[np.uint8] | None:
         """Return a chunk; None if it is missing, damaged or has too few samples."""
         with suppress(OSError, SafetensorError, KeyError):
-            samples: NDArray[np.uint8] = load_file(self._file(start))["pictures"]
+            samples: NDArray[np.uint8] = load_file(regular_file(self._file(start), self._root))["pictures"]
             if samples.dtype == np.uint8 and samples.ndim == 4 and len(samples) >= self._size(start):
                 return samples
         return None
 
     def _write(self, start: int, samples: Pixels) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._file(start), save({"pictures": np.ascontiguousarray(samples.transpose(0, 3, 1, 2))}))
+            make_folder(self.folder, self._root)
+            data = save({"pictures": np.ascontiguousarray(samples.transpose(0, 3, 1, 2))})
+            write_atomic(self._file(start), data, self._root)
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({error.strerror or error}); put that right, then run it again: "

@@ -16,7 +16,7 @@ from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.skipped_images import DATA_FILE, data_json
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.image_grids import Pixels, encode_png, grid, printable_name
-from unfog.reporting.records import write_atomic
+from unfog.safe_files import write_atomic
 
 _IMAGES, _PIXELS, _MIN_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
 _ROW = 12  # images across, as `grid` lays out what has captions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say, warn
+from unfog.safe_files import move, new_file, remove_tree, write_atomic
 from unfog.training.checkpoints.snapshot import sync
 
 Decode = Callable[[Tensor], Tensor]  # network output [B, C, H, W] -> images [B, C', H', W'] about [-1, 1]
@@ -78,9 +80,9 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
     """Write one of our autoencoders into a folder, which is replaced atomically."""
     config = {"_class_name": OURS, "image_channels": network.image_channels, **asdict(network.settings)}
     partial_folder = _empty_beside(folder)
-    (partial_folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_atomic(partial_folder / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    save_file(weights, partial_folder / WEIGHTS[OURS])
+    save_file(weights, new_file(partial_folder / WEIGHTS[OURS]))
     # safetensors writes files that only their owner may read.
     (partial_folder / WEIGHTS[OURS]).chmod((partial_folder / CONFIG).stat().st_mode)
     _move_into_place(partial_folder, folder)
@@ -89,7 +91,7 @@ def save_autoencoder(folder: Path, network: AutoencoderModel) -> AutoencoderFold
 
 def _empty_beside(folder: Path) -> Path:
     made = folder.with_name(f".{folder.name}-partial")
-    shutil.rmtree(made, ignore_errors=True)
+    remove_tree(made)
     made.mkdir(parents=True)
     return made
 
@@ -98,11 +100,11 @@ def _move_into_place(made: Path, folder: Path) -> None:
     for path in (*made.iterdir(), made):  # before the old one is deleted, so that a power cut leaves either
         sync(path)
     old = folder.with_name(f".{folder.name}-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    made.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
+    if os.path.lexists(folder):
+        move(folder, old)
+    move(made, folder)
+    remove_tree(old)
 
 
 def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
@@ -113,7 +115,7 @@ def copy_autoencoder_into_run(folder: RunFolder, config: Config) -> Config:
     if own.resolve() != described.folder.resolve():
         made = _empty_beside(own)
         for path in (described.folder / CONFIG, described.weights):
-            shutil.copyfile(path, made / path.name)
+            shutil.copyfile(path, new_file(made / path.name))
         _check_unchanged(AutoencoderFolder.open(str(made)), config)
         _move_into_place(made, own)
     return replace(config, autoencoder_folder=str(own.absolute()))

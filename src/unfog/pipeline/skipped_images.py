@@ -14,7 +14,7 @@ from unfog.data.lazy import remote_shards_of
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import plural
 from unfog.reporting.recorder import Recorder
-from unfog.reporting.records import write_atomic
+from unfog.safe_files import write_atomic
 from unfog.text import sanitize, valid_text
 
 DATA_FILE = "data.json"

@@ -19,6 +19,7 @@ from typing import Any
 
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import say
+from unfog.safe_files import open_file, read_file, remove, write_atomic
 
 _HEARTBEAT_FILE, _SAVE_FILE, _STOP_FILE = "heartbeat.json", "SAVE", "STOP"
 _POLL_INTERVAL = 1.0  # seconds between two checks for SAVE and STOP
@@ -80,7 +81,7 @@ class Heartbeat:
         """Remove RUN/SAVE if the checkpoint now on disk was started for it."""
         with self._lock, suppress(OSError):
             if self._unmoved.get(_SAVE_FILE) == os.lstat(self._folder / _SAVE_FILE).st_mtime_ns:
-                os.unlink(self._folder / _SAVE_FILE)
+                remove(self._folder / _SAVE_FILE)
 
     def end(self, how: str) -> None:
         """Write the last heartbeat, with "finished", "stopped" or "failed: …" as its activity."""
@@ -132,9 +133,7 @@ class Heartbeat:
         if written is None:
             return False
         try:
-            os.unlink(self._folder / name)
-        except FileNotFoundError:
-            pass  # withdrawn just now
+            remove(self._folder / name)
         except OSError:
             self._unmoved[name] = written
         return True
@@ -154,14 +153,12 @@ class Heartbeat:
         }
         data = json.dumps(heartbeat).encode().ljust(_FILE_BYTES - 1) + b"\n"
         path = self._folder / _HEARTBEAT_FILE
-        partial = path.with_name(f"{_HEARTBEAT_FILE}.partial")
         try:
-            partial.write_bytes(data)
-            partial.replace(path)
+            write_atomic(path, data, durable=False)
         except OSError:
             # A full disk takes no new file, but the old one has its space, and monitoring must see that the run waits.
             # A reader that comes in the middle of the write finds invalid JSON, and reads again.
-            with suppress(OSError), path.open("r+b") as file:
+            with suppress(OSError), open_file(path, "r+b") as file:
                 file.write(data)
                 file.truncate()
 
@@ -174,7 +171,7 @@ def read_heartbeat(folder: Path) -> dict[str, Any] | None:
     long overdue, and its process exists as far as can be told.
     """
     try:
-        beat = json.loads((folder / _HEARTBEAT_FILE).read_bytes())
+        beat = json.loads(read_file(folder / _HEARTBEAT_FILE))
         age = (datetime.now(UTC) - datetime.fromisoformat(beat["time"])).total_seconds()
         alive = beat["next"] is not None and age <= _MAX_MISSED * beat["next"]
         alive = alive and not (beat["host"] == socket.gethostname() and _is_gone(int(beat["pid"])))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,7 +18,7 @@ from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
 from unfog.process.heartbeat import read_heartbeat
 from unfog.reporting.progress import say
-from unfog.reporting.records import write_atomic
+from unfog.safe_files import read_file, remove, remove_tree, write_atomic
 
 AUTOENCODER_FOLDER = "codec"
 """Folder in a run with its copy of the autoencoder, or in an autoencoder's run with the result."""
@@ -138,7 +137,7 @@ class RunFolder:
     def write_launch_file(self) -> None:
         """Note the launch by torchrun in the run, so that a later attempt finds it."""
         if (name := _launch_id()) is not None:
-            (self.path / _LAUNCH_FILE).write_text(f"{name}\n{_agent()}\n")
+            write_atomic(self.path / _LAUNCH_FILE, f"{name}\n{_agent()}\n".encode())
 
     def check_is_run(self) -> None:
         if not self.config_file.is_file():
@@ -198,15 +197,15 @@ def find_earlier_attempt(source: str, out: Path | None) -> RunFolder | None:
     beside = next_folder(source).parent
     places = [out] if out is not None else list(beside.iterdir()) if beside.is_dir() else []
     for one in [RunFolder(place) for place in places if (place / _LAUNCH_FILE).is_file()]:
-        noted = (one.path / _LAUNCH_FILE).read_text().splitlines()
+        noted = read_file(one.path / _LAUNCH_FILE).decode("utf-8", "replace").splitlines()
         if noted[:1] != [name]:
             continue
         begun, mine = one.config_file.is_file(), failed or noted[1:] == [_agent()]
         if begun and mine:
             return one
-        (one.path / _LAUNCH_FILE).unlink()  # it is of an earlier launch with the same id
+        remove(one.path / _LAUNCH_FILE)  # it is of an earlier launch with the same id
         if mine:
-            shutil.rmtree(one.path / AUTOENCODER_FOLDER, ignore_errors=True)
-            (one.path / LOCK).unlink(missing_ok=True)
+            remove_tree(one.path / AUTOENCODER_FOLDER)
+            remove(one.path / LOCK)
             _remove_empty_folders([one.path])
     return None

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import say
-from unfog.reporting.records import json_values, write_atomic
+from unfog.reporting.records import json_values
 from unfog.reporting.report import render_template
+from unfog.safe_files import write_atomic
 
 Severity = Literal["fatal", "warning", "hint", "fine"]
 

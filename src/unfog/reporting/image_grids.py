@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from unfog.reporting.records import write_atomic
+from unfog.safe_files import read_file, write_atomic
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -79,6 +79,9 @@ def labelled_strip(
     return np.concatenate([np.asarray(head), body])
 
 
+_LARGEST_PNG = 2**28  # bytes
+
+
 def encode_png(pixels: Pixels) -> bytes:
     """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG."""
     encoded = io.BytesIO()
@@ -96,15 +99,16 @@ def save_png(path: Path, pixels: Pixels) -> None:
 def png_data_uri(path: Path, width: int) -> tuple[str, int] | None:
     """A PNG file as (`data:` URI, pixels across), made smaller if wider than `width`; None if unreadable."""
     try:
-        with Image.open(path) as image:
+        data = read_file(path, _LARGEST_PNG)
+        with Image.open(io.BytesIO(data)) as image:
             image.load()  # also where the bytes are taken as they are: a damaged file must not get into the page
             if image.width <= width:
-                data, across = path.read_bytes(), image.width
+                across = image.width
             else:
                 size = (width, max(1, round(image.height * width / image.width)))
                 smaller = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
                 data, across = encode_png(np.asarray(smaller)), width
-    except (OSError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG chunk
+    except (OSError, ValueError, SyntaxError):  # Pillow raises SyntaxError for a broken PNG chunk
         return None
     return f"data:image/png;base64,{base64.b64encode(data).decode()}", across
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import Progress, format_number, warn
-from unfog.reporting.records import Events, Metrics, write_atomic
+from unfog.reporting.records import Events, Metrics
 from unfog.reporting.trackers import Log, Tracker, check_installed, open_tracker
+from unfog.safe_files import make_folder, write_atomic
 
 Value = float | list[float] | npt.NDArray[np.floating] | np.floating
 
@@ -160,8 +161,8 @@ class Recorder:
 
     def _write_images(self) -> None:
         for path, data in list(self._images.items()):
-            path.parent.mkdir(exist_ok=True)
-            write_atomic(path, data)
+            make_folder(path.parent, self.run_dir)
+            write_atomic(path, data, self.run_dir)
             del self._images[path]
 
     def _write(self, write: Callable[[], None]) -> None:

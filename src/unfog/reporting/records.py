@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from unfog.safe_files import open_file
+
 Row = dict[str, Any]
 
 SESSION_STARTS = ("started", "resumed")
@@ -27,22 +29,7 @@ UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 """Last heartbeats of a resume that failed before training; they say nothing about the session before."""
 
 LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
-
-
-def write_atomic(path: Path, data: bytes, private: bool = False) -> None:
-    """Write `data` to `path` atomically: to a file beside it, synchronised, then renamed. `private` sets mode 0600."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            if private:
-                partial.chmod(0o600)  # while it is empty
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the name
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+_LARGEST_RECORD = 2**30  # bytes; a million lines have fewer
 
 
 class JsonLines:
@@ -56,7 +43,7 @@ class JsonLines:
     def __init__(self, path: Path, keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.damaged, self.last = _repair(path, keep)
         self._pending = bytearray()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = open_file(path, "ab", buffering=0)
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write one line. OSError when the disk refuses; the line is kept and goes first the next time."""
@@ -67,19 +54,19 @@ class JsonLines:
         """Make all lines survive a power cut, not only the end of this process."""
         self._flush()
         with suppress(OSError):  # some file systems cannot synchronise; the lines are written all the same
-            os.fsync(self._file)
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it by now, and close."""
         try:
             self._flush()
         finally:
-            os.close(self._file)
+            self._file.close()
 
     def _flush(self) -> None:
         # A write may take a part only, for example on a full disk: the rest stays for the next one.
         while self._pending:
-            del self._pending[: os.write(self._file, self._pending)]
+            del self._pending[: self._file.write(self._pending)]
 
 
 class Metrics(JsonLines):
@@ -168,10 +155,10 @@ def finite_number(value: object) -> float:
 
 def _read(path: Path, last: int | None = None) -> Iterator[Row]:
     try:
-        with path.open("rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - last) if last else 0
+        with open_file(path, "rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - (last or _LARGEST_RECORD))
             file.seek(start)
-            lines = file.read(last or -1).split(b"\n")
+            lines = file.read(last or _LARGEST_RECORD).split(b"\n")
     except FileNotFoundError:
         return
     for line in lines[start > 0 :]:  # the first of a part is cut
@@ -193,11 +180,11 @@ def _repair(path: Path, keep: Callable[[Row], bool]) -> tuple[int, Row | None]:
 
     Returns the number of lines after it that did not parse, and that line.
     """
-    if not path.exists() or not path.stat().st_size:
+    if not os.path.lexists(path) or not path.lstat().st_size:
         return 0, None
     damaged, last = 0, None
     # Mapped instead of read: only the end of a long record is looked at.
-    with path.open("r+b") as file:
+    with open_file(path, "r+b") as file:
         with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             size = end = len(content)
             while end:

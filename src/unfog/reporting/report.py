@@ -31,9 +31,9 @@ from unfog.reporting.records import (
     finite_number,
     read_events,
     read_metrics,
-    write_atomic,
 )
 from unfog.reporting.report_charts import finite_column, metric_charts, smoothed
+from unfog.safe_files import read_file, write_atomic
 from unfog.text import without_secrets
 
 _FILMSTRIP = 12  # sample grids over time, at most
@@ -113,9 +113,8 @@ def _evaluations(folder: Path) -> list[dict[str, Any]]:
     for path in folder.glob("*.json"):
         # People edit such files: damaged ones are left out.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            status = path.stat()
-            if status.st_size <= _LARGEST_EVALUATION:
-                found.append((status.st_mtime, _evaluation(path, json.loads(path.read_bytes()))))
+            stored = json.loads(read_file(path, _LARGEST_EVALUATION))
+            found.append((path.stat().st_mtime, _evaluation(path, stored)))
     latest = [one for _, one in sorted(found, key=itemgetter(0))[-_EVALUATIONS:]]
     for one in latest:
         pairs = [(severity, text, [(one["step"], path)] if path else []) for severity, text, path in one["pairs"]]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfog.errors import RequestError
+from unfog.safe_files import make_folder, read_file, write_atomic
 
 if TYPE_CHECKING:
     from unfog.reporting.image_grids import Pixels
@@ -64,6 +65,7 @@ class _TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
+        make_folder(run_dir / "tensorboard", run_dir)  # TensorBoard writes new files into it, by name
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
         if start:
             # What torch calls purge_step: TensorBoard forgets what it read from this step on.
@@ -141,9 +143,8 @@ def open_tracker(name: str, run_dir: Path, start: int, config: Mapping[str, obje
 
 def _stored_id(path: Path) -> str:
     """The id in the file, or a new one, stored there."""
-    from unfog.reporting.records import write_atomic
-
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, uuid.uuid4().hex[:12].encode())
-    return path.read_text()
+    run_dir = path.parent.parent
+    make_folder(path.parent, run_dir)  # W&B writes into it by name
+    if not os.path.lexists(path):
+        write_atomic(path, uuid.uuid4().hex[:12].encode(), run_dir)
+    return read_file(path, root=run_dir).decode()

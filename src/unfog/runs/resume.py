@@ -33,6 +33,7 @@ from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, open_run
 from unfog.runs.session import Session
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
+from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import CheckpointInfo
@@ -122,7 +123,7 @@ def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:
 
     RunError if steps were trained, and no checkpoint of them is left.
     """
-    folder.checkpoints.mkdir(exist_ok=True)  # a start that was killed may not have come so far
+    make_folder(folder.checkpoints, folder.path)  # a start that was killed may not have come so far
     rotation.restore_replaced(folder.checkpoints)
     saved, broken = checkpoint.newest(folder.checkpoints)
     if saved is None and any(finite_number(row.get("step")) > 0 for row in read_metrics(folder.metrics)):

@@ -31,6 +31,7 @@ from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
+from unfog.safe_files import remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore
@@ -103,7 +104,7 @@ class Session(StoppableHooks):
         """
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
-            self.context.folder.metrics.unlink(missing_ok=True)
+            remove(self.context.folder.metrics)
         else:
             self._load(saved)
         self.state.adopt_settings(settings_digests(self.config))

@@ -14,6 +14,7 @@ from unfog.config.schema import Config
 from unfog.reporting.charts import Floats
 from unfog.reporting.records import Row, drop_undone_events, finite_number, read_events, read_metrics
 from unfog.reporting.report_charts import finite_column
+from unfog.safe_files import read_file
 from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
 
 FRESH_START_SETTINGS = (
@@ -147,7 +148,7 @@ def list_field(row: Row, name: str) -> list[Any]:
 def _read_data_report(path: Path) -> dict[str, Any]:
     """Read data.json without its list of files; {} where it is missing or unreadable."""
     try:
-        account = json.loads(path.read_bytes())
+        account = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in account.items() if k != "files"} if isinstance(account, dict) else {}

@@ -33,6 +33,7 @@ from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.settings import Data
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.errors import RequestError
+from unfog.safe_files import file_digest, open_file, read_file, regular_file
 from unfog.text import sanitize
 
 MANIFEST, JOURNAL = "pack.json", "journal.jsonl"
@@ -114,8 +115,8 @@ class Pack:
                     problems.append(f"{name} is not as it was written")
             per_image, begin = math.prod(pack.images.pixels.shape[1:]), 0
             # In chunks, so that the message can say which images are damaged; the chunks' own file must be whole.
-            chunks = json.loads((path / "chunks.json").read_text("utf-8")) if not problems else []
-            with open(path / "pixels.u8", "rb") as file:
+            chunks = json.loads(read_file(path / "chunks.json", _LARGEST_MANIFEST)) if not problems else []
+            with open_file(path / "pixels.u8", "rb") as file:
                 for end, expected in chunks:
                     if hashlib.sha256(file.read((end - begin) * per_image)).hexdigest() != expected:
                         problems.append(f"pixels.u8 is damaged at images {begin:,} to {end - 1:,}")
@@ -207,7 +208,7 @@ def is_pack(path: Path) -> bool:
 def is_unfinished_pack(path: Path) -> bool:
     """Return True if the folder is an unfinished pack: it has a journal with our header, or an empty one."""
     try:
-        with open(path / JOURNAL, "rb") as file:
+        with open_file(path / JOURNAL, "rb") as file:
             line = file.readline(_LONGEST_HEADER)
         header = json.loads(line) if line else {"format": FORMAT, "key": "", "stamp": ""}
     except (OSError, ValueError, RecursionError):
@@ -224,12 +225,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, indent=1, sort_keys=True).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Read pack.json and check it. Raises RequestError, ValueError and others if it is damaged."""
     file = path / MANIFEST
@@ -239,7 +234,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         )
     if file.stat().st_size > _LARGEST_MANIFEST:  # before it is read, as it could fill the memory
         raise ValueError(f"{MANIFEST} is too large to be one")
-    manifest = json.loads(file.read_text("utf-8"))
+    manifest = json.loads(read_file(file, _LARGEST_MANIFEST))
     if manifest.get("format") != FORMAT:
         raise RequestError(
             f"{sanitize(str(path))} is a pack of format {str(manifest.get('format'))[:20]}, and this Unfog reads "
@@ -286,7 +281,7 @@ def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[ImageSet, Data
         raise ValueError("pixels.u8 does not have that shape")
     offsets = _mapped(path / "names.npy", (n + 1,), np.int64)
     size = files["names.bin"]["bytes"]
-    text = np.memmap(path / "names.bin", np.uint8, "r") if size else np.zeros(0, np.uint8)
+    text = np.memmap(regular_file(path / "names.bin"), np.uint8, "r") if size else np.zeros(0, np.uint8)
     if offsets[0] != 0 or offsets[-1] != size:
         raise ValueError("names.npy does not fit names.bin")
     images = ImageSet(
@@ -310,7 +305,7 @@ def _name_at(text: NDArray[np.uint8], offsets: NDArray[np.int64], i: int) -> str
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    array = np.load(regular_file(path), mmap_mode="r", allow_pickle=False)
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{path.name} holds something else")
     return np.asarray(array)
@@ -318,7 +313,7 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 def _mapped_pixels(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     # Not by np.memmap, which keeps the map that madvise needs to itself.
-    with open(path, "rb") as file:
+    with open_file(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM") and len(mapped) * _LARGE_SHARE > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         mapped.madvise(mmap.MADV_RANDOM)

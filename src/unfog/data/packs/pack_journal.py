@@ -18,12 +18,14 @@ from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, is_p
 from unfog.data.scan import Scan
 from unfog.errors import RequestError, RunError
 from unfog.locks import LOCK, lock_of
+from unfog.safe_files import read_file, remove
 from unfog.text import sanitize
 
 FACTS_FILE = "facts.bin"
+LARGEST_JOURNAL = 2**30  # bytes
 _CREATED_FIRST = frozenset(["pixels.u8", FACTS_FILE])  # they may exist, empty, before the journal does
 _ARRAYS = ("labels.npy", "treatment.npy", "sides.npy", "grey.npy", "names.npy", "names.bin", "chunks.json")
-_PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, "chunks.json", MANIFEST))
+_PARTIAL = frozenset(f"{name}.partial" for name in (JOURNAL, MANIFEST, *_CREATED_FIRST, *_ARRAYS))
 FILES = frozenset([JOURNAL, *_ARRAYS]) | _CREATED_FIRST | _PARTIAL
 """Every file that an unfinished pack may have."""
 
@@ -45,7 +47,7 @@ class Journal:
     def read(cls, folder: Path) -> Journal:
         """Read the journal in a folder, less a last line that was cut off. Empty if it is missing or damaged."""
         try:
-            text = (folder / JOURNAL).read_text("utf-8")
+            text = read_file(folder / JOURNAL, LARGEST_JOURNAL).decode()
             header, *lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         except (OSError, ValueError, RecursionError):
             return cls()
@@ -110,7 +112,7 @@ def _follows(line: Any, last: dict[str, Any]) -> bool:
 def remove_work_files(folder: Path) -> None:
     """Remove the files that a finished pack no longer needs."""
     for name in (JOURNAL, FACTS_FILE, LOCK):
-        (folder / name).unlink(missing_ok=True)
+        remove(folder / name)
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def _has_foreign_files(folder: Path) -> bool:
     if is_unfinished_pack(folder):
         return any(path.name not in FILES for path in there)
     own = _CREATED_FIRST | _PARTIAL
-    return any(path.name not in own or (path.name in _CREATED_FIRST and path.stat().st_size) for path in there)
+    return any(path.name not in own or (path.name in _CREATED_FIRST and path.lstat().st_size) for path in there)
 
 
 def _remove_empty_files(folder: Path) -> None:
@@ -147,7 +149,7 @@ def _remove_empty_files(folder: Path) -> None:
     with suppress(OSError):
         if not is_pack(folder) and not Journal.read(folder).rows:
             for name in (FACTS_FILE, "pixels.u8", JOURNAL):  # the journal last, as it proves that the others are ours
-                (folder / name).unlink(missing_ok=True)
+                remove(folder / name)
 
 
 @contextmanager
@@ -180,11 +182,3 @@ def append(file: BinaryIO, data: NDArray[Any] | bytes) -> None:
     """Append to a file, and wait until it is on the disk."""
     file.write(data if isinstance(data, bytes) else np.ascontiguousarray(data).data)
     sync(file)
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file as a whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        append(file, data)
-    partial.replace(path)

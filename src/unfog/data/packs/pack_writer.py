@@ -13,13 +13,13 @@ import shutil
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unfog.data.decode_pool import INFO_DTYPE, ColourFoundError, DecodeStatistics, Progress, decode_all
-from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack, file_digest, is_pack, seal
+from unfog.data.packs.pack import FORMAT, JOURNAL, MANIFEST, PACK_SETTINGS, Pack, is_pack, seal
 from unfog.data.packs.pack_journal import (
     FACTS_FILE,
     Journal,
@@ -27,12 +27,11 @@ from unfog.data.packs.pack_journal import (
     locked,
     pack_folder,
     remove_work_files,
-    sync,
-    write_atomic,
 )
 from unfog.data.scan import DecodeResult, Scan, split_held_out
 from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
 from unfog.errors import RequestError
+from unfog.safe_files import Mode, file_digest, open_file, replace_file, write_atomic
 from unfog.text import sanitize
 
 _ROOM_PER_IMAGE = 256  # bytes, for its name and all else but its pixels
@@ -84,9 +83,12 @@ class _PackWriter:
         if found.header != header or not self._resume(found.lines):
             self._begin()
 
+    def _open(self, name: str, mode: Mode) -> BinaryIO:
+        return open_file(self.folder / name, mode)
+
     def _begin(self) -> None:
         for name in ("pixels.u8", FACTS_FILE):  # before the journal, which proves that they are ours
-            (self.folder / name).write_bytes(b"")
+            write_atomic(self.folder / name, b"", durable=False)
         write_atomic(self.folder / JOURNAL, json.dumps(self.journal.header).encode() + b"\n")
 
     def _resume(self, lines: list[dict[str, Any]]) -> bool:
@@ -98,7 +100,10 @@ class _PackWriter:
             return False
         done, rows = int(lines[-1]["done"]), int(lines[-1]["rows"])
         try:
-            with open(self.folder / FACTS_FILE, "r+b") as facts, open(self.folder / "pixels.u8", "r+b") as pixels:
+            with (
+                open_file(self.folder / FACTS_FILE, "r+b") as facts,
+                open_file(self.folder / "pixels.u8", "r+b") as pixels,
+            ):
                 # What is behind the last whole chunk goes; files never grow, in case they are shorter.
                 facts.truncate(min(done * INFO_DTYPE.itemsize, os.fstat(facts.fileno()).st_size))
                 pixels.truncate(min(rows * self._image_bytes, os.fstat(pixels.fileno()).st_size))
@@ -116,8 +121,8 @@ class _PackWriter:
         self.sums, self.journal.lines = lines[-1]["sums"], lines
         self.treatments_written = len(statistics.treatments)
         # A last line that was cut off is removed, so that the next one begins a line.
-        whole = b"".join((self.folder / JOURNAL).read_bytes().splitlines(keepends=True)[: len(lines) + 1])
-        os.truncate(self.folder / JOURNAL, len(whole))
+        with self._open(JOURNAL, "r+b") as journal:
+            journal.truncate(sum(len(journal.readline()) for _ in range(len(lines) + 1)))
         return True
 
     def _check_space(self, remedy: str) -> None:
@@ -135,9 +140,9 @@ class _PackWriter:
         """Decode and write all images that are not written yet."""
         self._check_space(remedy)
         with (
-            open(self.folder / "pixels.u8", "ab") as pixels,
-            open(self.folder / FACTS_FILE, "ab") as facts,
-            open(self.folder / JOURNAL, "ab") as journal,
+            self._open("pixels.u8", "ab") as pixels,
+            self._open(FACTS_FILE, "ab") as facts,
+            self._open(JOURNAL, "ab") as journal,
             closing(decode_all(self.scan.source, self.order, self.scan.format, self.statistics, progress)) as chunks,
         ):
             for stop, images in chunks:
@@ -212,26 +217,24 @@ class _PackWriter:
         if result.labels is not None:
             arrays["labels.npy"] = result.labels.astype(np.int64)
         for name, array in arrays.items():
-            with open(self.folder / name, "wb") as file:
+            with replace_file(self.folder / name) as file:
                 np.save(file, array, allow_pickle=False)
-                sync(file)
         return list(arrays)
 
     def _write_names(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Write names.bin. Return where each name begins in it, int64 [N + 1]."""
         offsets, names = np.zeros(len(rows) + 1, np.int64), self.scan.source.names
-        with open(self.folder / "names.bin", "wb") as file:
+        with replace_file(self.folder / "names.bin") as file:
             for start in range(0, len(rows), _BLOCK):
                 encoded = [names[i].encode("utf-8", "surrogateescape") for i in rows[start : start + _BLOCK].tolist()]
                 offsets[start + 1 : start + 1 + len(encoded)] = [len(name) for name in encoded]
                 file.write(b"".join(encoded))
-            sync(file)
         return np.cumsum(offsets)
 
     def _fingerprints(self, result: DecodeResult, progress: Progress | None) -> tuple[list[str], str]:
         """Return (`ImageSet.fingerprint` of the training and of the held-out images, sha256 of pixels.u8)."""
         whole, n, fingerprints = hashlib.sha256(), len(self.order), list[str]()
-        with open(self.folder / "pixels.u8", "rb") as file:
+        with self._open("pixels.u8", "rb") as file:
             for begin, end in ((0, result.train), (result.train, self.journal.rows)):
                 shape = (end - begin, self.scan.channels, self.scan.size, self.scan.size)
                 digest = hashlib.sha256(repr((shape, result.classes)).encode())

@@ -23,6 +23,7 @@ from unfog.data.cache import remove_stale_entries
 from unfog.data.sources.base import LazyNames, OpenOptions, Source, SourceLocation
 from unfog.data.sources.folder import sample_digest
 from unfog.errors import RequestError
+from unfog.safe_files import replace_file
 from unfog.text import sanitize
 
 _IMAGE_KEYS, _LABEL_KEYS = ("x", "images", "arr_0"), ("y", "labels")
@@ -103,21 +104,14 @@ def store_array(array: Any, labels: Any = None) -> Path:
     hold(path)
     if path.exists():
         return path
-    partial = path.with_name(f"{path.stem}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_stale_entries(path.parent)
         make_room(images.nbytes)
-        with partial.open("wb") as file:
+        with replace_file(path, shared=True) as file:
             np.savez(file, **arrays)
-            file.flush()  # to the disk before the rename, so that a crash leaves no damaged file under the final name
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
         raise RequestError(f"{path.parent} cannot be written ({error.strerror}); set UNFOG_CACHE to another") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
     return path
 
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from unfog.safe_files import Mode, open_file, remove
+
 _SEGMENT_BYTES = 64 * 2**20  # of a shard in one file, which is evicted as a whole
 _UNIT = 512  # of a tar archive: no two members begin in the same one
 _CHECKSUM_BYTES = 4
@@ -54,7 +56,7 @@ class ByteRangeCache:
     def read(self, key: str, start: int, size: int) -> bytes | None:
         """Return the member of that size at that position of a shard, None if it is not cached whole."""
         name, checksum_at, data_at = _place(key, start)
-        with suppress(OSError), _open(self.folder / name, os.O_RDONLY) as file:
+        with suppress(OSError), _open(self.folder / name, "rb") as file:
             checksum = os.pread(file, _CHECKSUM_BYTES, checksum_at)
             if any(checksum) and (data := os.pread(file, size, data_at)) and _checksum(data, size) == checksum:
                 self._touch(name, file)
@@ -68,7 +70,7 @@ class ByteRangeCache:
             return
         try:
             self._make_room(len(data))
-            with _open(self.folder / name, os.O_RDWR | os.O_CREAT) as file:
+            with _open(self.folder / name, "a+b") as file:
                 _write_all(file, data, data_at)
                 _write_all(file, _checksum(data, len(data)), checksum_at)
         except OSError as error:
@@ -77,7 +79,7 @@ class ByteRangeCache:
     def discard(self, key: str, start: int) -> None:
         """Remove a member from the cache."""
         name, checksum_at, _ = _place(key, start)
-        with suppress(OSError), _open(self.folder / name, os.O_WRONLY) as file:
+        with suppress(OSError), _open(self.folder / name, "r+b") as file:
             _write_all(file, bytes(_CHECKSUM_BYTES), checksum_at)
 
     def _is_cached_part(self, name: str) -> bool:
@@ -116,7 +118,7 @@ class ByteRangeCache:
             if used <= _FILL * limit:
                 break
             with suppress(OSError):
-                path.unlink()
+                remove(path)
             used -= size
 
 
@@ -140,9 +142,6 @@ def _write_all(file: int, data: bytes, at: int) -> None:
 
 
 @contextmanager
-def _open(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _open(path: Path, mode: Mode) -> Iterator[int]:
+    with open_file(path, mode, buffering=0) as file:
+        yield file.fileno()

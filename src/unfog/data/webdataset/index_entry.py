@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from unfog.data.sources.label_tables import normalize_label
 from unfog.data.sources.storage import BlockReader, FileState, Storage
 from unfog.data.webdataset.tar import DamagedTarError, TarMember, detect_compression, iter_members, read_member
 from unfog.errors import RequestError
+from unfog.safe_files import write_atomic
 from unfog.text import sanitize
 
 ROW_DTYPE = np.dtype([("start", "<i8"), ("size", "<i8"), ("name", "<i8"), ("label", "<i4"), ("shard", "<i4")])
@@ -63,7 +62,7 @@ class IndexEntry:
             names=np.frombuffer(self.names, np.uint8),
             info=np.frombuffer(json.dumps(info).encode(), np.uint8),
         )
-        write_atomically(file, buffer.getbuffer())
+        write_atomic(file, buffer.getbuffer(), shared=True)
 
     @classmethod
     def load(cls, file: Path, size: int) -> IndexEntry | None:
@@ -225,13 +224,3 @@ def _json_label(data: bytes) -> str:
     if not isinstance(values, dict):
         return ""
     return next((text for key in _LABEL_KEYS if (text := normalize_label(values.get(key)))), "")
-
-
-def write_atomically(file: Path, data: bytes | memoryview) -> None:
-    # A name of its own for each process and time, as several processes may index the same set at once.
-    partial = file.with_name(f"{os.getpid()}-{time.time_ns()}-{file.name[:8]}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)

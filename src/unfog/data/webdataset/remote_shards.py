@@ -19,10 +19,10 @@ from unfog.cache_folder import cache_folder, cache_limit, disk_usage, hold, make
 from unfog.data.sources.base import FailedShardError, ImageError, RemotePolicy, ShardReadError, SourceLocation
 from unfog.data.sources.storage import FileState, Storage
 from unfog.data.webdataset.byte_range_cache import ByteRangeCache
-from unfog.data.webdataset.index_entry import write_atomically
 from unfog.data.webdataset.shard_index import ShardIndex, shard_name, without_query
 from unfog.data.webdataset.tar import BLOCK, is_header
 from unfog.errors import RequestError, RunError
+from unfog.safe_files import read_file, write_atomic
 from unfog.text import sanitize
 
 _PROBED_SHARDS = 3  # others, of which one has to answer before a shard fails; else it is the network that is down
@@ -241,7 +241,7 @@ def _states_file(location: SourceLocation) -> Path:
 
 def _remembered_states(location: SourceLocation) -> dict[str, FileState]:
     try:
-        stored = json.loads(_states_file(location).read_text("utf-8"))
+        stored = json.loads(read_file(_states_file(location)))
         return {str(path): FileState(int(size), str(version)) for path, (size, version) in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
@@ -253,4 +253,4 @@ def _remember_states(location: SourceLocation, states: Mapping[str, FileState]) 
         with suppress(OSError):  # without it only a resume with missing shards is refused
             file = _states_file(location)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(now).encode())
+            write_atomic(file, json.dumps(now).encode(), shared=True)

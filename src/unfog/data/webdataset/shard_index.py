@@ -35,18 +35,19 @@ from unfog.data.webdataset.index_entry import (
     ROW_DTYPE,
     IndexEntry,
     index_shard,
-    write_atomically,
 )
 from unfog.errors import RequestError
+from unfog.safe_files import read_file, regular_file, remove, replace_file, write_atomic
 from unfog.text import sanitize
 
 _Progress = Callable[[int, int], None]
 _FORMAT = 2
+_LARGEST_INFO = 2**31  # bytes
 _TEXT = ("utf-8", "surrogateescape")
 _THREADS, _REMOTE_THREADS = 2, 16  # remote ones mostly wait for the network
 _POLL = 0.2  # seconds between two calls of `progress`
 _ABANDONED_SECONDS = 24 * 3600
-_PARTIAL = re.compile(r"[0-9]+-[0-9]{19}(-[0-9a-f]{8}|\.(rows|codes|names))\.partial")  # no others are ours
+_PARTIAL = re.compile(r"[0-9a-f]{32}\.\w+(\.npz)?\.[0-9]+-[0-9]{19}\.partial")  # no others are ours
 _MAX_FOLDERS = 100_000  # that are listed; those of a set with more are read from its names
 
 
@@ -195,12 +196,9 @@ def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Pat
     ignored, unreadable = Counter[str](), list[SkippedFile]()
     folders: dict[bytes, int] = {}
     count = at = 0
-    partial = f"{os.getpid()}-{time.time_ns()}"
-    parts = {end: out.with_name(f"{partial}.{end}.partial") for end in ("rows", "codes", "names")}
     with ExitStack() as stack:
-        for file in parts.values():
-            stack.callback(file.unlink, missing_ok=True)  # which is gone when all went well
-        rows, codes, names = opened = [stack.enter_context(file.open("wb")) for file in parts.values()]
+        parts = (out.with_name(f"{out.name}.{end}") for end in ("rows", "codes", "names"))
+        rows, codes, names = (stack.enter_context(replace_file(file, shared=True)) for file in parts)
         for shard, (path, entry) in enumerate(_load_entries(states, files)):
             codes.write((_label_codes(entry, kind, number) if kind else _folder_codes(entry, folders)).tobytes())
             mine = entry.rows.copy()
@@ -212,9 +210,6 @@ def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Pat
             prefix = shard_name(path, base)
             unreadable += [one._replace(name=f"{prefix}/{one.name}".rstrip("/")) for one in entry.skipped]
         rows.write(np.array([(0, 0, at, 0, 0)], ROW_DTYPE).tobytes())
-        for (end, file), written in zip(parts.items(), opened):
-            written.close()
-            file.replace(out.with_name(f"{out.name}.{end}"))
     info = {
         "count": count,
         "classes": classes if kind else None,
@@ -223,7 +218,7 @@ def _combine(out: Path, states: Mapping[str, FileState], files: Mapping[str, Pat
         "unreadable": sorted(unreadable),
     }
     # Last, as a set without this file counts as not indexed.
-    write_atomically(out.with_name(f"{out.name}.json"), json.dumps(info).encode())
+    write_atomic(out.with_name(f"{out.name}.json"), json.dumps(info).encode(), shared=True)
 
 
 def _folder_codes(entry: IndexEntry, known: dict[bytes, int]) -> NDArray[np.int64]:
@@ -283,7 +278,7 @@ def _choose_labels(entries: Iterable[IndexEntry]) -> tuple[str, list[str]]:
 def _load(folder: Path, key: str, states: Mapping[str, FileState]) -> ShardIndex | None:
     """Return the stored index of a set, None if there is none or it is damaged."""
     try:
-        info = json.loads((folder / f"{key}.json").read_bytes())
+        info = json.loads(read_file(folder / f"{key}.json", _LARGEST_INFO))
         count, classes = int(info["count"]), info["classes"]
         rows = _map_array(folder / f"{key}.rows", ROW_DTYPE, count + 1)
         names = _map_array(folder / f"{key}.names", np.dtype(np.uint8), int(rows["name"][-1]))
@@ -311,7 +306,7 @@ def _map_array(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """Map a file of `count` items. Raises ValueError if it has another size."""
     if count < 0 or file.stat().st_size != count * dtype.itemsize:
         raise ValueError("not whole")
-    return np.asarray(np.memmap(file, dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
+    return np.asarray(np.memmap(regular_file(file), dtype, "r", shape=(count,))) if count else np.zeros(0, dtype)
 
 
 def _remove_partial_files(folder: Path) -> None:
@@ -319,4 +314,4 @@ def _remove_partial_files(folder: Path) -> None:
     for partial in folder.glob("*.partial"):
         with suppress(OSError):
             if _PARTIAL.fullmatch(partial.name) and time.time() - partial.stat().st_mtime > _ABANDONED_SECONDS:
-                partial.unlink()
+                remove(partial)

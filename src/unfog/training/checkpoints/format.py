@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfog.errors import RequestError, RunError
+from unfog.safe_files import file_digest, read_file
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
 
@@ -153,14 +154,7 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object. Raises ValueError if it is not one, OSError if it cannot be read."""
-    # Reading a pipe would wait for ever; a link may lead out of the run.
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ValueError("not a plain file")
-    with path.open("rb") as file:
-        data = file.read(LARGEST_JSON + 1)
-    if len(data) > LARGEST_JSON:
-        raise ValueError(f"over {LARGEST_JSON:,} bytes")
-    value = json.loads(data)
+    value = json.loads(read_file(path, LARGEST_JSON))
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
@@ -183,7 +177,7 @@ def find_damage(saved: CheckpointInfo) -> str | None:
             # The size first: a torn file is found without reading gigabytes.
             if (size := path.stat().st_size) != file.bytes:
                 return f"{name} has {size:,} bytes of {file.bytes:,}"
-            if sha256(path) != file.sha256:
+            if file_digest(path) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
             return f"{name}: {error.strerror}"
@@ -294,8 +288,3 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
 def shard_paths(path: Path) -> list[Path]:
     """Return the file, or its shards in order."""
     return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from unfog.errors import RunError
-from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json, sha256, shard_paths
+from unfog.safe_files import file_digest, regular_file, replace_file
+from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json, shard_paths
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import TrainState
 
 
 def sha256_of(path: Path) -> str:
     """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
-    digests = [sha256(file) for file in shard_paths(path)]
+    digests = [file_digest(file) for file in shard_paths(path)]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -51,7 +51,7 @@ class TensorFile:
         self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
             for part in shard_paths(path):
-                self._add(safe_open(part, "pt"))
+                self._add(safe_open(regular_file(part), "pt"))
             for name, pieces in self._pieces.items():
                 pieces.sort(key=lambda piece: piece.first)
                 ends = [0, *(piece.first + piece.rows for piece in pieces)]
@@ -139,14 +139,10 @@ def write_merged(path: Path, out: Path) -> None:
         begin = header[name]["data_offsets"][1]
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)  # aligns the tensors
-    partial = out.with_name(f".partial-{out.name}")
-    with partial.open("wb") as file:
+    with replace_file(out) as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for name in stored.shapes:
             file.write(stored.tensor(name).reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(out)
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> None:

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unfog.errors import RequestError, RunError
+from unfog.safe_files import check_folder, make_folder, move, new_file, regular_file, remove
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
 from unfog.training.sharded_tensors import all_finite
@@ -90,10 +91,8 @@ def list_snapshots(folder: Path) -> list[EmaSnapshotFile]:
     """Return the snapshots in a folder, oldest first. Damaged ones are passed over: a sum can do without them."""
     found = []
     for path in sorted(folder.glob("[0-9]*.safetensors")) if folder.is_dir() else []:
-        if not path.is_file():  # a pipe would be waited for
-            continue
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(regular_file(path), "pt") as file:
                 said = json.loads((file.metadata() or {})[METADATA_KEY])
             widths = tuple(float(width) for width in said["widths"])
             one = EmaSnapshotFile(path, int(said["step"]), int(said["updates"]), widths)
@@ -143,7 +142,7 @@ def rebuild(mix: Mixture) -> dict[str, Tensor]:
     """
     paths = {one.path for one, _, _ in mix.terms}
     try:
-        files: dict[Path, Any] = {path: safe_open(path, "pt") for path in paths}
+        files: dict[Path, Any] = {path: safe_open(regular_file(path), "pt") for path in paths}
         newest = max(paths, key=lambda path: path.name)
         averaged: dict[str, Tensor] = {}
         for full in files[newest].keys():  # noqa: SIM118 - it is no dict
@@ -203,18 +202,18 @@ def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
 
 def write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
     """Write a snapshot. Raises OSError if that fails, and then leaves nothing."""
-    folder.mkdir(exist_ok=True)  # without parents: a run that was moved must not be created again
+    make_folder(folder, folder.parent)  # not its parents: a run that was moved must not be created again
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
     said = {METADATA_KEY: json.dumps({"step": taken.step, "updates": taken.updates, "widths": taken.widths})}
     try:
         with system_errors():
-            save_file(taken.tensors, partial, said)
+            save_file(taken.tensors, new_file(partial), said)
         partial.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
         sync(partial)
-        partial.replace(path)
+        move(partial, path)
         sync(folder)
     finally:
-        partial.unlink(missing_ok=True)
+        remove(partial)
 
 
 def _remove_surplus(folder: Path, every: int, step: int) -> None:
@@ -222,16 +221,18 @@ def _remove_surplus(folder: Path, every: int, step: int) -> None:
     apart = snapshot_interval(every, step)
     for one in list_snapshots(folder):
         if one.step % apart and one.step != step:
-            one.path.unlink(missing_ok=True)
+            remove(one.path)
 
 
 def remove_after(folder: Path, step: int) -> None:
     """Remove snapshots after a step that the run has gone back to, and what a crash left half done."""
+    if not check_folder(folder, folder.parent):
+        return
     for path in folder.glob("[0-9]*.safetensors"):
         if path.stem.isdecimal() and int(path.stem) > step:
-            path.unlink(missing_ok=True)
+            remove(path)
     for path in folder.glob(".partial-*"):
-        path.unlink(missing_ok=True)
+        remove(path)
 
 
 class EmaSnapshotWriter:

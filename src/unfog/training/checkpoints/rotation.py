@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
+from unfog.safe_files import move, remove_tree
 from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, list_checkpoints
 from unfog.training.settings import Checkpoint
 
@@ -31,24 +31,28 @@ def remove_old_checkpoints(checkpoints: Path, keep: Checkpoint) -> None:
 def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint by renaming it first, so that it is whole or gone under its name."""
     aside = folder.with_name(f".old-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:  # a person put a link or a file in its place
-        aside.unlink()
+    _move(folder, aside)
+    remove_tree(aside, _root(aside))
+
+
+def _root(folder: Path) -> Path:
+    return folder.parent.parent  # the run; its `checkpoints` must be a folder, and no link to one
+
+
+def _move(folder: Path, target: Path) -> None:
+    remove_tree(target, _root(target))
+    move(folder, target, _root(folder))
 
 
 def replace_checkpoint(partial: Path, folder: Path) -> None:
     """Move a checkpoint to its place, then remove an older one of the same step."""
     if not os.path.lexists(folder):
-        partial.rename(folder)
+        move(partial, folder, _root(folder))
         return
     # The old one goes only once the new one is in place; `restore_replaced` undoes a crash between the two renames.
     aside = folder.with_name(f".replaced-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    partial.rename(folder)
+    _move(folder, aside)
+    move(partial, folder, _root(folder))
     _remove_checkpoint(aside)
 
 
@@ -57,15 +61,13 @@ def restore_replaced(checkpoints: Path) -> None:
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
         if not os.path.lexists(folder):
-            aside.rename(folder)
+            move(aside, folder, _root(folder))
 
 
 def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
     """Remove what a crash left half done, and hide broken checkpoints, so that they are not counted."""
     for folder in checkpoints.glob(".[por]*"):
         if folder.name.startswith((".partial-", ".old-", ".replaced-")):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder, _root(folder))
     for folder, _ in broken:
-        aside = folder.with_name(f".broken-{folder.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
+        _move(folder, folder.with_name(f".broken-{folder.name}"))

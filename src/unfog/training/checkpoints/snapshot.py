@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,9 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from unfog.safe_files import file_digest, make_folder, new_file, open_file, remove_tree, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import SHARDING, sha256, shard_name
+from unfog.training.checkpoints.format import SHARDING, shard_name
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
@@ -92,21 +92,21 @@ def write_checkpoint(snapshot: Snapshot, checkpoints: Path) -> Path:
     folder, partial = checkpoints / f"{snapshot.step:08d}", checkpoints / f".partial-{snapshot.step:08d}"
     try:
         with system_errors():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            remove_tree(partial, checkpoints.parent)
+            make_folder(partial, checkpoints.parent)
             write_files(snapshot, partial)
             verify_files(snapshot, partial)
             publish_checkpoint(snapshot, partial, folder, file_entries(partial.iterdir()))
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial, checkpoints.parent)
         raise
     return folder
 
 
 def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
-    (partial / checkpoint.MANIFEST).write_text(json.dumps(_build_manifest(snapshot, files), indent=2) + "\n")
-    sync(partial / checkpoint.MANIFEST)
+    text = json.dumps(_build_manifest(snapshot, files), indent=2) + "\n"
+    write_atomic(partial / checkpoint.MANIFEST, text.encode())
     sync(partial)
     rotation.replace_checkpoint(partial, folder)
     sync(folder.parent)
@@ -125,12 +125,12 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
     """Write all files but the manifest; of a sharded snapshot, this rank's. Returns the files."""
     written = []
     for name, content in _small_files(snapshot).items():
-        (folder / name).write_bytes(content)
+        write_atomic(folder / name, content, durable=False)  # flushed below
         written.append(folder / name)
     for file, tensors in snapshot.tensors.items():
         path = folder / shard_name(file, snapshot.rank, snapshot.size)
         rows = None if snapshot.first_rows is None else _shard_metadata(tensors, snapshot.first_rows[file])
-        save_file(tensors, path, rows)
+        save_file(tensors, new_file(path), rows)
         written.append(path)
     for path in written:
         path.chmod(0o666 & folder.stat().st_mode)  # safetensors lets the owner alone read its files
@@ -148,7 +148,7 @@ def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
 
 def file_entries(files: Iterable[Path]) -> dict[str, FileEntry]:
     """Return the manifest's entries for files."""
-    return {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in sorted(files)}
+    return {f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f)} for f in sorted(files)}
 
 
 def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _shard_metadata(tensors: Mapping[str, Tensor], first_rows: Mapping[str, int]
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     if path.is_file():
-        with path.open("r+b") as file:
+        with open_file(path, "r+b") as file:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # drops the cached pages, so that verification reads the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

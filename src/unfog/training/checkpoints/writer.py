@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from unfog.errors import RunError
+from unfog.safe_files import make_folder, remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation, snapshot
 from unfog.training.checkpoints.snapshot import FileEntry, Snapshot
@@ -187,7 +188,7 @@ def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give
         RunError: another rank could not write its shard, or its files are not visible here.
     """
     folder, partial = checkpoints / f"{taken.step:08d}", checkpoints / f".partial-{taken.step:08d}"
-    partial.mkdir(exist_ok=True)
+    make_folder(partial, checkpoints.parent)
     with snapshot.system_errors():
         files = snapshot.file_entries(snapshot.write_files(taken, partial))
         snapshot.verify_files(taken, partial)
@@ -202,7 +203,7 @@ def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give
         files |= theirs
     for path in partial.iterdir():
         if path.name not in files:  # left by an earlier attempt
-            path.unlink()
+            remove(path)
     snapshot.publish_checkpoint(taken, partial, folder, files)
     return True
 

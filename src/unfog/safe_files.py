@@ -1,0 +1,225 @@
+"""Files in run folders, packs, the cache and output folders: read and written without following links out of them.
+
+Such a folder may come from a stranger, with a link, a pipe or a device under any name. So every write in them goes
+through this module, which a test holds. `root` is the folder that a person has named, by default the one of the file:
+it may be a link, and no folder or file below it may. A file that is no regular one is refused with OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+_HERE = os.open in os.supports_dir_fd  # Windows has no descriptors of folders, and few links
+# Without O_NONBLOCK, opening a pipe would wait for another process.
+_CAREFUL = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_FOLDER = sum(getattr(os, name, 0) for name in ("O_DIRECTORY", "O_PATH", "O_CLOEXEC"))
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "r+b": os.O_RDWR,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "a+b": os.O_RDWR | os.O_CREAT,
+}
+_KINDS = {
+    stat.S_IFLNK: "a link, which is not followed",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+LARGEST_TEXT = 2**26
+"""Bytes of the largest small file of ours; larger ones are read by parts, or with a limit of their own."""
+
+Mode = Literal["rb", "r+b", "ab", "xb", "a+b"]
+
+
+@contextmanager
+def _folder_of(path: Path, root: Path | None, make: bool = False) -> Iterator[tuple[str, int | None]]:
+    """Open the folder of a path. Yields the name and the descriptor that it is relative to."""
+    root = path.parent if root is None else root
+    if not _HERE:
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield str(path), None
+        return
+    at, where = os.open(root, _FOLDER), root
+    try:
+        for part in path.parent.relative_to(root).parts:
+            where /= part
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=at)
+            try:
+                below = os.open(part, _FOLDER | _NO_LINK, dir_fd=at)
+            except OSError as error:
+                raise _explained(error, where, part, at) from None
+            os.close(at)
+            at = below
+        yield path.name, at
+    finally:
+        os.close(at)
+
+
+def _explained(error: OSError, path: Path, name: str, at: int | None) -> OSError:
+    """Return an error of the system about `path`, which says what is there if that is the reason."""
+    reason = error.strerror
+    if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EPERM):
+        with suppress(OSError):
+            reason = _KINDS.get(stat.S_IFMT(os.lstat(name, dir_fd=at).st_mode), reason)
+    return OSError(error.errno, reason, str(path))
+
+
+def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = False, buffering: int = -1) -> BinaryIO:
+    """Open a regular file. OSError if it is another kind, or a link unless `follow` is set.
+
+    "xb" creates a file that must not exist, "ab" appends, and "a+b" reads and writes a file that is created if missing.
+    """
+    flags = _FLAGS[mode] | _CAREFUL | (0 if follow else _NO_LINK)
+    with _folder_of(path, root) as (name, at):
+        try:
+            descriptor = os.open(name, flags, 0o666, dir_fd=at)
+        except OSError as error:
+            raise _explained(error, path, name, at) from None
+    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _KINDS.get(stat.S_IFMT(kind), "no regular file"), str(path))
+    return cast(BinaryIO, open(descriptor, {"a+b": "r+b", "xb": "wb"}.get(mode, mode), buffering))
+
+
+def read_file(path: Path, limit: int = LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
+    """Return the content of a regular file. OSError if it is another kind or a link; ValueError above `limit` bytes."""
+    with open_file(path, "rb", root, follow) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{path.name} has over {limit:,} bytes")
+    return data
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a regular file. OSError as for `open_file`."""
+    with open_file(path, "rb") as file:
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+
+
+def regular_file(path: Path, root: Path | None = None, follow: bool = False) -> Path:
+    """Return the path of a regular file, for a library that reads by name. OSError if it is none, or a link."""
+    open_file(path, "rb", root, follow).close()
+    return path
+
+
+@contextmanager
+def replace_file(
+    path: Path, root: Path | None = None, private: bool = False, shared: bool = False, durable: bool = True
+) -> Iterator[BinaryIO]:
+    """Open a file beside `path` that takes its place at the end of the `with`; nothing stays after an exception.
+
+    Args:
+        path: the file, which is whole, old or new, at any time.
+        root: the folder that may be a link.
+        private: the mode is 0600.
+        shared: several processes may write it at a time, so each has a file of its own beside it.
+        durable: wait until the content is on the disk.
+    """
+    unique = f".{os.getpid()}-{time.time_ns()}" if shared else ""
+    partial = f"{path.name}{unique}.partial"
+    with _folder_of(path, root) as (name, at):
+        aside = partial if at is not None else str(path.with_name(partial))
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=at)  # of a process that was killed; if it is a link, the link alone goes
+            flags = _FLAGS["xb"] | _CAREFUL | _NO_LINK
+            descriptor = os.open(aside, flags, 0o600 if private else 0o666, dir_fd=at)
+        except OSError as error:
+            raise _explained(error, path.with_name(partial), aside, at) from None
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if durable:  # before the rename, or a power cut could leave an empty file under the name
+                    os.fsync(file.fileno())
+            try:
+                os.replace(aside, name, src_dir_fd=at, dst_dir_fd=at)
+            except OSError as error:
+                raise _explained(error, path, name, at) from None
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside, dir_fd=at)
+            raise
+
+
+def write_atomic(
+    path: Path,
+    data: bytes | memoryview,
+    root: Path | None = None,
+    private: bool = False,
+    shared: bool = False,
+    durable: bool = True,
+) -> None:
+    """Write a file as a whole or not at all. The arguments are those of `replace_file`."""
+    with replace_file(path, root, private, shared, durable) as file:
+        file.write(data)
+
+
+def new_file(path: Path, root: Path | None = None) -> Path:
+    """Remove what lies at a path, and return it, for a library that writes by name."""
+    remove(path, root)
+    return path
+
+
+def make_folder(path: Path, root: Path) -> None:
+    """Make a folder below `root`. OSError if it, or one above it, is a link or no folder."""
+    with _folder_of(path / "any", root, make=True):
+        pass
+
+
+def check_folder(path: Path, root: Path) -> bool:
+    """Return True if there is a folder, False if there is nothing. OSError if it is a link, or no folder."""
+    try:
+        with _folder_of(path / "any", root):
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def remove(path: Path, root: Path | None = None) -> None:
+    """Remove a file, a link or a pipe, if it is there. OSError if it is a folder."""
+    with suppress(FileNotFoundError), _folder_of(path, root) as (name, at):
+        try:
+            os.unlink(name, dir_fd=at)
+        except OSError as error:
+            raise _explained(error, path, name, at) from None
+
+
+def remove_tree(path: Path, root: Path | None = None) -> None:
+    """Remove a folder with all in it, or a file or link, as far as that is possible. No link is followed."""
+    with suppress(OSError), _folder_of(path, root) as (name, at):
+        if stat.S_ISDIR(os.lstat(name, dir_fd=at).st_mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=at)
+        else:
+            os.unlink(name, dir_fd=at)
+
+
+def move(path: Path, target: Path, root: Path | None = None) -> None:
+    """Rename a file or folder within its folder; a folder is copied where the file system cannot rename it."""
+    with _folder_of(path, root) as (name, at):
+        aside = target.name if at is not None else str(target)
+        try:
+            os.replace(name, aside, src_dir_fd=at, dst_dir_fd=at)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise _explained(error, path, name, at) from None
+            # overlayfs does not rename a folder that comes from a layer below, such as that of a container's image.
+            remove_tree(target, root)
+            shutil.copytree(path, target, symlinks=True)
+            shutil.rmtree(path)

@@ -1,0 +1,171 @@
+"""A folder of a stranger: a link, a pipe, a device or a folder under its names leads nowhere; nothing waits for it."""
+
+import ast
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import unfog
+from unfog.safe_files import (
+    check_folder,
+    make_folder,
+    move,
+    open_file,
+    read_file,
+    remove,
+    remove_tree,
+    replace_file,
+    write_atomic,
+)
+
+SOURCE = Path(unfog.__file__).parent
+# Methods and functions that write, rename or delete by name.
+WRITERS = {"write_text", "write_bytes", "touch", "unlink", "rename", "symlink_to", "hardlink_to", "tofile", "truncate"}
+MODULES = {"os": {"replace", "rename", "remove", "unlink", "truncate", "link", "symlink", "makedirs"}}
+MODULES["shutil"] = {"rmtree", "move", "copytree", "copy", "copy2", "copyfile"}
+BY_NAME = {"save_file": 1, "copyfile": 1}  # library functions that write by name, and which argument that is
+WITHIN_NEW = ("new_file",)
+
+
+def _writes(call: ast.Call) -> bool:
+    """Whether a call opens for writing, or writes, renames or deletes by name."""
+    function, text = call.func, ast.unparse(call)
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if name in BY_NAME:
+        return not ast.unparse(call.args[BY_NAME[name]]).startswith(WITHIN_NEW)
+    if owner in MODULES:
+        return name in MODULES[owner]
+    if owner == "os" or "os.devnull" in text:
+        return name == "open" and any(word in text for word in ("WRONLY", "RDWR", "CREAT")) and "devnull" not in text
+    if name in ("open", "fdopen"):
+        modes = [a.value for a in [*call.args, *(k.value for k in call.keywords)] if isinstance(a, ast.Constant)]
+        return any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) < 4 for mode in modes)
+    if name == "replace" and owner:
+        return len(call.args) == 1 and not call.keywords  # of a path; a text is given two
+    if name == "truncate":
+        return owner in ("os", "path")
+    return name in WRITERS and bool(owner)
+
+
+def test_nothing_else_writes_by_name():
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.name == "safe_files.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and _writes(node):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert not found, "\n".join(found)
+
+
+KINDS = ["link", "dangling", "pipe", "folder", "device"]
+
+
+def plant(path: Path, kind: str, victim: Path) -> None:
+    """Put something else in the place of a file or folder of ours."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "link":
+            path.symlink_to(victim)
+        case "dangling":
+            path.symlink_to(victim.parent / "made")
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "device":
+            os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero, which never ends
+
+
+@pytest.fixture(params=KINDS)
+def planted(request, tmp_path):
+    """Returns a function that plants something at a path, and at the end looks whether it was followed."""
+    if request.param == "device" and os.geteuid() != 0:
+        pytest.skip("devices are made by root")
+    victim = tmp_path / "outside" / "victim"
+    victim.parent.mkdir()
+    victim.write_text("untouched")
+    yield lambda path: plant(path, request.param, victim)
+    assert [one.name for one in victim.parent.iterdir()] == ["victim"]
+    assert victim.read_text() == "untouched"
+
+
+def test_no_link_or_pipe_is_read_or_written(planted, tmp_path):
+    path = tmp_path / "file"
+    planted(path)
+    for mode in ("rb", "r+b", "ab", "xb", "a+b"):
+        with pytest.raises(OSError, match=r"link|pipe|folder|device|exists"):
+            open_file(path, mode)
+    with pytest.raises(OSError, match=r"link|pipe|folder|device"):
+        read_file(path)
+
+
+def test_writing_puts_a_file_in_the_place_of_a_link_or_pipe(planted, tmp_path, request):
+    for name in ("file", "file.partial"):
+        path = tmp_path / name
+        planted(path)
+        if path.is_dir():
+            with pytest.raises(OSError, match="a folder"):
+                write_atomic(tmp_path / "file", b"ours")
+        else:
+            write_atomic(tmp_path / "file", b"ours")
+            assert (tmp_path / "file").read_bytes() == b"ours"
+            assert not (tmp_path / "file").is_symlink()
+        remove_tree(tmp_path / "file")
+        assert not os.path.lexists(tmp_path / "file")
+
+
+def test_no_folder_below_the_named_one_is_a_link(tmp_path):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "1.png").write_text("untouched")
+    (tmp_path / "real").mkdir()
+    run.symlink_to(tmp_path / "real")  # the folder that a person names may be one
+    (run / "samples").symlink_to(outside)
+    for act in (
+        lambda: write_atomic(run / "samples/1.png", b"ours", run),
+        lambda: make_folder(run / "samples/deep", run),
+        lambda: check_folder(run / "samples", run),
+        lambda: remove(run / "samples/1.png", run),
+        lambda: move(run / "samples/1.png", run / "samples/2.png", run),
+        lambda: open_file(run / "samples/1.png", "ab", run),
+    ):
+        with pytest.raises(OSError, match="a link"):
+            act()
+    remove_tree(run / "samples/1.png", run)
+    assert [path.name for path in outside.iterdir()] == ["1.png"]
+    make_folder(run / "denoising/deep", run)
+    write_atomic(run / "denoising/deep/1.png", b"ours", run)
+    assert (tmp_path / "real/denoising/deep/1.png").read_bytes() == b"ours"
+    assert not check_folder(run / "averages", run)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomic(path, b"old", private=True)
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(TypeError), replace_file(path) as file:
+        file.write("no bytes")
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("file", b"old")]
+    with pytest.raises(ValueError, match="over 2 bytes"):
+        read_file(path, 2)
+
+
+def test_a_folder_that_cannot_be_renamed_is_copied(tmp_path, monkeypatch):
+    """overlayfs answers EXDEV for a folder of a layer below."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/file").write_text("kept")
+
+    def refuse(*args, **kwargs):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    move(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b/file").read_text() == "kept"
+    assert not (tmp_path / "a").exists()
