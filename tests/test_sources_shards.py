@@ -435,8 +435,8 @@ def test_what_a_killed_process_left_is_swept(sets: Path, tmp_path: Path, monkeyp
     folder = Path(os.environ["UNFOG_CACHE"]) / "shards"
     folder.mkdir(parents=True)
     then = time.time_ns()
-    left = (f"7-{then}.rows.partial", f"7-{then}-0123abcd.partial")
-    others = (f"8-{then}.names.partial", "train-000.tar.partial")  # of one at work, and of somebody else
+    left = (f"{'0' * 32}.rows.7-{then}.partial", f"{'1' * 32}.piece.npz.7-{then}.partial")
+    others = (f"{'0' * 32}.names.8-{then}.partial", "train-000.tar.partial")  # of one at work, and of somebody else
     for name, age in (*((name, 2 * 86400) for name in left), (others[0], 60), (others[1], 2 * 86400)):
         (folder / name).write_bytes(b"x")
         os.utime(folder / name, (time.time() - age,) * 2)
