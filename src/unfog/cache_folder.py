@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from unfog.errors import RequestError
 from unfog.locks import is_at, lock_alone, lock_shared
+from unfog.safe_files import move, open_file, remove, remove_tree
 
 _MARKS = ".used"  # folder of a file for each entry; not in the entry, which others may read only
 _REMOVED = re.compile(r"\.removed-[0-9]+-[0-9]+")
@@ -93,9 +93,9 @@ class CacheEntry:
                     return False
                 # Renamed first, so that no process finds one half removed.
                 gone = cache_folder() / f".removed-{os.getpid()}-{time.time_ns()}"
-                self.path.rename(gone)
-                _delete(gone)
-                mark.unlink(missing_ok=True)
+                move(self.path, gone)
+                remove_tree(gone)
+                remove(mark)
         return not os.path.lexists(self.path)
 
 
@@ -201,25 +201,18 @@ def _remove_remains() -> None:
             if mark.name not in names:
                 with lock_alone(mark) as alone:
                     if alone:
-                        mark.unlink()
+                        remove(mark)
     with suppress(OSError):
         for path in list(folder.iterdir()):
             if _REMOVED.fullmatch(path.name):
-                _delete(path)
+                remove_tree(path)
             elif _REDIRECT.fullmatch(path.name) and not _leads_somewhere(path):
-                path.unlink(missing_ok=True)
+                remove(path)
 
 
 def _leads_somewhere(redirect: Path) -> bool:
     with suppress(OSError, UnicodeDecodeError):
-        with redirect.open("rb") as file:
+        with open_file(redirect, "rb") as file:
             names = re.findall(_KEY, file.read(4096).decode())
         return any((redirect.parent / name).exists() for name in names)
     return True
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

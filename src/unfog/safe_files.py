@@ -201,21 +201,24 @@ def remove(path: Path, root: Path | None = None) -> None:
             raise _explained(error, path, name, at) from None
 
 
-def remove_tree(path: Path, root: Path | None = None) -> None:
+def remove_tree(path: Path, root: Path | None = None, ignore_errors: bool = True) -> None:
     """Remove a folder with all in it, or a file or link, as far as that is possible. No link is followed."""
-    with suppress(OSError), _folder_of(path, root) as (name, at):
-        if stat.S_ISDIR(os.lstat(name, dir_fd=at).st_mode):
-            shutil.rmtree(name, ignore_errors=True, dir_fd=at)
-        else:
-            os.unlink(name, dir_fd=at)
+    try:
+        with _folder_of(path, root) as (name, at):
+            if stat.S_ISDIR(os.lstat(name, dir_fd=at).st_mode):
+                shutil.rmtree(name, ignore_errors, dir_fd=at)
+            else:
+                os.unlink(name, dir_fd=at)
+    except OSError:
+        if not ignore_errors:
+            raise
 
 
 def move(path: Path, target: Path, root: Path | None = None) -> None:
-    """Rename a file or folder within its folder; a folder is copied where the file system cannot rename it."""
-    with _folder_of(path, root) as (name, at):
-        aside = target.name if at is not None else str(target)
+    """Rename a file or folder; a folder is copied where the file system cannot rename it."""
+    with _folder_of(path, root) as (name, at), _folder_of(target, root) as (new, into):
         try:
-            os.replace(name, aside, src_dir_fd=at, dst_dir_fd=at)
+            os.replace(name, new, src_dir_fd=at, dst_dir_fd=into)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise _explained(error, path, name, at) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from unfog.config.values import quote
 from unfog.errors import RequestError
 from unfog.process.run_status import RunStatus, broken_checkpoints, disk_bytes, find_runs
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, say, warn
+from unfog.safe_files import remove_tree
 from unfog.text import sanitize
 
 _HEAD = ("run", "state", "step", "best", "disk", "age")
@@ -71,10 +71,7 @@ def _remove_broken(folders: Sequence[Path]) -> bool:
     gone = True
     for path in (path for folder in folders for path in broken_checkpoints(folder)):
         try:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:  # a person put a link or a file in its place
-                path.unlink(missing_ok=True)
+            remove_tree(path, path.parent.parent, ignore_errors=False)  # a link to `checkpoints` is not followed
             say(f"removed {sanitize(str(path))}")
         except OSError as error:
             gone = False

@@ -18,6 +18,7 @@ from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import Row, drop_undone_events, finite_number, read_events, read_metrics, run_state
 from unfog.reporting.report_charts import finite_column
+from unfog.safe_files import open_file
 from unfog.text import sanitize
 from unfog.training.settings import Evaluate
 
@@ -161,7 +162,7 @@ def _rows(read: Callable[[Path, int], list[Row]], path: Path, last: int) -> list
 
 def _best_metric(path: Path) -> str:
     """Return `evaluate.best` of a config.toml; the default where there is none."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), path.open("rb") as file:
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError), open_file(path, "rb") as file:
         best = tomllib.loads(file.read(_LARGEST_CONFIG).decode())["evaluate"]["best"]
         if best in Evaluate.DRAWN:
             return str(best)

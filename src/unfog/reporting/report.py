@@ -211,7 +211,7 @@ def _settings(path: Path) -> dict[str, dict[str, str]]:
         return {}
     try:
         sections: dict[str, dict[str, str]] = {}
-        _flatten(tomllib.loads(path.read_text(encoding="utf-8-sig")), "", sections)
+        _flatten(tomllib.loads(read_file(path).decode("utf-8-sig")), "", sections)
         return sections
     except (OSError, ValueError, RecursionError) as error:
         return {"": {"config.toml": f"cannot be read: {error}"}}
