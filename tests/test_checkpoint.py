@@ -111,8 +111,8 @@ def test_a_checkpoint_is_readable_by_whom_a_new_file_is(tmp_path):
 def lying(function, damage):
     """A writer of files after which the disk holds something else."""
 
-    def write(tensors, path):
-        function(tensors, path)
+    def write(tensors, path, *rest):
+        function(tensors, path, *rest)
         damage(path)
 
     return write
@@ -152,12 +152,13 @@ def test_trouble_of_the_thread_is_raised_once_and_the_writer_goes_on(tmp_path):
     assert checkpoint.newest(place)[0].step == 3
 
 
-def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, monkeypatch, number):
     full, write_really = True, snapshot.write_checkpoint
 
     def write(taken, folder):
         if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, "No space left on device")
         return write_really(taken, folder)
 
     monkeypatch.setattr(snapshot, "write_checkpoint", write)
@@ -189,6 +190,16 @@ def test_a_full_disk_is_waited_for_said_once_and_given_up_on_request(tmp_path, m
 def test_what_the_system_said_is_found_in_what_safetensors_says(text):
     assert snapshot._errno_of(text) == errno.ENOSPC
     assert snapshot._errno_of("nothing of the kind") == 0
+
+
+def test_the_newest_intact_checkpoint_is_found(tmp_path):
+    for number in (1, 2, 3):
+        write(trained(number), tmp_path, number)
+    assert checkpoint.newest(tmp_path)[0].step == 3
+    flip(tmp_path / "00000003/model.safetensors")
+    saved, broken = checkpoint.newest(tmp_path)
+    assert saved.step == 2
+    assert [one.folder.name for one in broken] == ["00000003"]
 
 
 @pytest.mark.parametrize("file", ["model", "ema", "optimizer"])
