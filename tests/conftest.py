@@ -51,6 +51,7 @@ def _nobodys_cache(tmp_path_factory):
     """What a module's own fixtures make is made before a test has its cache; nor is that a person's."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("UNFOG_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patched.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patched.delenv("UNFOG_INCEPTION", raising=False)
         yield
 

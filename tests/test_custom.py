@@ -1,5 +1,8 @@
 """A network, weighting and sampler step from somebody's own module, and such parts registered from Python."""
 
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,13 +10,16 @@ import pytest
 import torch
 
 import unfog
+from launches import TORCHRUN
 from unfog import custom
-from unfog.config.schema import Config
-from unfog.config.toml import from_toml, to_toml, update
+from unfog.config.schema import Config, nest_settings
+from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import format_spec, parse_spec, registry_of
+from unfog.data.sources.registry import open_source
 from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.weighting import Weighting
 from unfog.errors import RequestError
+from unfog.runs.train import check_custom_parts
 
 MODULE = """
 import torch
@@ -77,6 +83,71 @@ def test_a_run_trains_resumes_and_samples_with_own_parts(mine, images, tmp_path,
     assert f'path = "{mine}.Net"' in text
     assert 'arguments = ["width=4"]' in text
     assert unfog.resume(tmp_path / "run", steps=4).sample(2, seed=1).shape == (2, 8, 8, 1)
+
+
+PARTS = [
+    ({"network": "custom:path={}.Net"}, "Net"),
+    ({"weighting": "custom:path={}.weight"}, "weight"),
+    ({"sampler": "custom:path={}.step"}, "step"),
+    ({"optimizer": "custom:path={}.Net"}, "Net"),
+]
+
+
+@pytest.fixture
+def strangers(mine, tmp_path):
+    """A function that stores settings as a stranger's file, and reads them; the module says whether it ran."""
+    (tmp_path / f"{mine}.py").write_text(f"{MODULE}\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+
+    def read(settings, source="fashion"):
+        changes = nest_settings(
+            {name: value.format(mine) if isinstance(value, str) else value for name, value in settings.items()}
+        )
+        (tmp_path / "config.toml").write_text(to_toml(update(Config(source=source), changes, "")))
+        return read_toml(tmp_path / "config.toml", Config())
+
+    return read
+
+
+@pytest.mark.parametrize(("settings", "name"), PARTS)
+def test_code_that_a_file_of_settings_names_runs_only_with_consent(
+    strangers, mine, tmp_path, monkeypatch, settings, name
+):
+    config = strangers(settings)
+    with pytest.raises(RequestError, match=f"set UNFOG_TRUST={mine}.{name}"):
+        check_custom_parts(config)
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setenv("UNFOG_TRUST", f"other.Net,{mine}.{name}")
+    with suppress(RequestError):  # the network is no optimiser
+        check_custom_parts(config)
+    assert (tmp_path / "ran").exists()
+    # Consent is remembered for this file, and for no other of that name.
+    monkeypatch.delenv("UNFOG_TRUST")
+    monkeypatch.setattr(custom, "_announced", set())
+    with suppress(ValueError):
+        custom.check_consent(f"{mine}.{name}", "a part")
+    monkeypatch.setattr(custom, "_module_file", lambda path: "/elsewhere.py")
+    with pytest.raises(RequestError, match="would run with your rights"):
+        custom.check_consent(f"{mine}.{name}", "a part")
+
+
+def test_a_source_that_a_file_of_settings_names_runs_only_with_consent(strangers, mine, tmp_path):
+    config = strangers({}, source=f"python:{mine}:Net:argument")
+    with pytest.raises(RequestError, match=f"set UNFOG_TRUST={mine}:Net"):
+        open_source(config.source)
+    assert not (tmp_path / "ran").exists()
+    custom.give_consent(f"train python:{mine}:Net:argument")
+    with pytest.raises(RequestError, match="no subclass"):
+        open_source(config.source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [["-m", "unfog"], [*TORCHRUN[1:], 2, "-m", "unfog"]], ids=["python", "torchrun"])
+def test_a_strangers_run_is_resumed_only_with_consent(strangers, mine, images, tmp_path, launch):
+    strangers({"network": "custom:path={}.Net", "steps": 2}, source=str(images))
+    words = [sys.executable, *map(str, launch), "resume", str(tmp_path)]
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert f"set UNFOG_TRUST={mine}.Net" in told.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_settings_that_name_code_import_nothing_until_it_is_announced(mine, monkeypatch, capsys):

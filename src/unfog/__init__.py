@@ -107,11 +107,13 @@ def resume(path: PathLikeText, *, force: bool = False, **settings: Any) -> Run:
     from unfog.config.requests import ResumeRequest
     from unfog.config.resume_rules import apply_changes
     from unfog.config.schema import nest_settings
+    from unfog.custom import give_consent
     from unfog.inference.run import Run
 
     folder = _run_folder(path)
     if "source" in settings:
         settings["source"] = _stored(settings["source"], settings)
+    give_consent(str(settings))
     config = apply_changes(folder.read_config(), nest_settings(settings))
     return Run(_finished(*go_on(ResumeRequest(folder.path, config, force=force))))
 
@@ -237,11 +239,13 @@ def _training_settings(source: Source, preset: str, settings: dict[str, Any]) ->
     from unfog.commands.train import apply_changes, base_settings
     from unfog.config.presets import preset as recipe
     from unfog.config.schema import nest_settings
+    from unfog.custom import give_consent
 
     base, place = recipe(preset), _stored(source, settings)
     for name in ("init", "autoencoder", "codec"):
         if isinstance(settings.get(name), PathLike):
             settings[name] = _path(settings[name], name)
+    give_consent(f"{place} {settings}")
     changes = nest_settings(settings)
     return apply_changes(base_settings(base, None, changes), changes, place)
 

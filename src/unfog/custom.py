@@ -1,20 +1,26 @@
 """People's own parts: a network, weighting, sampler step or optimiser that is not in this package.
 
 Two ways lead to them. `register` adds a class or function from Python, under a name. A spec string such as
-`custom:path=mymodule.MyNet,width=64` imports `mymodule` and calls `MyNet(..., width=64)`. Settings may be somebody
-else's, so every import is announced on stderr before it runs.
+`custom:path=mymodule.MyNet,width=64` imports `mymodule` and calls `MyNet(..., width=64)`.
+
+A file of settings may be somebody else's, so what it names is imported only with consent: a person has named the same
+part of the same file before, names it now, or lists it in UNFOG_TRUST. Every import is announced on stderr first.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from unfog.errors import RequestError
@@ -22,12 +28,15 @@ from unfog.errors import RequestError
 T = TypeVar("T")
 
 PREFIX = "custom:path="
+_NAMED = re.compile(r"(?:custom:path=|python:)([\w.]+(?::\w+)?)")
 
 REGISTERED: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 """Section ("network", "weighting", "sampler", ...) -> name -> default instance of a settings class, or a function."""
 
 _open_literals: dict[Any, str] = {}
 _announced: set[str] = set()
+_from_files: set[str] = set()
+_consented: set[str] = set()
 
 
 def register(section: str) -> Callable[[T], T]:
@@ -54,6 +63,62 @@ def is_own_choice(annotation: Any, value: object) -> bool:
     """Return True if an open Literal takes this text besides its members."""
     section = _open_literals.get(annotation)
     return section is not None and isinstance(value, str) and (value in REGISTERED[section] or value.startswith(PREFIX))
+
+
+def give_consent(text: str) -> None:
+    """Let the parts be imported that a person names in this text: words of a command, or settings from Python."""
+    _consented.update(_NAMED.findall(text))
+
+
+def require_consent(settings: Any) -> None:
+    """Import what these settings, read from a file, name only with consent."""
+    if isinstance(settings, CustomPart):
+        _from_files.add(settings.path)
+    if isinstance(settings, str):
+        _from_files.update(_NAMED.findall(settings))
+    elif is_dataclass(settings):
+        for field in fields(settings):
+            require_consent(getattr(settings, field.name))
+
+
+def check_consent(path: str, noun: str) -> None:
+    """Raise RequestError if only a file of settings names this path, and nobody has consented to its import.
+
+    Consent is stored, with the file of the module, so that a later command on the same run has it too.
+    """
+    line = f"{path}\t{_module_file(path)}"
+    trusted = path in os.environ.get("UNFOG_TRUST", "").split(",") or path in _consented | _announced
+    if path in _from_files and not trusted and line not in _stored_consent():
+        raise RequestError(
+            f"{noun} of these settings is Python code, {path}, which would run with your rights; if you trust it, set "
+            f"UNFOG_TRUST={path}"
+        )
+    if line not in _stored_consent():
+        with suppress(OSError, RuntimeError):
+            file = _consent_file()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"{one}\n" for one in [*_stored_consent(), line]), "utf-8")
+
+
+def _consent_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "unfog" / "trusted-code"
+
+
+def _stored_consent() -> list[str]:
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):
+        return _consent_file().read_text("utf-8").splitlines()
+    return []
+
+
+def _module_file(path: str) -> str:
+    """Return the file of the module or package that a path begins with, without running it."""
+    name = re.split("[.:]", path)[0]
+    if name in sys.modules:
+        return str(getattr(sys.modules[name], "__file__", ""))
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = importlib.util.find_spec(name)
+        return str(spec.origin) if spec else ""
+    return ""
 
 
 @cache
@@ -97,11 +162,12 @@ def _import_object(path: str, noun: str) -> Any:
     if not module:
         example = "torch.optim.RMSprop" if noun.endswith("optimiser") else "mymodule.Name"
         raise RequestError(f"path = {path!r} must name a module and {noun} in it, as in custom:path={example}")
-    if path not in _announced and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"  {noun.split()[-1]}: imports and runs {path}, as these settings ask for\n")
     # The `unfog` script, unlike `python -m unfog`, leaves the current folder out. Last, so that it shadows nothing.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    check_consent(path, noun)
+    if path not in _announced and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"  {noun.split()[-1]}: imports and runs {path}, as these settings ask for\n")
     try:
         found = getattr(import_module(module), name)
     except Exception as error:  # anything may go wrong in other people's modules

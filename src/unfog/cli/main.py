@@ -120,7 +120,9 @@ def _run(words: list[str]) -> int:
     # Imported only now, so that the above answers at once.
     from unfog.config.aliases import COMMANDS, with_old_defaults
     from unfog.config.values import quote, suggest
+    from unfog.custom import give_consent
 
+    give_consent(" ".join(words))
     command, rest = COMMANDS.get(words[0], words[0]), words[1:]
     if command in _TRAINING and os.environ.get("RANK", "0") != "0":
         return _run_worker_rank(rest)

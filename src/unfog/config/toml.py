@@ -28,7 +28,7 @@ from unfog.config.values import (
     strip_optional,
     suggest,
 )
-from unfog.custom import is_own_choice
+from unfog.custom import is_own_choice, require_consent
 from unfog.errors import RequestError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def read_toml(path: Path, base: T) -> T:
             content = file.read(_LARGEST_FILE + 1)  # one byte more tells a longer file, without reading all of it
         if len(content) > _LARGEST_FILE:
             raise RequestError(f"it is over {_LARGEST_FILE / 1e6:.0f} MB, which no file of settings is")
-        return from_toml(content.decode("utf-8-sig").replace("\r\n", "\n"), base)  # editors may begin with a BOM
+        settings = from_toml(content.decode("utf-8-sig").replace("\r\n", "\n"), base)  # editors may begin with a BOM
     except UnicodeDecodeError:
         raise RequestError(f"{path} is not a text file in UTF-8") from None
     except OSError as error:
@@ -102,6 +102,8 @@ def read_toml(path: Path, base: T) -> T:
             else (f" (this is unfog {__version__}; a newer one may know it: update, or remove the line)")
         )
         raise RequestError(f"{path}: {error}{known}") from None
+    require_consent(settings)
+    return settings
 
 
 def update(base: T, table: Mapping[str, Any], where: str) -> T:

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from unfog.custom import check_consent
 from unfog.data.sources.base import OpenOptions, RemotePolicy, Source, SourceLocation
 from unfog.data.sources.image_files import os_error_reason
 from unfog.errors import RequestError
@@ -102,6 +103,7 @@ def _import_class(text: str) -> type[Source]:
     """Import the class that [python:]MODULE:CLASS[:ARGUMENT] names, which runs the code of its module."""
     module, _, name = text.removeprefix(PYTHON).partition(":")
     name = name.partition(":")[0]
+    check_consent(f"{module}:{name}", "the source")
     try:
         source = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
