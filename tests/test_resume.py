@@ -276,6 +276,23 @@ def test_asked_again_for_the_length_it_has(whole, tmp_path):
     assert "equal to the bit" in finish(command("resume", folder, "--verify"))
 
 
+def test_a_run_that_is_ended_where_it_was_saved_logs_and_measures_its_last_steps(whole, tmp_path):
+    """Step 18 was saved, but neither logged nor evaluated, as it was not to be the last."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for step in range(24, 37, 6):
+        shutil.rmtree(folder / "checkpoints" / f"{step:08d}")
+    assert "finished at step 18" in finish(command("resume", folder, "--steps", 18))
+    before, last = read_metrics(folder / "metrics.jsonl")[-2:]
+    assert (before["step"], last["step"]) == (15, 18)
+    assert 0 < last["loss"] < 10
+    assert 0 < last["held_out_loss"] < 10
+    assert (folder / "samples" / "00000018.png").exists()
+    assert read_events(folder / "events.jsonl")[-1]["kind"] == "finished"
+    assert "is at its end" in finish(command("resume", folder))
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-2:] == [15, 18]
+
+
 def test_what_a_finished_run_draws_by_can_be_changed(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -105,10 +105,12 @@ class _ResumePoint:
         return None if self.saved is None else read_state(self.saved.folder).get("lost_shards", {})
 
     def is_end_of(self, config: Config) -> bool:
-        """Return True if nothing is left to train, evaluate or save."""
+        """Return True if nothing is left to train, log, evaluate or save."""
         if self.saved is None or self.saved.images < config.training.images:
             return False
-        return not read_state(self.saved.folder)["due"]
+        state = read_state(self.saved.folder)
+        window = state["window"]  # of losses that are not logged
+        return not state["due"] and not any((*window["count"], window["refused"], window["overflows"]))
 
     def discard_later_files(self, folder: RunFolder) -> None:
         """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""

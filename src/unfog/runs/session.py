@@ -19,7 +19,7 @@ from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, LostProcess
 from unfog.openmp import SPINNING_LIMITED
-from unfog.pipeline.build import build_state
+from unfog.pipeline.build import build_intervals, build_state
 from unfog.pipeline.skipped_images import FailureReporter
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
@@ -107,6 +107,8 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
+            if self.done:  # a step that was not to be the last when it was trained, with losses that are not logged
+                self.state.due = build_intervals(self.config, self.state).due(self.step, last=True)
         self.state.adopt_settings(settings_digests(self.config))
         with self._open_recorder() as recorder:
             self.attach(recorder)
