@@ -161,6 +161,38 @@ def test_state_is_that_of_the_last_start(run_dir, kinds, word):
         assert "at step 400 · signal 15" in texts
 
 
+def test_the_report_is_there_from_the_first_step_and_follows_the_run(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with Recorder(tmp_path, Log(every=1), total=150) as run:
+        run.event("started", 0)
+        run.begin_report()
+        path = tmp_path / "report.html"
+        assert "0/150" in path.read_text()
+        for step in range(1, 61):
+            now[0] += 0.5
+            run.update_progress(step)
+            run.log(step, step * 8, loss=1 / step)
+        text = path.read_text()
+        assert "running" in text
+        assert re.search(r"(5\d|60)/150, 4\d s left", text)
+        assert 'http-equiv="refresh"' in text
+        run.event("finished", 60)
+    write_report(tmp_path)
+    assert 'http-equiv="refresh"' not in path.read_text()
+
+
+def test_a_report_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    def failing(*_):
+        raise ValueError("a chart of nothing")
+
+    monkeypatch.setattr("unfog.reporting.recorder.write_report", failing)
+    with Recorder(tmp_path, Log(every=1), total=150) as run:
+        run.begin_report()
+        run.log(1, 8, loss=1.0)
+    assert "a chart of nothing" in (tmp_path / "events.jsonl").read_text()
+
+
 def test_empty_and_broken_records_still_make_a_page(tmp_path):
     (tmp_path / "config.toml").write_text("not = [toml")
     assert "Nothing has been logged yet." in page(tmp_path).texts

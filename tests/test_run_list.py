@@ -225,3 +225,12 @@ def test_watch_in_a_terminal_until_a_key_is_pressed(tmp_path, key):
     assert shown.rindex(b"\x1b[?1049l") > shown.rindex(b"\x1b[?1049h")
     assert b"\x1b[?25h" in shown[shown.rindex(b"\x1b[?25l") :]
     assert b"Traceback" not in shown
+
+
+def test_the_report_of_a_run_that_has_not_ended_says_how_far_it_is(tmp_path, capsys):
+    for state, said in (("running", "60/150, 45 s left"), ("killed", "60/150")):
+        assert run("report", run_folder(tmp_path / state, state)) == 0
+        text = (tmp_path / state / "report.html").read_text()
+        assert f">{state}</span>" in text
+        assert f'<span class="soft">{said}</span>' in text
+        assert capsys.readouterr().out == f"{tmp_path / state / 'report.html'}\n"

@@ -7,6 +7,7 @@ from dataclasses import fields
 from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, ReportRequest
 from unfog.config.validate import check_sampler, check_source, override_sampler
 from unfog.process.run_folder import RunFolder
+from unfog.process.run_status import RunStatus
 
 
 def main(request: EvaluateRequest | ReportRequest) -> int:
@@ -17,7 +18,7 @@ def main(request: EvaluateRequest | ReportRequest) -> int:
         from unfog.reporting.progress import print_result
         from unfog.reporting.report import write_report
 
-        print_result(str(write_report(request.run)))
+        print_result(str(write_report(request.run, RunStatus.read(request.run).headline)))
     return 0
 
 
@@ -36,4 +37,4 @@ def _evaluate(request: EvaluateRequest) -> None:
     found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
     if is_main_process():
         print_result("\n".join(found.lines()))
-        write_report(run.path)
+        write_report(run.path, RunStatus.read(run.path).headline)

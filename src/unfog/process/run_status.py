@@ -80,6 +80,11 @@ class RunStatus:
         return f"failed: {short}" if short else self.state
 
     @property
+    def headline(self) -> tuple[str, str]:
+        """State and details of a run that has not recorded its end, for its report: "running", "60/150, 52 s left"."""
+        return self.state, self.step_text + self.state_text.removeprefix(self.state)
+
+    @property
     def step_text(self) -> str:
         return f"{self.step:,}/{self.steps:,}" if self.steps else f"{self.step:,}"
 

@@ -172,6 +172,12 @@ class Progress:
         if _is_terminal() and not self._closed:
             self._draw()
 
+    def time_left(self) -> str:
+        """Return "52 s left"; "" at the end, and where end or pace is not known."""
+        if not self.total or self._done >= self.total or math.isnan(self._pace.rate):
+            return ""
+        return f"{format_duration((self.total - self._done) / self._pace.rate)} left"
+
     def close(self) -> None:
         """Take the live line away, or print the last plain line if it was not."""
         self._closed = True
@@ -218,8 +224,7 @@ class Progress:
         parts = [f"{self._done:,}{of}{percent}", note]
         if not self._note and math.isfinite(rate):
             parts.append(f"{format_number(rate)}/s")
-        if self.total and self._done < self.total:
-            parts.append(f"{format_duration((self.total - self._done) / rate)} left")
+        parts.append(self.time_left())
         parts.append(f"{format_duration(now - self._started)} so far")
         return " · ".join(filter(None, parts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from unfog.reporting.image_grids import Pixels, encode_png
 from unfog.reporting.progress import Progress, format_number, warn
 from unfog.reporting.records import Events, Metrics
+from unfog.reporting.report import write_report
 from unfog.reporting.trackers import Log, Tracker, check_installed, open_tracker
 from unfog.safe_files import make_folder, write_atomic
 
@@ -27,6 +29,7 @@ _NOTES: tuple[tuple[str, Callable[[float], str]], ...] = (
 )
 
 _TREND = 40  # latest logs of the loss that its trend is of
+_REPORT_INTERVAL = 5.0  # seconds between two refreshed reports, at least
 _FEWEST = 8  # of which there is a trend
 
 
@@ -71,6 +74,7 @@ class Recorder:
         self._sinks: list[Tracker] = []
         for name in log.sinks:
             self._open(name, start, config or {})
+        self._refresh = math.inf  # seconds of the run at which the report is written next
         self._losses: deque[float] = deque(maxlen=_TREND)
         places = f"samples {run_dir / 'samples'} · report {run_dir / 'report.html'}"
         self.progress = Progress("step", total, start=start, delay=0.0, below=[places])
@@ -79,6 +83,11 @@ class Recorder:
         """Move the progress line to `step`; cheap enough for every step."""
         self._step = step
         self.progress.update(step)
+
+    def begin_report(self) -> None:
+        """Write report.html now, and refresh it at logs: at most a hundredth of the time goes into it."""
+        self._refresh = self.seconds
+        self._refresh_report()
 
     def log(self, step: int, images: int, **values: Value) -> None:
         """Write a line of metrics after `step` steps and `images` images: numbers, and lists of numbers.
@@ -97,6 +106,7 @@ class Recorder:
             self._losses.append(scalars["loss"])
             self._notes["loss"] += trend(self._losses)
         self.progress.update(step, ", ".join(self._notes[name] for name, _ in _NOTES if name in self._notes))
+        self._refresh_report()
 
     def log_image(self, step: int, name: str, pixels: Pixels) -> None:
         """Save an image, uint8 [H, W, 3], as RUN/<name>/<step>.png; "samples" are the preview grids."""
@@ -139,6 +149,18 @@ class Recorder:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    def _refresh_report(self) -> None:
+        if (started := self.seconds) < self._refresh:
+            return
+        step, total = f"{self._step:,}", self.progress.total
+        parts = [f"{step}/{total:,}" if total else f"step {step}", self.progress.time_left()]
+        try:
+            with self._defer_interrupts():
+                write_report(self.run_dir, ("running", ", ".join(filter(None, parts))))
+        except Exception as error:  # the last one, at the end, says so
+            self.event("warning", self._step, message=f"the report was not refreshed: {error}")
+        self._refresh = self.seconds + max(_REPORT_INTERVAL, 100 * (self.seconds - started))
 
     def _open(self, name: str, start: int, config: Mapping[str, object]) -> None:
         try:

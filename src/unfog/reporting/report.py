@@ -57,8 +57,10 @@ _DEEPEST = 8  # lists in lists that are written out
 _T = TypeVar("_T")
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, unended: tuple[str, str] | None = None) -> Path:
     """Write RUN/report.html from the run folder, running or ended, and return its path.
+
+    `unended`: state and details of a run that has not recorded its end, such as ("running", "60/150, 52 s left").
 
     RequestError when `run_dir` is no run folder. What is missing in the folder is missing in the report.
     """
@@ -67,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
     if not changed:
         raise RequestError(f"{run_dir} is not a run: it has no config.toml, metrics.jsonl or events.jsonl")
     metrics, events = read_metrics(run_dir / "metrics.jsonl"), read_events(run_dir / "events.jsonl")
-    state, detail = _state(events, datetime.fromtimestamp(max(changed), UTC))
+    state, detail = _state(events) or unended or _silent(datetime.fromtimestamp(max(changed), UTC))
     samples, denoising = _numbered(run_dir / "samples", "*.png"), _numbered(run_dir / "denoising", "*.png")
     film = _images(_evenly(samples, _FILMSTRIP), _THUMBNAIL)
     run = {
@@ -149,13 +151,17 @@ def _metric_row(one: Mapping[str, Any]) -> tuple[str, ...]:
     return str(one["metric"]), shown, within, *counts, str(one.get("features", "")), str(one.get("resize", ""))
 
 
-def _state(events: Sequence[Row], written: datetime) -> tuple[str, str]:
-    """Return the state of the run in a word, and details."""
+def _state(events: Sequence[Row]) -> tuple[str, str] | None:
+    """Return the end of the run in a word, and details; None if none is recorded since it began."""
     last = _last(_of_kind(events, *SESSION_STARTS, *SESSION_ENDS))
     if last is None or last["kind"] not in SESSION_ENDS:
-        # Running, or killed without a last event; the record alone cannot tell which.
-        return "not ended", f"last line written {written:%Y-%m-%d %H:%M UTC}"
+        return None
     return str(last["kind"]), " · ".join([f"at step {_text(last.get('step', 0))}", *_fields(last).values()])
+
+
+def _silent(written: datetime) -> tuple[str, str]:
+    # Running, or killed without a last event; the record alone cannot tell which.
+    return "not ended", f"last line written {written:%Y-%m-%d %H:%M UTC}"
 
 
 _Fact = tuple[str, str, str]  # a headline number: label, value, remark

@@ -206,6 +206,9 @@ class Session(StoppableHooks):
         )
         facts = {"steps": self.steps, "device": training.device, "parameters": parameters, "torch": torch.__version__}
         self.recorder.event("started" if fresh else "resumed", self.step, **facts)
+        self.recorder.begin_report()
+        folder = self.context.folder.path
+        say(f"  report, refreshed as it trains: {folder / 'report.html'}; samples: {folder / 'samples'}")
 
     def _dry_run_hooks(self) -> None:
         """Evaluate, preview and save before the first step, so that their errors surface in the first minute."""
