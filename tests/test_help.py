@@ -1,11 +1,15 @@
 """What helps to find a setting: --help, --help-all, explain, completion and init."""
 
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from unfog.cli.completion import completion_script
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS
 from unfog.commands.explain import explain
@@ -136,3 +140,72 @@ def test_explanations_name_files_that_exist_and_figures_that_they_hold():
                 assert figure in text or f"{float(figure) * 1000:.4g}" in text, (each.setting, figure)
         if each.rules.see:
             assert (REPOSITORY / each.rules.see).is_file()
+
+
+COMPLETED = [
+    ("unfog tr", {"train", "train-autoencoder"}),
+    ("unfog train --network di", {"dit", "dit-tiny", "dit-small", "dit-base"}),
+    ("unfog train photos --preset e", {"edm"}),
+    ("unfog train photos --optimizer.w", {"--optimizer.warmup", "--optimizer.weight-decay"}),
+    ("unfog resume runs/a --size", set()),
+    ("unfog train --sampler.no", {"--sampler.no-clip"}),
+    ("unfog sample runs/a --weights ", {"ema", "raw"}),
+    ("unfog completion z", {"zsh"}),
+    ("unfog explain optimizer.w", {"optimizer.warmup", "optimizer.weight-decay"}),
+]
+
+
+def in_shell(shell: str, script: str, folder: Path) -> str:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    (folder / "unfog").write_text(completion_script(shell))
+    plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
+    words = [program, *plain, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=20, check=True)
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_bash_completes_commands_flags_kinds_and_paths(tmp_path):
+    script = ["source ./unfog"]
+    for line, _ in COMPLETED:
+        words = line.split(" ")
+        quoted = " ".join(f"'{word}'" for word in words)
+        script += [f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _unfog; echo ${{COMPREPLY[@]}}"]
+    script += ["COMP_WORDS=(unfog train --network = dit-b); COMP_CWORD=4; _unfog; echo ${COMPREPLY[@]}"]
+    lines = in_shell("bash", "; ".join([*script, "complete -p unfog"]), tmp_path).splitlines()
+    for (line, expected), found in zip(COMPLETED, lines):
+        assert set(found.split()) == expected, line
+    assert lines[-2] == "dit-base"
+    assert "-o default" in lines[-1]  # paths, where there are no words
+
+
+def test_fish_completes_the_same(tmp_path):
+    lines = [f"echo (complete -C '{line}' | string replace -r '\\t.*' '')" for line, _ in COMPLETED]
+    found = in_shell("fish", "; ".join(["source ./unfog", *lines]), tmp_path)
+    for (line, expected), words in zip(COMPLETED, found.splitlines()):
+        assert set(words.split()) == expected, line
+
+
+def test_zsh_completes_the_same(tmp_path):
+    stubs = [
+        "compdef() { }",
+        'compadd() { shift; print -r -- "$@" }',
+        '_describe() { print -r -- "${(@P)2%%:*}" }',
+        "_files() { print }",
+        "source ./unfog",
+    ]
+    calls = []
+    for line, _ in COMPLETED:
+        quoted = " ".join(f"'{word}'" for word in line.split(" "))
+        calls.append(f"words=({quoted}); CURRENT={len(line.split(' '))}; _unfog")
+    found = in_shell("zsh", "\n".join([*stubs, *calls]), tmp_path).splitlines()
+    for (line, expected), words in zip(COMPLETED, found):  # zsh itself picks those that begin as the word does
+        assert {word for word in words.split() if word.startswith(line.split(" ")[-1])} == expected, line
+
+
+def test_completion_needs_no_torch_and_names_the_shells_that_it_knows(said):
+    code = "import sys, unfog.cli.main as m; m._run(['completion', 'bash']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
+    assert "bash, zsh, fish" in said("completion", "tcsh", status=2)

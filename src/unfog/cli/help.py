@@ -43,7 +43,7 @@ def format_help(command: str, kind: type, default: Any, *, every: bool = False) 
         lines += [""]
         # What belongs to the command alone stands before what belongs to the run.
         for each in sorted(shown, key=lambda each: each.path[0] == "settings"):
-            text = _first_sentence(each.text) if each.path[0] == "settings" else each.text
+            text = first_sentence(each.text) if each.path[0] == "settings" else each.text
             lines += _two_columns(_spell(each, each.flags[:1]), text)
         more = f"--help-all lists {len(flags) - len(shown)} more; `unfog explain SETTING` says more about each"
         lines += ["", more + "."]
@@ -112,6 +112,7 @@ def _wrap(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
+    """Return a text up to its first full stop."""
     first, stop, _ = text.partition(". ")
     return first + stop.strip()

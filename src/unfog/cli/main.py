@@ -34,6 +34,7 @@ usage: unfog COMMAND …
   train-autoencoder SOURCE  train an autoencoder for large images; then train with --autoencoder
   slurm -- train SOURCE  write a batch file for a Slurm cluster; the same for resume
   explain SETTING  what a setting does, its default and why; alone, it lists all settings
+  completion SHELL print a script by which bash, zsh or fish complete commands and flags
   cache            list the cache folder; --clear or --limit GB makes room in it
 
   unfog COMMAND --help   explain a command; --help-all lists every setting
@@ -136,7 +137,8 @@ def _run(words: list[str]) -> int:
         raise RequestError(f"{quote(command)} is not a command{suggest(command, REQUESTS)} (see unfog --help)")
     request = with_old_defaults(words[0], read_request(command, rest))
     module = _MODULES.get(command, command.replace("-", "_"))
-    status: int = import_module(f"unfog.commands.{module}").main(request)
+    layer = "cli" if command == "completion" else "commands"  # completion is about the command line itself
+    status: int = import_module(f"unfog.{layer}.{module}").main(request)
     return status
 
 

@@ -43,6 +43,7 @@ REQUESTS: dict[str, type] = {
     "pack": requests.PackRequest,
     "slurm": requests.SlurmRequest,
     "explain": requests.ExplainRequest,
+    "completion": requests.CompletionRequest,
     "cache": run_requests.CacheRequest,
 }
 _FOLDER_FOR = {"doctor": "the folder of the findings", "find-lr": "the folder of the plot"}

@@ -193,6 +193,28 @@ class ExplainRequest:
     """Name of a setting, a section or a kind. Default: list all."""
 
 
+SHELLS = ("bash", "zsh", "fish")
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Print a script by which SHELL completes commands, flags, names of networks and the like, and paths.
+
+      unfog completion bash > ~/.local/share/bash-completion/completions/unfog
+      unfog completion zsh > ~/.zfunc/_unfog      where ~/.zfunc is in $fpath
+      unfog completion fish > ~/.config/fish/completions/unfog.fish
+
+    It works in shells that are started afterwards.
+    """
+
+    shell: Annotated[Positional[str], tyro.conf.arg(metavar="SHELL")]
+    """bash, zsh or fish."""
+
+    def __post_init__(self) -> None:
+        if self.shell not in (*SHELLS, tyro.MISSING):
+            raise RequestError(f"shell = {quote(self.shell)} is not known here; give {', '.join(SHELLS)}")
+
+
 @dataclass(frozen=True)
 class SlurmRequest:
     """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
