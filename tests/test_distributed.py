@@ -145,7 +145,7 @@ def test_who_hangs_is_named_with_what_it_was_at():
 @pytest.mark.parametrize("own", [0, 2, 3, 4])
 def test_ranks_agree_on_the_smallest_micro_batch_of_those_that_ran_out_of_memory(own):
     hooks, state = CoordinatedHooks(TrainingHooks(), World(0, 3)), SimpleNamespace(microbatch=own)
-    norms = _RankStatus(norm=1.0, first_square=0.0, first_images=0.0, stop=0.0, save=0.0, microbatch=0.0)
+    norms = _RankStatus(norm=1.0, first_square=0.0, first_images=0.0, stop=0.0, save=0.0, plan=0.0, microbatch=0.0)
     statuses = torch.tensor([norms._replace(microbatch=float(images)) for images in (own, 0, 2)])
     hooks.apply_statuses(statuses.flatten().tolist(), statuses, state)
     assert state.microbatch == 2

@@ -153,7 +153,7 @@ def test_the_share_is_never_exceeded(draw, features, compute, step, share, steps
     chosen, each = _fit_to_budget(config, images, _Costs(draw, features, 192), allowed, once)
     settled = replace(config, evaluate=chosen)
     evaluations = [s for s in range(1, steps + 1) if s % chosen.every == 0 or s == steps]
-    drawn = [s for s in evaluations if _metrics_due(settled, s)]
+    drawn = [s for s in evaluations if _metrics_due(settled, s, steps)]
     assert len(drawn) * each + bool(drawn) * chosen.reference * features <= allowed * (1 + 1e-9)
     assert each == once(chosen.samples, chosen.reference)
     if drawn:

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from unfog import __version__
 from unfog.errors import Interrupted, RequestError, UnfogError
+from unfog.process import command_clock
 
 HELP = """\
 Unfog trains image diffusion models on your own images.
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # torch warns once per process, and so once per rank.
     if "RANK" in os.environ:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if arguments is None:
+        command_clock.begin()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words  # of every command, and so of no request
     words = [word for word in words if word != "--debug"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,6 +58,10 @@ class AutoSettings:
         self.config = _changed(config, {"training": {"device": str(self.machine.device)}})
         self.choices: list[Choice] = []
         self._images, self._stop, self.processes = images, stop, processes
+        self.began: float | None = None
+        """When the command began, if its time budget counts from there."""
+        self.budget = 0.0
+        """Seconds of that budget; 0 if the length is given in steps or images."""
 
     def resolve(self) -> None:
         """Resolve all settings of a new run."""
@@ -186,8 +191,10 @@ class AutoSettings:
             images = training.batch  # a plan for one step, as the speed is unknown
         elif not images:
             budget = training.budget or "1h"
-            pace = self.seconds_per_step()
-            images = seen + self._images_beside_evaluation(parse_duration(budget) / pace * training.batch)
+            self.budget, pace = parse_duration(budget), self.seconds_per_step()
+            spent = 0.0 if self.began is None else time.monotonic() - self.began
+            left = max(0.0, self.budget - spent)
+            images = seen + self._images_beside_evaluation(left / pace * training.batch)
             how = f"the {'predicted' if self.machine.data_sheet else 'measured'} pace of {training.batch / pace:,.0f}"
             reason = f"{budget} at {how} images/s, less what previews and evaluation take"
             self._note("images", images, reason)

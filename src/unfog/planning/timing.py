@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
 from unfog.training.out_of_memory import microbatch_size
 
+_SLOW = 5  # times the seconds for timing: a step that takes longer is not repeated
 _TIMED = 64  # images that steps are timed with, if none are decoded yet
 
 
@@ -46,13 +48,15 @@ class _StepTimer(TrainingHooks):
         self.progress.update(step)
 
     def stop_requested(self) -> bool:
-        """Return True once the time is over after two steps or more, or a stop is requested."""
-        enough = len(self.times) > 2 and self.times[-1] - self.times[0] > self.seconds
-        return enough or self.interrupted()
+        """Return True once the time is over after two steps or more, or one very slow one, or a stop is requested."""
+        taken, spent = len(self.times) - 1, self.times[-1] - self.times[0]
+        enough = spent > self.seconds if taken > 1 else taken and spent > _SLOW * self.seconds
+        return bool(enough) or self.interrupted()
 
     def seconds_per_step(self) -> float:
         """Return the median, without the first step, which also allocates."""
-        return statistics.median(b - a for a, b in zip(self.times[1:], self.times[2:]))
+        times = self.times[1:] if len(self.times) > 2 else self.times
+        return statistics.median(b - a for a, b in pairwise(times))
 
 
 def seconds_per_step(

@@ -79,6 +79,10 @@ class Recorder:
         places = f"samples {run_dir / 'samples'} · report {run_dir / 'report.html'}"
         self.progress = Progress("step", total, start=start, delay=0.0, below=[places])
 
+    def set_total(self, steps: int) -> None:
+        """Show another length of the run from here on."""
+        self.progress.total = steps
+
     def update_progress(self, step: int) -> None:
         """Move the progress line to `step`; cheap enough for every step."""
         self._step = step

@@ -24,6 +24,7 @@ Row = dict[str, Any]
 
 SESSION_STARTS = ("started", "resumed")
 SESSION_ENDS = ("finished", "stopped", "failed")
+LENGTH_EVENT = "length"  # the run was planned anew, for its time budget
 """Kinds of events."""
 UNBEGUN = ("failed: RequestError", "failed: Interrupted", "interrupted")
 """Last heartbeats of a resume that failed before training; they say nothing about the session before."""

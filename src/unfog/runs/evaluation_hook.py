@@ -161,9 +161,9 @@ def _compute_metrics(
     return found
 
 
-def _metrics_due(config: Config, step: int) -> bool:
+def _metrics_due(config: Config, step: int, steps: int) -> bool:
     """Return True if metrics are due after this step: the last one, or the first evaluation after their interval."""
-    every, steps = config.evaluate.metrics_every, config.training.images // config.training.batch
+    every = config.evaluate.metrics_every
     return every >= 0 and (step >= steps or step // every > (step - config.evaluate.every) // every)
 
 
@@ -245,7 +245,7 @@ class EvaluationHook:
 
     def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
         metrics, started = self._metrics, time.perf_counter()
-        if metrics is None or not (step == 0 or _metrics_due(self._config, step)):
+        if metrics is None or not (step == 0 or _metrics_due(self._config, step, self._previews.state.length.steps)):
             return {}
         with self._context.heartbeat.during("measuring samples"):
             # Before the first step they would measure noise, so they are only tried out.

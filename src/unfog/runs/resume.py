@@ -22,16 +22,18 @@ from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import DATA_FILE
 from unfog.planning.auto_settings import AutoSettings
+from unfog.process import command_clock
 from unfog.process.device import choose_device
 from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder
 from unfog.process.signals import StopSignals
 from unfog.reporting.progress import Progress, say
-from unfog.reporting.records import Events, finite_number, read_metrics
+from unfog.reporting.records import Events, finite_number, read_events, read_metrics
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, open_run
 from unfog.runs.session import Session
+from unfog.runs.time_budget import recorded_plans
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
 from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
@@ -40,6 +42,7 @@ from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_checkpoint, read_state, read_tensors, roll_back
 from unfog.training.checkpoints.posthoc_ema import remove_after
 from unfog.training.hooks import Task
+from unfog.training.learning_rate import Length
 from unfog.training.loop import LoopSettings, train
 from unfog.training.state import TrainState
 
@@ -55,7 +58,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     Returns the same as `train`. RequestError if the run cannot make the change, has other images than it began with, or
     is trained by another process; RunError if no checkpoint is whole, or training failed.
     """
-    stored = folder.read_config()
+    began, stored = command_clock.began(), folder.read_config()
     config = config or stored
     _check_resume_request(stored, config)
     with open_run(folder, config) as run:
@@ -65,14 +68,15 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         dataset, config = load_images(config, run.stop, lost=point.failed_shards)
         config = _disable_impossible_snapshots(config, point)
         check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
-        auto = _resolve_open_settings(run, config, dataset, point)
-        if point.is_end_of(auto.config):
+        auto = _resolve_open_settings(run, config, dataset, point, began)
+        if point.is_end_of(auto.config, folder):
             broadcast_config(run.world, folder.checkpoints, None)
             _finish_without_training(folder, stored, config, point.step)
             return folder, True
         resumed = copy_autoencoder_into_run(folder, auto.config)
         restart = bool(config.init.folder) and point.saved is None
         session = Session(run, resumed, dataset, load_initial_weights(resumed).state if restart else None)
+        session.keep_budget(auto)
         changes = omit_tuned_settings(check_changes(point.config, resumed, force), folder.events, resumed.sampler)
         if any(line.startswith("evaluate.") for line in changes):
             session.evaluation.dry_run()  # an error of the next evaluation surfaces now
@@ -104,11 +108,17 @@ class _ResumePoint:
         """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
         return None if self.saved is None else read_state(self.saved.folder).get("lost_shards", {})
 
-    def is_end_of(self, config: Config) -> bool:
+    def is_end_of(self, config: Config, folder: RunFolder) -> bool:
         """Return True if nothing is left to train, log, evaluate or save."""
-        if self.saved is None or self.saved.images < config.training.images:
+        if self.saved is None:
             return False
-        state = read_state(self.saved.folder)
+        state, length = read_state(self.saved.folder), Length()
+        if state.get("length"):
+            length.load_state_dict(state["length"])
+        length.adopt(config.training.images // config.training.batch)
+        length.add(recorded_plans(read_events(folder.events), length.first, self.step))
+        if self.saved.images < (length.steps * config.training.batch if length.plans else config.training.images):
+            return False
         window = state["window"]  # of losses that are not logged
         return not state["due"] and not any((*window["count"], window["refused"], window["overflows"]))
 
@@ -159,10 +169,15 @@ def _disable_impossible_snapshots(config: Config, point: _ResumePoint) -> Config
     return replace(config, ema_snapshots=replace(config.ema_snapshots, every=-1))
 
 
-def _resolve_open_settings(run: RunContext, config: Config, dataset: Dataset, point: _ResumePoint) -> AutoSettings:
+def _resolve_open_settings(
+    run: RunContext, config: Config, dataset: Dataset, point: _ResumePoint, began: float
+) -> AutoSettings:
     """Resolve what a change may have left open, such as the length. The network and weight decay stay as they were."""
     auto = AutoSettings(config, dataset.as_network_input.train, run.device, run.stop, run.world.size)
-    auto.resolve_resumed(seen=point.saved.images if point.saved else 0)
+    auto.began = began
+    # A run with a time budget may be beyond the length in its settings, which then says nothing.
+    same = config.training.images == point.config.training.images > 0
+    auto.resolve_resumed(seen=0 if same or point.saved is None else point.saved.images)
     resolve_metrics(auto, dataset.train, run.device)
     run.stop.leave_if_requested()
     return auto
@@ -225,6 +240,8 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     first, last = find_replayable(folder, config)
     state = build_state(config, choose_device(config.training.device))
     load_checkpoint(first.folder, state)
+    if planned := read_state(last.folder).get("length"):  # a time budget's decisions, up to the last step
+        state.length.load_state_dict(planned)
     state.due = []  # these hooks have written their files already
     hooks = _ReplayHooks(folder, state, last.images, config.training.patience, stop)
     with Progress("replaying, step", last.step, start=first.step) as progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -21,20 +21,24 @@ from unfog.errors import Interrupted, LostProcess
 from unfog.openmp import SPINNING_LIMITED
 from unfog.pipeline.build import build_intervals, build_state
 from unfog.pipeline.skipped_images import FailureReporter
+from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.intervals import Choice
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import format_duration, say, warn
 from unfog.reporting.recorder import Recorder
+from unfog.reporting.records import LENGTH_EVENT, read_events
 from unfog.reporting.report import write_report
 from unfog.reporting.trackers import check_installed
 from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
+from unfog.runs.time_budget import TimeBudget, estimated_costs, plan_fields, recorded_plans
 from unfog.safe_files import remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
 from unfog.training.checkpoints.writer import ShardStatusStore
+from unfog.training.learning_rate import Plan
 from unfog.training.loop import run_due_hooks
 from unfog.training.nan_debug import NanReport
 from unfog.training.out_of_memory import microbatch_size
@@ -74,6 +78,9 @@ class Session(StoppableHooks):
         self.previews = build_previews(context, config, dataset, self.state)
         self.evaluation = EvaluationHook(context, config, dataset, self.previews)
         self.failures = FailureReporter(context.folder, dataset)
+        self.state.length.adopt(config.training.images // config.training.batch)
+        self.budget: TimeBudget | None = None
+        self._said_steps = 0  # the length that was printed last
         self.recorder: Recorder
         self.saver: Saver
 
@@ -84,12 +91,20 @@ class Session(StoppableHooks):
 
     @property
     def steps(self) -> int:
-        return self.config.training.images // self.config.training.batch
+        """Steps of the whole run, as planned last."""
+        return self.state.length.steps
 
     @property
     def done(self) -> bool:
         """True at the end of the run, with nothing left to do."""
         return self.step >= self.steps and not self.state.due
+
+    def keep_budget(self, auto: AutoSettings) -> None:
+        """Plan the length anew as the run trains, if a time budget chose it."""
+        if auto.budget and auto.began is not None:
+            every = build_intervals(self.config, self.state)
+            costs = estimated_costs(self.config, len(self.dataset.held_out))
+            self.budget = TimeBudget(auto.budget, auto.began, auto.seconds_per_step(), every, costs)
 
     def run(
         self,
@@ -107,8 +122,13 @@ class Session(StoppableHooks):
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
+            length = self.state.length
+            length.adopt(self.config.training.images // self.config.training.batch)
+            if self.budget is None:  # steps that were trained before, and were not saved
+                length.add(recorded_plans(read_events(self.context.folder.events), length.first, self.step))
             if self.done:  # a step that was not to be the last when it was trained, with losses that are not logged
-                self.state.due = build_intervals(self.config, self.state).due(self.step, last=True)
+                every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
+                self.state.due = every.due(self.step, last=True)
         self.state.adopt_settings(settings_digests(self.config))
         with self._open_recorder() as recorder:
             self.attach(recorder)
@@ -116,6 +136,8 @@ class Session(StoppableHooks):
                 self.saver.saved = (self.step, list(self.state.due))
             try:
                 self._announce(choices, findings, changes, fresh=saved is None)
+                if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
+                    self.state.length.add([plan])
                 if saved is None:
                     self._dry_run_hooks()
                 recorder.progress.restart()  # without the time of preparations
@@ -214,9 +236,14 @@ class Session(StoppableHooks):
         """Evaluate, preview and save before the first step, so that their errors surface in the first minute."""
         state = self.state
         state.due = [*(["evaluate"] if self.config.evaluate.every > 0 else []), "preview", "save"]
+        if self.budget is not None and (kept := self.budget.affordable(state.due)) != state.due:
+            left_out = " and ".join(sorted({*state.due} - {*kept})).replace("evaluate", "evaluation")
+            say(f"  no {left_out} before the first step, as it would take more than its share of the time budget")
+            state.due = kept
         with suppress(Interrupted):  # what is still due then is done after a resume
             run_due_hooks(state, self, Stopwatch(), self.config.training.batch)
-            self.saver.wait()  # without a checkpoint on disk, the first steps could be lost
+            with self._aside("write"):
+                self.saver.wait()  # without a checkpoint on disk, the first steps could be lost
 
     def _conclude(self) -> bool:
         """Draw the last image, or save where a stop was requested. Returns True at the end of the run."""
@@ -271,27 +298,31 @@ class Session(StoppableHooks):
 
     def preview(self, state: TrainState) -> None:
         started = time.perf_counter()
-        with self.context.heartbeat.during("preview"):
+        with self._aside("preview"), self.context.heartbeat.during("preview"):
             grid = self.previews.preview()
         self.recorder.log_image(self.step, "samples", grid)
         self.recorder.event("preview", self.step, seconds=round(time.perf_counter() - started, 3))
 
     def save_ema_snapshot(self, state: TrainState) -> None:
-        self.saver.save_ema_snapshot(state)
+        with self._aside("averages"):
+            self.saver.save_ema_snapshot(state)
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        return self.evaluation.evaluate(self.step, self.recorder)
+        with self._aside("evaluate"):
+            return self.evaluation.evaluate(self.step, self.recorder)
 
     def save(self, state: TrainState, for_best: bool = False) -> None:
         state.lost_shards = self.failures.shards
-        self.saver.save(state, for_best)
+        with self._aside("save"):
+            self.saver.save(state, for_best)
 
     def prepare_save(self, state: TrainState) -> str:
         state.lost_shards = self.failures.shards
         return self.saver.prepare()
 
     def save_shards(self, state: TrainState, for_best: bool, place: str, post: ShardStatusStore) -> None:
-        self.saver.take_snapshot(state, for_best, post)
+        with self._aside("save"):
+            self.saver.take_snapshot(state, for_best, post)
 
     def needs_final_save(self, state: TrainState) -> bool:
         """Return True if the run stops early and the newest checkpoint is older; nothing interrupts from here."""
@@ -301,4 +332,28 @@ class Session(StoppableHooks):
         return self.saver.saved != (self.step, state.due)
 
     def roll_back(self, state: TrainState, reason: str) -> str:
-        return self.saver.roll_back(state, reason)
+        with self._aside("roll-back"):
+            return self.saver.roll_back(state, reason)
+
+    def _aside(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.budget is None else self.budget.aside(kind)
+
+    def plan_due(self) -> bool:
+        return self.budget is not None and self.budget.due(self.step + 1, self.step + 1 >= self.steps)
+
+    def plan_length(self, state: TrainState) -> Plan | None:
+        """Return how the run goes on to end in time, if that changes; print and record it."""
+        if self.budget is None or (plan := self.budget.plan(self.step, state.length)) is None:
+            return None
+        before, why = state.length.at(self.step), self.budget.describe(plan)
+        fields = plan_fields(plan, state.length.first)
+        self.recorder.event(LENGTH_EVENT, self.step, **fields, seconds_per_step=self.budget.step_seconds, reason=why)
+        self.recorder.set_total(plan.steps)
+        self.context.heartbeat.steps = plan.steps
+        if abs(plan.steps - (self._said_steps or before.steps)) > 0.1 * plan.steps:
+            self._said_steps = plan.steps
+            say(f"  {plan.steps:,} steps in all from here on: {why}")
+        if plan.stretch != before.stretch:
+            what = f"{plan.stretch} times as far apart" if plan.stretch else "at the end only, and without evaluation"
+            say(f"  previews, evaluation and checkpoints {what}, as they may take a tenth of the budget")
+        return plan

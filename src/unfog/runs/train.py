@@ -18,6 +18,7 @@ from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
+from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
 from unfog.reporting.progress import say, warn
@@ -35,6 +36,7 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
 
     RequestError if the settings, the source or the folder cannot be used; RunError if training failed.
     """
+    began = command_clock.began()
     check_request(config)
     check_custom_parts(config)
     folder = RunFolder(out or next_folder(config.source))
@@ -45,12 +47,14 @@ def train(config: Config, out: Path | None = None) -> tuple[RunFolder, bool]:
         initial = load_initial_weights(config) if config.init.folder else None
         images, settings = dataset.as_network_input.train, initial.config if initial else config
         auto = AutoSettings(settings, images, run.device, run.stop, run.world.size)
+        auto.began = began
         auto.resolve()
         resolve_metrics(auto, dataset.train, run.device)
         run.stop.leave_if_requested()  # nothing is written yet, so there is nothing to save
         config = copy_autoencoder_into_run(folder, auto.config)
         # Before the folder becomes a run: what does not fit together raises here, and leaves no folder behind.
         session = Session(run, config, dataset, initial.state if initial else None)
+        session.keep_budget(auto)
         _create_run(session)
         write_data_files(session)
         choices = [*(initial.choices if initial else ()), *auto.choices]

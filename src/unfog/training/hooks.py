@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unfog.diffusion.objective import Loss
 from unfog.training.checkpoints.writer import ShardStatusStore
+from unfog.training.learning_rate import Plan
 from unfog.training.nan_debug import NanReport
 from unfog.training.state import TrainState
 
@@ -88,6 +89,14 @@ class TrainingHooks:
     def save_requested(self) -> bool:
         """Return whether a checkpoint is wanted now, besides those at regular intervals."""
         return False
+
+    def plan_due(self) -> bool:
+        """Return whether `plan_length` is to be called after this step. Called every step, so it must be cheap."""
+        return False
+
+    def plan_length(self, state: TrainState) -> Plan | None:
+        """Return how the run goes on from here to its end, if that is to change."""
+        return None
 
     def defer_interrupts(self) -> AbstractContextManager[None]:
         """Return a context in which `Interrupted` must not be raised, because the state changes in several places."""

@@ -1,9 +1,10 @@
-"""The learning rate: its default by network and batch, and its warm-up and schedule over a run. Imports no torch."""
+"""The learning rate: its default, and its schedule over a run; also the planned length of a run. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from unfog.training.settings import Muon, Optimizer, OptimizerKind
 
@@ -44,8 +45,11 @@ def default_learning_rate(
     return (FINE_TUNING_FACTOR if fine_tuning else 1.0) * rate
 
 
-def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume."""
+def learning_rate(settings: Optimizer, step: float, steps: int) -> float:
+    """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume.
+
+    A run whose length was planned anew gives its position in the schedule instead of the step; see `Length`.
+    """
     warmup = max(settings.warmup, 1)
     if step < warmup:
         return settings.lr * (step + 1) / warmup  # a first step at 0 would be wasted
@@ -58,3 +62,75 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
         length = max(1, min(round(settings.cooldown * steps), steps - warmup))
         return settings.lr * (1 - math.sqrt(max(0, step - (steps - length)) / length))
     return settings.lr
+
+
+class Plan(NamedTuple):
+    """A decision on the rest of a run with a time budget. It holds from `step` on."""
+
+    step: int
+    """Steps done when it was taken."""
+    steps: int
+    """Steps of the whole run."""
+    stretch: int
+    """Factor on the intervals of previews, evaluations and checkpoints. 0: none of them before the end, where there is
+    no evaluation either."""
+    position: float
+    """Position in the schedule of the learning rate, in steps of the first length."""
+
+
+class Length:
+    """Length of a run: as its settings give it, and as a time budget has planned it anew since.
+
+    A function of the step alone. A resume has the plans from the checkpoint and from events.jsonl, and so trains every
+    step under the plan that it was trained under before.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        """Steps that the settings give."""
+        self.plans: list[Plan] = []
+        """By step; later ones than the step of the run are taken when it gets there."""
+
+    def adopt(self, first: int) -> None:
+        """Take `first` steps from the settings. Plans that were made from another length are void."""
+        if first != self.first:
+            self.first, self.plans = first, []
+
+    def add(self, plans: Iterable[Plan]) -> None:
+        """Add plans that are later than those so far."""
+        self.plans += plans
+
+    def at(self, step: int) -> Plan:
+        """Return the plan that holds once so many steps are done."""
+        return next((plan for plan in reversed(self.plans) if plan.step <= step), Plan(0, self.first, 1, 0.0))
+
+    def position(self, step: int) -> float:
+        """Return where step `step` stands in the schedule of `first` steps: always at its end when the run ends."""
+        if not self.plans:
+            return step  # exact, as runs without a time budget must repeat to the bit
+        plan = self.at(step)
+        return plan.position + (self.first - plan.position) * (step - plan.step) / max(1, plan.steps - plan.step)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, as planned last."""
+        return self.plans[-1].steps if self.plans else self.first
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values; {} where the settings alone say how long the run is."""
+        return {"first": self.first, "plans": [list(plan) for plan in self.plans]} if self.plans else {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the values of `state_dict`. Raises ValueError, TypeError or KeyError for anything else."""
+        first, plans = int(saved["first"]), [as_plan(*row) for row in saved["plans"]]
+        if [plan.step for plan in plans] != sorted({plan.step for plan in plans}):
+            raise ValueError("the plans are not in order")
+        self.first, self.plans = first, plans
+
+
+def as_plan(step: int, steps: int, stretch: int, position: float) -> Plan:
+    """Return a plan from numbers of a file. ValueError or TypeError if they are none of a plan."""
+    plan = Plan(int(step), int(steps), int(stretch), float(position))
+    if not (0 <= plan.step <= plan.steps <= 10**12 and 0 <= plan.stretch <= 10**6 and math.isfinite(plan.position)):
+        raise ValueError(f"{plan} is no plan")
+    return plan

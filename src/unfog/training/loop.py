@@ -43,6 +43,12 @@ class Intervals(NamedTuple):
         }
         return [name for name, is_due in wanted.items() if is_due]
 
+    def stretched(self, factor: int) -> Intervals:
+        """Return these intervals with those of a `Plan`, which is made for a time budget."""
+        return self._replace(
+            preview=factor * self.preview, evaluate=factor * self.evaluate, checkpoint=factor * self.checkpoint
+        )
+
 
 class LoopSettings(NamedTuple):
     """Settings that the training loop reads."""
@@ -57,6 +63,8 @@ def train(
 ) -> None:
     """Advance `state` until `settings.training.images` images are seen, or a stop is requested.
 
+    The hooks may plan another length on the way, for a time budget.
+
     `state` is all that a resume needs: the order of images is a function of (seed, seen) and so is all randomness, so
     a run that was interrupted anywhere ends bit-identical to one that was not. Every rank calls this with rank 0's
     state, and has the same state after each step. RunError if training diverged again after `training.rollbacks`
@@ -64,6 +72,7 @@ def train(
     """
     training, batch_size = settings.training, settings.training.batch
     stopwatch = Stopwatch()
+    state.length.adopt(training.images // batch_size)
     state.model.train()
     network = world.wrap_network(state.model, training.compress)
     computer = GradientComputer(training, state, task, world, stopwatch, network)
@@ -75,7 +84,7 @@ def train(
             with stopwatch.exclude():
                 _roll_back_if_needed(training, state, hooks, reason)
                 run_due_hooks(state, hooks, stopwatch, batch_size)
-            if state.seen >= training.images:
+            if state.seen >= planned_images(training, state):
                 return
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
@@ -88,9 +97,12 @@ def train(
                 lr = _set_learning_rate(settings, state, step)
                 # The loop's only wait for the device between logs.
                 result = reduce_step(training, state, gradient, hooks, world)
+                plan_due = hooks.plan_due()
                 reason = _update_weights(training, state, result, lr) or reason
-                last = step + 1 >= training.images // batch_size
-                state.due = settings.intervals.due(step + 1, last)
+                if plan_due and (plan := hooks.plan_length(state)) is not None:
+                    state.length.add([plan])
+                last = step + 1 >= planned_images(training, state) // batch_size
+                state.due = settings.intervals.stretched(state.length.at(step + 1).stretch).due(step + 1, last)
 
             # 3. Debugging of a step that was not finite, and what a person or a job manager asks for.
             if result.outcome == "skipped":
@@ -118,10 +130,17 @@ def _compute_gradient(
 def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> float:
     """Set and return the learning rate of step `step`, halved by each roll-back so far."""
     steps = settings.training.images // settings.training.batch
-    lr = learning_rate(settings.optimizer, step, steps) * state.guard.lr_scale
+    lr = learning_rate(settings.optimizer, state.length.position(step), steps) * state.guard.lr_scale
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     return lr
+
+
+def planned_images(training: Training, state: TrainState) -> int:
+    """Return the images of the whole run, as they are planned at the position of the state."""
+    if not state.length.plans:
+        return training.images
+    return state.length.at(state.seen // training.batch).steps * training.batch
 
 
 def _update_weights(training: Training, state: TrainState, result: StepResult, lr: float) -> str | None:

@@ -15,6 +15,7 @@ from unfog.diffusion.objective import Loss
 from unfog.training import optimizers as optim
 from unfog.training.divergence import DivergenceGuard
 from unfog.training.ema import Ema
+from unfog.training.learning_rate import Length
 from unfog.training.precision import Precision
 from unfog.training.settings import Custom, EmaSchedule, Evaluate, Optimizer, PowerEma
 from unfog.training.sharded_tensors import all_finite
@@ -91,6 +92,7 @@ class TrainState:
 
         self.guard = DivergenceGuard()
         self.window = LogWindow(precision.device)
+        self.length = Length()
         self.levels = levels
         """Running mean of the loss by noise level, for objectives that follow it; else None."""
         self.entries: dict[str, StateEntry] = {}
@@ -98,6 +100,7 @@ class TrainState:
         self.register("scaler", precision.scaler, rolled_back=True)
         self.register("guard", self.guard)  # counts roll-backs, so that one must not restore it
         self.register("window", self.window)
+        self.register("length", self.length)
         if levels is not None:
             self.register("levels", levels, rolled_back=True)
 

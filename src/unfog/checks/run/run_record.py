@@ -12,7 +12,15 @@ from typing import Any
 
 from unfog.config.schema import Config
 from unfog.reporting.charts import Floats
-from unfog.reporting.records import Row, drop_undone_events, finite_number, read_events, read_metrics
+from unfog.reporting.records import (
+    LENGTH_EVENT,
+    SESSION_STARTS,
+    Row,
+    drop_undone_events,
+    finite_number,
+    read_events,
+    read_metrics,
+)
 from unfog.reporting.report_charts import finite_column
 from unfog.safe_files import read_file
 from unfog.training.checkpoints.format import BrokenCheckpoint, CheckpointInfo, list_checkpoints
@@ -62,7 +70,10 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run; 0 where its length was never resolved."""
+        """Steps of the whole run, as planned last; 0 where its length was never resolved."""
+        for row in reversed(self.events):
+            if row.get("kind") in (*SESSION_STARTS, LENGTH_EVENT) and (steps := finite_number(row.get("steps"))) > 0:
+                return int(steps)
         return self.config.training.images // self.batch or self.config.training.steps
 
     @cached_property

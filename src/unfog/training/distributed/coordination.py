@@ -16,6 +16,7 @@ from unfog.training.checkpoints.load import roll_back
 from unfog.training.distributed.world import World
 from unfog.training.gradient import Gradient
 from unfog.training.hooks import TrainingHooks
+from unfog.training.learning_rate import Plan
 from unfog.training.nan_debug import NanReport
 from unfog.training.precision import to_device
 from unfog.training.settings import Training
@@ -35,6 +36,7 @@ class _RankStatus(NamedTuple):
     """Images of that micro-batch; 0 if there was only one."""
     stop: float
     save: float
+    plan: float
     microbatch: float
     """Images of a forward pass if memory did not suffice for more; else 0."""
 
@@ -95,7 +97,7 @@ class CoordinatedHooks(TrainingHooks):
 
     def __init__(self, hooks: TrainingHooks, world: World):
         self.hooks, self.world = hooks, world
-        self.stopping = self.saving = False
+        self.stopping = self.saving = self.planning = False
 
     def all_reduce_step(
         self, settings: Training, state: TrainState, gradient: Gradient, norm: Tensor
@@ -104,7 +106,8 @@ class CoordinatedHooks(TrainingHooks):
         self.world.set_phase("agreeing", state.seen // settings.batch)
         first, square = gradient.micro_batches[0], gradient.first_square
         counts = square is not None and first.first in self.world.batch_range(state.seen, settings.batch)
-        numbers = [first.images if counts else 0, self.hooks.stop_requested(), self.hooks.save_requested()]
+        hooks = self.hooks
+        numbers = [first.images if counts else 0, hooks.stop_requested(), hooks.save_requested(), hooks.plan_due()]
         norms = torch.stack([norm, torch.zeros_like(norm) if square is None else square])
         rest = torch.tensor([*numbers, state.microbatch], dtype=norm.dtype)
         status = torch.cat([norms, to_device(rest, norm.device)])
@@ -113,7 +116,7 @@ class CoordinatedHooks(TrainingHooks):
         return [loss], statuses[0, 0] + 0 * statuses[:, 0].sum(), statuses
 
     def apply_statuses(self, values: Sequence[float], statuses: Tensor, state: TrainState) -> tuple[int, Tensor | None]:
-        """Adopt the decisions that follow from the statuses [size, 6], of which `values` are the numbers on the host.
+        """Adopt the decisions that follow from the statuses [size, 7], of which `values` are the numbers on the host.
 
         `state` gets the smallest micro-batch size of all ranks. Returns images of the first micro-batch and squared
         norm of its gradient, over the ranks that count.
@@ -121,7 +124,7 @@ class CoordinatedHooks(TrainingHooks):
         width = len(_RankStatus._fields)
         ranks = [_RankStatus(*values[i : i + width]) for i in range(0, len(values), width)]
         self.stopping = any(rank.stop for rank in ranks)
-        self.saving = bool(ranks[0].save)
+        self.saving, self.planning = bool(ranks[0].save), bool(ranks[0].plan)
         smallest = min((int(rank.microbatch) for rank in ranks if rank.microbatch), default=0)
         if smallest and smallest != state.microbatch:
             state.microbatch = smallest
@@ -182,6 +185,13 @@ class CoordinatedHooks(TrainingHooks):
 
     def save_requested(self) -> bool:
         return self.saving
+
+    def plan_due(self) -> bool:
+        return self.planning
+
+    def plan_length(self, state: TrainState) -> Plan | None:
+        plan = self.world.run_on_main("length", lambda: self.hooks.plan_length(state))
+        return plan and Plan(*plan)  # a list on the other ranks
 
     def stop_requested(self) -> bool:
         return self.stopping

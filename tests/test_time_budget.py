@@ -1,0 +1,273 @@
+"""A time budget: the run ends in time, whatever the machine does, and repeats to the bit."""
+
+import math
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+
+import unfog
+from conftest import NETWORK
+from unfog.checks.run.run_record import RunRecord
+from unfog.process import command_clock
+from unfog.reporting.records import read_events, read_metrics
+from unfog.runs.session import Session
+from unfog.runs.time_budget import TimeBudget, recorded_plans
+from unfog.training.checkpoints.load import read_state, read_tensors
+from unfog.training.learning_rate import Length, Plan, learning_rate
+from unfog.training.loop import Intervals
+from unfog.training.settings import Optimizer
+
+COSTS = {"preview": 2.0, "evaluate": 3.0, "save": 0.5}
+
+
+class Machine:
+    """A run on a clock of its own: a step takes `pace(t)` seconds at time t, and the rest as many steps as given."""
+
+    def __init__(self, pace, costs=COSTS, seconds=120.0, start=10.0, told=None, first=1000, every=100):
+        self.now, self.pace, self.costs = start, pace, costs
+        self.every = Intervals(10, every, every, every)
+        self.length, self.step, self.aside = Length(), 0, 0.0
+        self.length.adopt(first)
+        self.budget = TimeBudget(seconds, 0.0, told or pace(0.0), self.every, costs, lambda: self.now)
+
+    def work(self, steps):
+        self.now += steps * self.pace(self.now)
+
+    def call(self, names):
+        for name in [name for name in names if name in self.costs]:
+            before = self.now
+            with self.budget.aside(name):
+                self.work(self.costs[name])
+            self.aside += self.now - before
+
+    def plan(self):
+        if (plan := self.budget.plan(self.step, self.length)) is not None:
+            self.length.add([plan])
+
+    def run(self):
+        self.plan()
+        self.call(self.budget.affordable(["evaluate", "preview", "save"]))
+        while self.step < self.length.steps:
+            self.work(1)
+            self.step += 1
+            if self.budget.due(self.step, self.step >= self.length.steps):
+                self.plan()
+            last = self.step >= self.length.steps
+            self.call(self.every.stretched(self.length.at(self.step).stretch).due(self.step, last))
+        self.work(self.costs["preview"] / 2)  # the last image
+        return self
+
+
+@pytest.mark.parametrize(
+    "pace",
+    [
+        lambda t: 0.1,
+        lambda t: 0.1 if t < 60 else 0.2,
+        lambda t: 0.1 if t < 50 else 1.0,
+        lambda t: 0.1 if t < 100 else 0.4,
+        lambda t: 0.4 if t < 60 else 0.04,
+        lambda t: 0.1 * (1 + 0.5 * math.sin(t)),
+        lambda t: 3.0,
+    ],
+    ids=["steady", "half", "tenth", "late", "faster", "restless", "slow"],
+)
+@pytest.mark.parametrize("told", [0.01, 0.1, 1.0])
+def test_a_run_ends_in_time_whatever_the_pace_does(pace, told):
+    ended = Machine(pace, told=told).run()
+    assert abs(ended.now - 120) < 6
+    assert ended.step == ended.length.steps
+    assert len(ended.length.plans) < 200
+
+
+@pytest.mark.parametrize("seconds", [20.0, 120.0, 3600.0])
+def test_previews_evaluation_and_checkpoints_take_a_tenth_at_most(seconds):
+    dear = {"preview": 20.0, "evaluate": 30.0, "save": 1.0}
+    ended = Machine(lambda t: 0.1, dear, seconds, every=10, first=int(seconds * 5), start=1.0).run()
+    assert ended.aside <= 0.1 * seconds + 0.1 * (20 / 2 + 1)  # what must come at the end comes
+    assert abs(ended.now - seconds) < max(0.05 * seconds, 1.0)
+
+
+def test_cheap_previews_stay_as_they_are():
+    ended = Machine(lambda t: 0.1).run()
+    assert {plan.stretch for plan in ended.length.plans} <= {1}
+
+
+def test_a_slow_moment_does_not_stretch_the_intervals_for_good():
+    found = Machine(lambda t: 1.0 if t < 25 else 0.1, {"preview": 2.0, "evaluate": 1.0, "save": 0.5}, every=20).run()
+    most = max(plan.stretch for plan in found.length.plans)
+    assert found.length.at(found.step).stretch < most
+
+
+def test_a_run_that_starts_too_late_takes_one_step():
+    ended = Machine(lambda t: 0.1, seconds=5.0, start=10.0).run()
+    assert ended.step == 1
+
+
+def test_the_schedule_ends_with_the_run_and_never_jumps():
+    settings = Optimizer(lr=1.0, warmup=50, schedule="cooldown")
+    length = Length()
+    length.adopt(1000)
+    for step, steps in ((300, 500), (450, 2000), (1900, 1950)):
+        length.add([Plan(step, steps, 1, length.position(step))])
+    rates = [learning_rate(settings, length.position(step), 1000) for step in range(1950)]
+    assert rates[-1] < 0.15
+    assert length.position(1950) == 1000
+    # As fast as the schedule is run through, which is fastest at its end.
+    assert max(abs(a - b) for a, b in pairwise(rates[50:-20])) < 0.1
+
+
+def test_without_plans_the_position_is_the_step():
+    length = Length()
+    length.adopt(7)
+    assert [length.position(step) for step in range(8)] == list(range(8))
+    assert length.state_dict() == {}
+    length.add([Plan(2, 30, 1, 2.0)])
+    assert length.at(1) == Plan(0, 7, 1, 0.0)
+    length.adopt(8)  # another length from the settings
+    assert (length.steps, length.plans) == (8, [])
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"first": 5, "plans": [[1, 10**13, 1, 0.0]]},
+        {"first": 5, "plans": [[1, 7, 1, math.nan]]},
+        {"first": 5, "plans": [[3, 7, 1, 0.0], [2, 7, 1, 0.0]]},
+        {"first": 5, "plans": [[9, 7, 1, 0.0]]},
+        {"first": 5, "plans": [[1, 7]]},
+        {"first": 5},
+        {"first": "x", "plans": []},
+    ],
+)
+def test_a_damaged_length_does_not_load(saved):
+    length = Length()
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        length.load_state_dict(saved)
+    assert (length.first, length.plans) == (0, [])
+
+
+def test_plans_are_read_from_events():
+    row = {"kind": "length", "step": 4, "first": 9, "steps": 20, "stretch": 2, "position": 4.5}
+    rows = [row, row | {"step": 2}, row | {"first": 8}, row | {"steps": "x"}, {"kind": "log"}, row | {"steps": 21}]
+    assert recorded_plans(rows, 9, 2) == [Plan(4, 21, 2, 4.5)]
+
+
+def test_the_command_began_with_its_process():
+    code = (
+        "import sys, time; time.sleep(0.3); from unfog.process import command_clock as c; c.begin(); "
+        "print(time.monotonic() - c.began())"
+    )
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert age > (0.3 if sys.platform == "linux" else -1)
+    assert abs(time.monotonic() - command_clock.began()) < 1, "called from Python, it begins with the call"
+
+
+SMALL = {
+    "network": NETWORK,
+    "device": "cpu",
+    "precision": "fp32",
+    "batch": 4,
+    "log": {"every": 2},
+    "optimizer": {"schedule": "cosine"},
+    "preview": {"images": 2, "every": -1},
+    "evaluate": {"images": 8, "levels": 2, "every": 2},
+    "checkpoint": {"every": 4, "keep": 100},
+    "sampler": {"steps": 2},
+}
+
+
+class Script:
+    """Plans of a time budget that are given rather than measured."""
+
+    def __init__(self, plans):
+        self.plans, self.step_seconds = plans, 0.1
+
+    def aside(self, kind):
+        return torch.no_grad()  # a context that does nothing here
+
+    def affordable(self, due):
+        return due
+
+    def due(self, step, last):
+        return step in self.plans
+
+    def plan(self, step, length):
+        steps, stretch = self.plans.get(step, (0, 0))
+        return Plan(step, steps, stretch, length.position(step)) if steps else None
+
+    def describe(self, plan):
+        return "by script"
+
+
+def weights(run, step):
+    folder = run / "checkpoints" / f"{step:08}"
+    return read_tensors(folder / "model.safetensors") | read_tensors(folder / "ema.safetensors")
+
+
+def steps_with(run, column):
+    return [row["step"] for row in read_metrics(run / "metrics.jsonl") if column in row]
+
+
+@pytest.mark.slow
+def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch):
+    script = {0: (14, 1), 5: (20, 2), 9: (11, 2), 10: (13, 1)}
+    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Script(script)))
+    run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
+    assert sorted(int(p.name) for p in (run / "checkpoints").iterdir()) == [0, 4, 8, 12, 13]
+    assert steps_with(run, "held_out_loss") == [0, 2, 4, 8, 10, 12, 13], "stretched from step 5 to 9"
+    assert read_state(run / "checkpoints/00000008")["length"]["plans"][-1][:3] == [5, 20, 2]
+    assert RunRecord.read(run, unfog.load(run).config, None).steps == 13
+
+    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: None)
+    for step in (4, 8):
+        again = tmp_path / f"from{step}"
+        shutil.copytree(run, again)
+        for folder in (again / "checkpoints").iterdir():
+            if int(folder.name) > step:
+                shutil.rmtree(folder)
+        unfog.resume(again)
+        one, other = weights(run, 13), weights(again, 13)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert steps_with(again, "held_out_loss") == steps_with(run, "held_out_loss")
+        assert RunRecord.read(again, unfog.load(again).config, None).steps == 13
+    unfog.resume(run)  # it is at its end
+    assert read_events(run / "events.jsonl")[-1]["kind"] == "finished"
+    longer = unfog.resume(run, steps=15).path
+    assert read_events(longer / "events.jsonl")[-1]["step"] == 15, "a length in steps is one"
+
+
+@pytest.mark.slow
+def test_verify_replays_the_plans(tmp_path, monkeypatch):
+    from unfog.commands.train import verify
+    from unfog.process.run_folder import RunFolder
+
+    script = Script({5: (20, 1), 9: (11, 1)})
+    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", script))
+    run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
+    assert "equal to the bit" in verify(RunFolder(run))
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept_beside_a_busy_process(tmp_path):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        words = ["train", "fashion", "--network", NETWORK, "--batch", "8"]
+        more = ["--precision", "fp32", "--device", "cpu", "--sampler.steps", "3", "--budget", "15s"]
+        began = time.monotonic()
+        out = tmp_path / "run"
+        subprocess.run([sys.executable, "-m", "unfog", *words, *more, "--out", out], check=True, capture_output=True)
+        took = time.monotonic() - began
+    finally:
+        busy.kill()
+        busy.wait()
+    assert took < 15 + 15
+    events = read_events(out / "events.jsonl")
+    assert events[-1]["kind"] == "finished"
+    assert (out / "samples" / f"{events[-1]['step']:08}.png").exists()
+    assert (out / "checkpoints" / f"{events[-1]['step']:08}").exists()
+    assert any(row["kind"] == "length" for row in events)
