@@ -201,22 +201,48 @@ def test_micro_batch_follows_from_what_is_available():
     assert 24 > found[0] > found[1]
 
 
-def test_what_is_set_is_kept_where_it_fits_and_cut_where_it_does_not(monkeypatch):
+def test_what_is_set_is_kept_where_it_fits_and_cut_by_a_resume_where_it_does_not(monkeypatch):
     """Without a margin; of a run that goes on, the whole batch too."""
     takes = {n: MemoryEstimator(config(8), "cpu").training(n, False) for n in (4, 8)}
 
-    def settled(available, resuming, **training):
+    def settled(available, resuming, total=10**12, **training):
         monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
+        monkeypatch.setattr("unfog.planning.microbatch.total_memory", lambda device: total)
         auto = AutoSettings(config(8, **training), None, CPU, lambda: False)
         auto.resolve_microbatch(resuming)
         return auto.config.training.microbatch, [choice.name for choice in auto.choices]
 
     assert settled(int(1.05 * takes[8]), True) == (0, [])
-    assert settled(int(1.05 * takes[8]), False)[0] > 0  # a new run leaves a margin
+    assert settled(10**12, False, int(2.1 * takes[8]))[0] > 0  # a new run leaves a margin, and half to others
     assert settled(int(1.05 * takes[4]), False, microbatch=4) == (4, [])
     cut, told = settled(int(0.9 * takes[4]), True, microbatch=4)
     assert 1 <= cut < 4
     assert told == ["microbatch"]
+
+
+def test_a_micro_batch_does_not_depend_on_what_is_free_at_the_moment(monkeypatch):
+    """What does not fit now is refused: with a smaller micro-batch it would be another model."""
+    takes = {n: MemoryEstimator(config(8), "cpu").training(n, False) for n in (1, 4, 8)}
+    total = int((takes[4] + takes[8]) / MARGIN)  # half of it is between the two
+    monkeypatch.setattr("unfog.planning.microbatch.total_memory", lambda device: total)
+
+    def settled(available, **training):
+        monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
+        auto = AutoSettings(config(8, **training), None, CPU, lambda: False)
+        auto.resolve_microbatch()
+        return auto.config.training.microbatch
+
+    usual = settled(10**12)
+    assert 4 <= usual < 8
+    assert settled(int(1.05 * takes[8])) == settled(
+        int(1.05 * MemoryEstimator(config(8), "cpu").training(usual, False))
+    )
+    assert settled(10**12) == usual
+    for training in ({}, {"microbatch": 8}):
+        with pytest.raises(
+            RequestError, match=r"are available at the moment; end other programs, or give --microbatch"
+        ):
+            settled(int(1.3 * takes[1]), **training)
 
 
 def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
@@ -263,6 +289,7 @@ def test_what_a_control_group_leaves(tmp_path):
     me = tmp_path / "me"
     me.write_text("0::/outer/inner\n")
     assert _control_group(tmp_path / "two", me) == 1000000 - 400000 + 50000
+    assert _control_group(tmp_path / "two", me, free=False) == 1000000
     old = tmp_path / "one" / "memory" / "job"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("2000000")
@@ -270,6 +297,7 @@ def test_what_a_control_group_leaves(tmp_path):
     (old / "memory.stat").write_text("total_inactive_file 0\n")
     me.write_text("5:cpu,memory:/job\n0::/\n")
     assert _control_group(tmp_path / "one", me) == 1500000
+    assert _control_group(tmp_path / "one", me, free=False) == 2000000
     assert _control_group(tmp_path / "none", me) is None
 
 

@@ -92,6 +92,7 @@ def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatc
 
     def settled(available, processes, **training):
         monkeypatch.setattr("unfog.planning.microbatch.available_memory", lambda device: available)
+        monkeypatch.setattr("unfog.planning.microbatch.total_memory", lambda device: 2 * available)
         auto = AutoSettings(config(24, **training), None, CPU, lambda: False, processes)
         auto.resolve_microbatch()
         return auto.config.training.microbatch, [choice.reason for choice in auto.choices]

@@ -21,7 +21,7 @@ from unfog.planning.flops import Device, NetworkCost, TimeRange, call_time, find
 from unfog.planning.intervals import Choice
 from unfog.planning.memory_estimate import MemoryEstimate, MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDA_CONTEXT
-from unfog.planning.microbatch import MARGIN
+from unfog.planning.microbatch import MARGIN, rooms_per_process
 from unfog.planning.timing import (
     TOO_SLOW,
     benchmark_cpu,
@@ -192,11 +192,12 @@ def _describe_machine(
 ) -> Machine:
     """Return the machine of the plan, with the memory that one process has on it besides the images."""
     if target is not None:
-        return Machine(device, target.name, target.memory - CUDA_CONTEXT, target)
+        return Machine(device, target.name, target.memory - CUDA_CONTEXT, data_sheet=target)
     available = available_memory(device)
     if device.type == "cpu":  # all processes share its memory, and the run decodes its images before anything else
         available = max(0, available // processes - bytes_to_decode(dataset, config))
-    return Machine(device, str(device), available)
+        return Machine(device, str(device), available, tuple(room // processes for room in rooms_per_process(device)))
+    return Machine(device, str(device), available, rooms_per_process(device))
 
 
 def _with_speed(auto: AutoSettings, runnable: bool) -> Machine:
@@ -237,7 +238,7 @@ def _resolve_microbatch(auto: AutoSettings) -> list[Finding]:
         if needed < available or not asked:
             auto.resolve_microbatch()
             return []
-        fit = auto.largest_microbatch()
+        fit = auto.largest_microbatch(available)
     except RequestError as error:
         return [Finding("plan.memory", "fatal", str(error))]  # whose message has the remedy
     evidence = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,9 +18,17 @@ from unfog.models.settings import SIZES, Architecture, UNet
 from unfog.pipeline.build import build_network, input_shape
 from unfog.planning.flops import Device, NetworkCost, TimeRange, count_flops, step_time
 from unfog.planning.intervals import Changes, Choice, choose_intervals, open_intervals
-from unfog.planning.microbatch import MicrobatchChoice, choose_microbatch, memory_per_process, required_memory
+from unfog.planning.microbatch import (
+    MicrobatchChoice,
+    choose_microbatch,
+    memory_per_process,
+    required_memory,
+    rooms_per_process,
+)
 from unfog.planning.timing import forward_passes, seconds_per_step
+from unfog.reporting.progress import format_bytes, plural
 from unfog.training.learning_rate import FINE_TUNING_FACTOR, default_learning_rate
+from unfog.training.out_of_memory import microbatch_size
 from unfog.training.precision import default_memory_format, default_precision
 from unfog.training.settings import MemoryFormat, PrecisionName
 
@@ -33,6 +42,8 @@ class Machine:
     """For messages; "" is the name of the device."""
     memory: int | None = None
     """Bytes available to one process; None is what is free here when it is asked for."""
+    rooms: tuple[int, ...] = ()
+    """Bytes by which a micro-batch is chosen, the usual number first; () is `memory`, or what the device has."""
     data_sheet: Device | None = None
     """Predicts the speed; None measures it here."""
     timed: bool = True
@@ -131,16 +142,30 @@ class AutoSettings:
     def resolve_microbatch(self, resuming: bool = False) -> None:
         """Split the batch where memory does not suffice for all of it; its gradient stays the same.
 
+        The choice follows from the memory of the machine and not from what is free now: another split draws other
+        noise, so a repeated command would train another model. A run that goes on takes a smaller one rather than end.
+
         Raises:
-            RequestError: not even one image fits.
+            RequestError: not even one image fits, or what was chosen or asked for does not fit what is free now.
         """
-        training = self.config.training
-        if training.microbatch or resuming:
-            # No margin here. For a run that goes on, another split would be other noise, as that is drawn by split.
-            needed, available = self.memory_needed()
-            if needed < available:
-                return
-        fit, share = self.largest_microbatch(), self.process_config()
+        if not (self.config.training.microbatch or resuming):
+            self._adopt(self.largest_microbatch())
+        needed, available = self.memory_needed()  # without a margin
+        if needed < available:
+            return
+        fits = self.largest_microbatch(available)
+        if resuming:
+            self._adopt(fits)
+            return
+        at_once = plural(microbatch_size(self.process_config().training))
+        extra = " --training.checkpointing" if fits.checkpointing and not self.config.training.checkpointing else ""
+        raise RequestError(
+            f"{at_once} at once need about {format_bytes(needed)}, and {format_bytes(available)} of memory are "
+            f"available at the moment; end other programs, or give --microbatch {fits.microbatch}{extra}"
+        )
+
+    def _adopt(self, fit: MicrobatchChoice) -> None:
+        training, share = self.config.training, self.process_config()
         if fit.microbatch != (share.training.microbatch or share.training.batch):
             self._note("microbatch", fit.microbatch, fit.reason)
             self._set_training(microbatch=fit.microbatch)
@@ -154,10 +179,18 @@ class AutoSettings:
         available = memory_per_process(device) if memory is None else memory
         return required_memory(self.process_config(), device, available, self.processes), available
 
-    def largest_microbatch(self) -> MicrobatchChoice:
-        """Return the largest micro-batch that fits. RequestError if not even one image does."""
-        machine = self.machine
-        return choose_microbatch(self.process_config(), machine.device, machine.memory, machine.name, self.processes)
+    def largest_microbatch(self, available: int | None = None) -> MicrobatchChoice:
+        """Return the largest micro-batch that fits so many bytes; None: the memory of the machine, free or not.
+
+        RequestError if not even one image does.
+        """
+        machine, config = self.machine, self.process_config()
+        rooms = machine.rooms or (rooms_per_process(machine.device) if machine.memory is None else (machine.memory,))
+        *first, last = rooms if available is None else (available,)
+        for room in first:
+            with suppress(RequestError):
+                return choose_microbatch(config, machine.device, room, machine.name, self.processes)
+        return choose_microbatch(config, machine.device, last, machine.name, self.processes)
 
     def resolve_precision(self) -> None:
         """Choose the precision by hardware and network; a timing could choose another one when repeated."""

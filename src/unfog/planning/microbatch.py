@@ -12,8 +12,8 @@ from unfog.data.augmentation import CONDITIONS
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
 from unfog.planning.memory_estimate import MemoryEstimator, with_precision
-from unfog.planning.memory_trace import CUDNN_WORKSPACE, ONEDNN_HALF
-from unfog.process.device import available_memory
+from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
+from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
 from unfog.training.distributed.process_group import processes_per_device
 
@@ -31,7 +31,7 @@ class MicrobatchChoice(NamedTuple):
 
 
 def choose_microbatch(
-    config: Config, device: torch.device, available: int | None = None, name: str = "", processes: int = 1
+    config: Config, device: torch.device, available: int, name: str = "", processes: int = 1
 ) -> MicrobatchChoice:
     """Return the largest micro-batch whose predicted peak fits the available memory with a margin.
 
@@ -42,41 +42,48 @@ def choose_microbatch(
         config: with a resolved network and the batch of one process; its own micro-batch is ignored. Precision auto
             counts as fp32, which takes the most.
         device: of the training.
-        available: bytes; None is what this process can allocate now.
+        available: bytes.
         name: of the device in messages; "" is torch's name.
         processes: that train together.
 
     Raises:
         RequestError: not even one image fits.
     """
-    room = memory_per_process(device) if available is None else available
     batch, checkpointing = config.training.batch, config.training.checkpointing
     bound = memory_upper_bound(config, batch)
-    if bound < room * MARGIN:  # almost always; saves the second that a trace takes
-        reason = f"needs less than {format_bytes(bound)} of {format_bytes(room)} available"
+    if bound < available * MARGIN:  # almost always; saves the second that a trace takes
+        reason = f"needs less than {format_bytes(bound)} of {format_bytes(available)} available"
         return MicrobatchChoice(batch, checkpointing, reason)
     peak = MemoryEstimator(with_precision(config), device.type, processes).training
-    if available is None:
-        peak(batch, checkpointing)  # loads modules for tracing, whose memory stays allocated
-        room = memory_per_process(device)
     for recompute in sorted({checkpointing, True}):
-        count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < room * MARGIN)  # type: ignore[misc]
+        count = _largest_that_fits(batch, lambda n, recompute=recompute: peak(n, recompute) < available * MARGIN)  # type: ignore[misc]
         if count:
-            need, most = format_bytes(peak(count, recompute)), format_bytes(room)
+            need, most = format_bytes(peak(count, recompute)), format_bytes(available)
             reason = f"{plural(count)} at once need{'s' * (count == 1)} about {need} of {most} available"
             if count < batch:
                 reason += f", all {batch:,} would need {format_bytes(peak(batch, checkpointing))}"
             return MicrobatchChoice(count, recompute, reason)
     raise RequestError(
         f"one image of {config.data.size} pixels through this network needs about {format_bytes(peak(1, True))} to "
-        f"train, also with gradient checkpointing, and {name or device} has {format_bytes(room)} available; give a "
-        f"smaller --size or --network{_more_devices_remedy(config, processes)}"
+        f"train, also with gradient checkpointing, and {name or device} has {format_bytes(available)} available; give "
+        f"a smaller --size or --network{_more_devices_remedy(config, processes)}"
     )
 
 
 def memory_per_process(device: torch.device) -> int:
     """Return bytes that this process can allocate on a device, an equal share if other ranks of this machine use it."""
     return available_memory(device) // processes_per_device(device)
+
+
+def rooms_per_process(device: torch.device) -> tuple[int, ...]:
+    """Return bytes by which a process chooses its micro-batch, the usual number first; whatever is free at the moment.
+
+    On a CPU half of the memory, as other programs use the rest, or all of it where not even one image fits in half.
+    """
+    total = total_memory(device) // processes_per_device(device)
+    if device.type == "cpu":
+        return total // 2, total
+    return (total - CUDA_CONTEXT * (device.type == "cuda"),)
 
 
 def _more_devices_remedy(config: Config, processes: int) -> str:

@@ -1,4 +1,4 @@
-"""The torch device that a `--device` name stands for, and the memory that is free there."""
+"""The torch device that a `--device` name stands for, and the memory that it has, in all and free."""
 
 from __future__ import annotations
 
@@ -61,39 +61,52 @@ def available_memory(device: torch.device) -> int:
     return min(limit for limit in (_system(), _control_group(), _addresses()) if limit is not None)
 
 
-def _system() -> int:
+def total_memory(device: torch.device) -> int:
+    """Return the bytes that a device has, within the limits of this process: the same however much of them is free."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    # Of addresses, what is left: no other process takes any.
+    return min(limit for limit in (_system("MemTotal"), _control_group(free=False), _addresses()) if limit is not None)
+
+
+def _system(name: str = "MemAvailable") -> int:
     """Memory that the system can give without swapping; half of what is installed, or _UNTOLD, if it does not tell."""
     with suppress(OSError, ValueError):
-        return _field(Path("/proc/meminfo"), "MemAvailable") * 1024
+        return _field(Path("/proc/meminfo"), name) * 1024
     with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return _UNTOLD
 
 
-def _control_group(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Memory that the control groups of this process leave, version 2 or 1; None without a limit."""
+def _control_group(
+    root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/cgroup"), free: bool = True
+) -> int | None:
+    """Memory that the control groups of this process leave, or allow if not `free`, version 2 or 1; None: no limit."""
     left: list[int] = []
     with suppress(OSError):
         for line in me.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                left += _left(root, path, "memory.max", "memory.current", "inactive_file")
+                left += _left(root, path, free, "memory.max", "memory.current", "inactive_file")
             elif "memory" in controllers.split(","):
                 v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                left += _left(root / "memory", path, *v1)
+                left += _left(root / "memory", path, free, *v1)
     return min(left) if left else None
 
 
-def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[int]:
+def _left(root: Path, path: str, free: bool, limit: str, usage: str, reclaimable: str) -> list[int]:
     """Bytes left in a group and its parents. In a container the path may not exist; its own group is the root."""
     left = []
     folder = root / path.strip("/")
     for group in [folder, *folder.parents]:
         with suppress(OSError, ValueError):  # no such group, no limit ("max"), or no permission
             allowed = int((group / limit).read_text())
-            cached = _field(group / "memory.stat", reclaimable)
-            if allowed < 2**60:  # version 1 has a huge number for no limit
-                left.append(max(0, allowed - int((group / usage).read_text()) + cached))
+            if allowed >= 2**60:  # version 1 has a huge number for no limit
+                continue
+            used = int((group / usage).read_text()) - _field(group / "memory.stat", reclaimable) if free else 0
+            left.append(max(0, allowed - used))
         if group == root:
             break
     return left
