@@ -8,7 +8,6 @@ INSTALL := PIP_CONSTRAINT=$(VENV)/constraints.txt $(PIP) -c $(VENV)/constraints.
 HAS_TORCH := $(BIN)/python -c 'from importlib.metadata import version as v; print("torch==" + v("torch"))' 2>/dev/null
 # Two for two cores; those that have no work left take some from the other.
 WORKERS := -n 2 --dist worksteal
-CPU_BUILDS := https://download.pytorch.org/whl/cpu
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test test-all test-faults quick lint clean
@@ -43,13 +42,12 @@ lint: $(VENV)/.dev
 $(BIN)/python:
 	$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
 
-# Without a GPU the CPU build is wanted: the general one brings 3 GB of CUDA on Linux. Where there is no CPU build by that
-# name, as on macOS, the general one has no CUDA.
+# Without a GPU the CPU build is wanted: the general one brings 3 GB of CUDA on Linux. pip finds it in the index that the
+# environment variable PIP_EXTRA_INDEX_URL names; where it finds none, as on macOS, the general one is installed.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@if ! $(HAS_TORCH) >/dev/null; then \
 		echo "installing torch $(TORCH) (a few minutes the first time)"; \
-		{ ! nvidia-smi >/dev/null 2>&1 && { $(PIP) -c constraints.txt 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(PIP) -c constraints.txt --extra-index-url $(CPU_BUILDS) 'torch==$(TORCH)+cpu' 2>/dev/null; }; } \
+		{ ! nvidia-smi >/dev/null 2>&1 && $(PIP) -c constraints.txt 'torch==$(TORCH)+cpu' 2>/dev/null; } \
 			|| $(PIP) -c constraints.txt torch; \
 	fi
 	@has=$$($(HAS_TORCH)) && { echo "$$has"; case $$has in \
