@@ -1,5 +1,6 @@
 """What helps to find a setting: --help, --help-all, explain, completion and init."""
 
+import io
 import re
 import shutil
 import subprocess
@@ -11,12 +12,12 @@ import pytest
 
 from unfog.cli.completion import completion_script
 from unfog.cli.main import main
-from unfog.cli.requests import REQUESTS
+from unfog.cli.requests import REQUESTS, read_request
 from unfog.commands.explain import explain
 from unfog.config.describe import describe
-from unfog.config.presets import add_autoencoder, autoencoder_recipe
+from unfog.config.presets import add_autoencoder, autoencoder_recipe, preset
 from unfog.config.schema import SHORT, Config
-from unfog.config.toml import to_toml
+from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
 
 REPOSITORY = Path(__file__).parent.parent
@@ -209,3 +210,45 @@ def test_completion_needs_no_torch_and_names_the_shells_that_it_knows(said):
     code = "import sys, unfog.cli.main as m; m._run(['completion', 'bash']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=20)
     assert "bash, zsh, fish" in said("completion", "tcsh", status=2)
+
+
+def test_init_writes_a_file_that_train_accepts(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos" / "cats").mkdir(parents=True)
+    (tmp_path / "photos" / "cats" / "1.PNG").write_bytes(b"")
+    assert said("init", "--yes") == "unfog train photos --config photos.toml\n"
+    text = (tmp_path / "photos.toml").read_text()
+    config = read_toml(tmp_path / "photos.toml", preset("default").without_length())
+    assert config == update(preset("default"), {"training": {"budget": "1h"}}, "")
+    # What is written as a comment is accepted as it stands too.
+    assert from_toml(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE), preset("default")) == config
+    assert "# lr = 0" in text
+    assert "# Peak learning rate." in text
+    assert "photos.toml exists" in said("init", "--yes", status=2)
+    request = read_request("train", ["fashion", "--config", "photos.toml"])
+    assert request.settings.training.budget == "1h"
+
+
+def test_init_asks_five_questions_and_repeats_what_it_cannot_use(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    answers = ["nowhere", "fashion", "huge", "33000", "32", "soon", "90m", "", "gpu", "cpu"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(answers) + "\n"))
+    with pytest.raises(SystemExit) as left:
+        main(["init", "new.toml"])
+    asked = capsys.readouterr().err
+    assert left.value.code == 0
+    assert [len(re.findall(rf"^.*{n}/5  ", asked, re.MULTILINE)) for n in range(1, 6)] == [2, 3, 2, 1, 2]
+    config = read_toml(tmp_path / "new.toml", preset("default"))
+    assert (config.data.size, config.data.labels) == (32, "auto")
+    assert (config.training.budget, config.training.device) == ("90m", "cpu")
+
+
+def test_init_without_a_terminal_takes_flags_or_says_what_to_give(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "give --yes" in said("init", status=2)
+    assert not list(tmp_path.iterdir())
+    flags = "--source fashion --size 64 --budget 2h --classes none --device cpu"
+    said("init", "a.toml", *flags.split())
+    assert "size = 64" in (tmp_path / "a.toml").read_text()
+    assert "budget = " in said("init", "b.toml", "--yes", "--budget", "2 years", status=2)

@@ -42,6 +42,7 @@ REQUESTS: dict[str, type] = {
     "find-lr": requests.FindLrRequest,
     "pack": requests.PackRequest,
     "slurm": requests.SlurmRequest,
+    "init": requests.InitRequest,
     "explain": requests.ExplainRequest,
     "completion": requests.CompletionRequest,
     "cache": run_requests.CacheRequest,

@@ -216,6 +216,32 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
+class InitRequest:
+    """Ask five questions, and write FILE: settings with comments, for `unfog train --config`.
+
+      unfog init
+      unfog init photos.toml --yes --source photos/ --budget 2h     without questions
+
+    A flag answers its question.
+    """
+
+    file: Annotated[Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
+    """New TOML file. Default: the name of the images with .toml."""
+    yes: bool = False
+    """Ask nothing: take the default of every question that no flag answers."""
+    source: str | None = None
+    """Images, as for train. Default: a folder of images here, or fashion."""
+    size: int | None = None
+    """Side in pixels. Default: 0, which is chosen to suit the images."""
+    budget: str | None = None
+    """Time for training. Default: 1h."""
+    classes: str | None = None
+    """auto, folders, none, or a .csv or .jsonl file. Default: auto."""
+    device: str | None = None
+    """auto, cpu, cuda, cuda:1 or mps. Default: auto."""
+
+
+@dataclass(frozen=True)
 class SlurmRequest:
     """Write a batch file that trains on a Slurm cluster. The command follows --, and is checked as if it were run.
 

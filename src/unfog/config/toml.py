@@ -51,20 +51,21 @@ def _tables(settings: Any, name: str) -> list[str]:
         lines.append(f'kind = "{settings.kind}"')
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     # Before the sub-tables: a key below the header of one would belong to it.
-    lines += [f"{k} = {_literal(v)}" for k, v in values.items() if v is not None and not is_dataclass(v)]
+    lines += [f"{k} = {literal(v)}" for k, v in values.items() if v is not None and not is_dataclass(v)]
     for key, value in values.items():
         if is_dataclass(value):
             lines += _tables(value, f"{name}.{key}" if name else key)
     return lines
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON strings are TOML strings
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(literal, value)) + "]"
     return repr(value)
 
 
