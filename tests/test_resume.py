@@ -287,6 +287,7 @@ def test_a_run_that_is_ended_where_it_was_saved_logs_and_measures_its_last_steps
     assert (before["step"], last["step"]) == (15, 18)
     assert 0 < last["loss"] < 10
     assert 0 < last["held_out_loss"] < 10
+    assert "images_per_second" not in last  # of a session that trained on none
     assert (folder / "samples" / "00000018.png").exists()
     assert read_events(folder / "events.jsonl")[-1]["kind"] == "finished"
     assert "is at its end" in finish(command("resume", folder))

@@ -85,10 +85,14 @@ class Stopwatch:
         self.mark = time.perf_counter()
 
     def lap(self) -> dict[str, float]:
-        """Return images per second, and the share of time spent waiting for data, since the last lap."""
+        """Return images per second, and the share of time spent waiting for data, since the last lap.
+
+        Returns {} where no image was trained on since: a resume may begin with the log of the session before.
+        """
         now = time.perf_counter()
         seconds = max(self.busy + now - self.mark, 1e-9)
         record = {"images_per_second": self.images / seconds, "data_wait": self.data_wait / seconds}
+        record = record if self.images else {}
         self.data_wait = self.busy = 0.0
         self.images, self.mark = 0, now
         return record
