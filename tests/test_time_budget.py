@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
 from unfog.runs.time_budget import TimeBudget, recorded_plans
 from unfog.training.checkpoints.load import read_state, read_tensors
+from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
+from unfog.training.distributed.world import World
+from unfog.training.hooks import TrainingHooks
 from unfog.training.learning_rate import Length, Plan, learning_rate
 from unfog.training.loop import Intervals
 from unfog.training.settings import Optimizer
@@ -165,6 +169,20 @@ def test_the_command_began_with_its_process():
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert age > (0.3 if sys.platform == "linux" else -1)
     assert abs(time.monotonic() - command_clock.began()) < 1, "called from Python, it begins with the call"
+
+
+def test_other_ranks_take_the_plan_of_rank_0():
+    class Receiving(World):
+        def run_on_main(self, phase, work):
+            return [4, 20, 2, 4.5]  # JSON has no tuples
+
+    hooks = CoordinatedHooks(TrainingHooks(), Receiving(1, 2))
+    assert not hooks.plan_due()
+    statuses = torch.zeros(2, len(_RankStatus._fields))
+    statuses[0, _RankStatus._fields.index("plan")] = 1
+    hooks.apply_statuses(statuses.flatten().tolist(), statuses, SimpleNamespace(microbatch=0))
+    assert hooks.plan_due(), "rank 0 decides"
+    assert hooks.plan_length(None) == Plan(4, 20, 2, 4.5)
 
 
 SMALL = {

@@ -33,7 +33,7 @@ from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
-from unfog.runs.time_budget import TimeBudget, estimated_costs, plan_fields, recorded_plans
+from unfog.runs.time_budget import STRETCHES, TimeBudget, estimated_costs, plan_fields, recorded_plans
 from unfog.safe_files import remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
@@ -354,6 +354,7 @@ class Session(StoppableHooks):
             self._said_steps = plan.steps
             say(f"  {plan.steps:,} steps in all from here on: {why}")
         if plan.stretch != before.stretch:
-            what = f"{plan.stretch} times as far apart" if plan.stretch else "at the end only, and without evaluation"
-            say(f"  previews, evaluation and checkpoints {what}, as they may take a tenth of the budget")
+            apart = f"{plan.stretch} times as far apart" if plan.stretch < STRETCHES[-1] else "at the end only"
+            what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
+            say(f"  {what}, as a tenth of the budget is for them and for checkpoints")
         return plan

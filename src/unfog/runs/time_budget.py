@@ -21,9 +21,8 @@ _TOLERANCE = 0.01  # share of the budget by which the end may move without a new
 _TOLERANCE_LEFT = 0.05  # the same as a share of what is left, as the pace is no more certain than that
 _AIM, _MOST = 0.08, 0.1  # share of previews, evaluation and checkpoints; the end may take what is between the two
 _LEISURE = 0.7  # of the aim: only below it they come more often again, or it would go up and down
-_STRETCHES = tuple(2**k for k in range(11))
+STRETCHES = tuple(2**k for k in range(11))
 _FINAL_PREVIEWS = 1.5  # the last image shows one sample at every step, for about half of the time of a preview
-_STRETCHED = ("preview", "evaluate", "save")
 
 
 class TimeBudget:
@@ -133,8 +132,8 @@ class TimeBudget:
             if none_between or share(now) <= _AIM:
                 return now // 2 if now > 1 and share(now // 2) <= _LEISURE * _AIM else now
         aim = _AIM if now else _LEISURE * _AIM
-        rarest = _STRETCHES[-1] if now and share(_STRETCHES[-1]) <= _MOST else 0
-        return next((stretch for stretch in _STRETCHES if share(stretch) <= aim), rarest)
+        rarest = STRETCHES[-1] if now and share(STRETCHES[-1]) <= _MOST else 0
+        return next((stretch for stretch in STRETCHES if share(stretch) <= aim), rarest)
 
     def _affordable_steps(self, step: int, left: float, stretch: int) -> int:
         """Return the most steps after step number `step` that end in time, if the time is enough for `left` in all."""
@@ -148,11 +147,10 @@ class TimeBudget:
 
     def _aside_steps(self, step: int, steps: int, stretch: int) -> float:
         """Return what comes between the next `steps` steps, in steps."""
-        every = {"preview": self._every.preview, "evaluate": self._every.evaluate, "save": self._every.checkpoint}
-        apart = {name: stretch * every[name] for name in _STRETCHED if stretch * every[name] > 0}
-        counts = {name: (step + max(1, steps) - 1) // interval - step // interval for name, interval in apart.items()}
-        snapshots = steps // self._every.ema_snapshot if self._every.ema_snapshot > 0 else 0
-        return sum(self._cost(name) * count for name, count in counts.items()) + self._cost("averages") * snapshots
+        every, end = self._every.stretched(stretch), step + max(1, steps) - 1
+        apart = {"preview": every.preview, "evaluate": every.evaluate, "save": every.checkpoint}
+        apart["averages"] = every.ema_snapshot
+        return sum(self._cost(name) * (end // n - step // n) for name, n in apart.items() if n > 0)
 
     def _final_steps(self, stretch: int) -> float:
         """Return what comes after the last step, in steps."""

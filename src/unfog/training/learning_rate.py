@@ -72,8 +72,8 @@ class Plan(NamedTuple):
     steps: int
     """Steps of the whole run."""
     stretch: int
-    """Factor on the intervals of previews, evaluations and checkpoints. 0: none of them before the end, where there is
-    no evaluation either."""
+    """Factor on the intervals of previews, evaluations and checkpoints (of these up to 4). 0: no preview before the
+    end, and no evaluation at all."""
     position: float
     """Position in the schedule of the learning rate, in steps of the first length."""
 

@@ -18,6 +18,8 @@ from unfog.training.settings import Optimizer, Training
 from unfog.training.state import TrainState
 from unfog.training.statistics import Stopwatch
 
+_RAREST_CHECKPOINTS = 4  # times the interval, at most
+
 
 class Intervals(NamedTuple):
     """Steps between two calls of a hook; 0: never."""
@@ -45,9 +47,9 @@ class Intervals(NamedTuple):
 
     def stretched(self, factor: int) -> Intervals:
         """Return these intervals with those of a `Plan`, which is made for a time budget."""
-        return self._replace(
-            preview=factor * self.preview, evaluate=factor * self.evaluate, checkpoint=factor * self.checkpoint
-        )
+        # A crash must not cost most of a run, so that checkpoints are not left out.
+        checkpoint = self.checkpoint * min(factor or _RAREST_CHECKPOINTS, _RAREST_CHECKPOINTS)
+        return self._replace(preview=factor * self.preview, evaluate=factor * self.evaluate, checkpoint=checkpoint)
 
 
 class LoopSettings(NamedTuple):
