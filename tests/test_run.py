@@ -173,9 +173,9 @@ def test_sample_command(run, tmp_path):
     done = unfog_command("sample", run.path, "-n", 3, "--out", tmp_path / "p", "--label", "bag", "--strip")
     assert done.stdout.strip() == str(tmp_path / "p")
     assert {p.name for p in (tmp_path / "p").iterdir()} == {
-        *("000000.png", "000001.png", "000002.png", "grid.png", "strip.png"),
+        *("000000-bag.png", "000001-bag.png", "000002-bag.png", "grid.png", "strip.png"),
     }
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "p/000001.png")), run.sample(3, label="bag")[1, :, :, 0])
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "p/000001-bag.png")), run.sample(3, label="bag")[1, :, :, 0])
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures")
     assert str(unfog_command("sample", run.path).stdout.strip()).endswith("pictures-2")
 

@@ -35,6 +35,7 @@ def main(request: SampleRequest) -> int:
     if sampler.kind == "adaptive":
         say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or unused_path(run.path / "pictures")
-    write_images(out, images, request.label or run.classes, strip, edit)
+    classes = [run.classes[i] for i in parse_labels(request.label, run.classes)]
+    write_images(out, images, classes, strip, edit, run.sampled)
     print_result(str(out))
     return 0

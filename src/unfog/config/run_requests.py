@@ -16,9 +16,9 @@ from unfog.training.settings import Evaluate, SamplingPrecision, split_names
 
 LOSSES = ("held_out", "bits")
 """Metrics of the held-out images, which need no samples."""
-ON_REQUEST = ("fid_infinity",)
-"""Metrics that are measured only if they are named, as they take thousands of samples."""
-METRICS = (*Evaluate.DRAWN, *ON_REQUEST, *LOSSES)
+ON_REQUEST = ("fid_infinity", "bits")
+"""Metrics that are measured only if they are named: they take thousands of samples, or many network calls."""
+METRICS = (*Evaluate.DRAWN, "fid_infinity", *LOSSES)
 
 
 @dataclass(frozen=True)

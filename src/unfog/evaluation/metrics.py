@@ -44,6 +44,8 @@ class MetricResult:
     note: str = ""
     drawn: str = ""
     """How the images were sampled: sampler, steps, seed, weights; for the caller to add (`dataclasses.replace`)."""
+    real: float | None = None
+    """The same metric of real images against other real images; None where it was not measured. As `drawn`."""
 
     def __str__(self) -> str:
         value = "refused" if self.value is None else f"{self.value:.4g}"
@@ -171,9 +173,7 @@ def _frechet(sets: _FeatureSets) -> Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
         return Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
-    note = "the interval is of noise, not of the bias of small n"
-    if n < _FEW:
-        note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased. {note}"
+    note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased" if n < _FEW else ""
     return _normal_interval(*sets.frechet, note)
 
 
@@ -196,20 +196,20 @@ def _kernel(sets: _FeatureSets) -> Estimate:
 
 def _precision(sets: _FeatureSets) -> Estimate:
     """Share of generated images in the balls of real ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
-    return proportion(sets.in_real[3].by_query > 0)._replace(note=_taking_as_given("real"))
+    return proportion(sets.in_real[3].by_query > 0)
 
 
 def _recall(sets: _FeatureSets) -> Estimate:
     """Share of real images in the balls of generated ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
     counts = count_in_balls(sets.fake, sets.real, (3,))[3]
-    return proportion(counts.by_query > 0)._replace(note=_taking_as_given("generated"))
+    return proportion(counts.by_query > 0)
 
 
 def _density(sets: _FeatureSets) -> Estimate:
     """Mean number of balls around a generated image, over k (Naeem et al. 2020, eq. 4)."""
     values = sets.in_real[5].by_query.double() / 5
     error = float(values.std()) / math.sqrt(len(values))
-    return _normal_interval(float(values.mean()), error, _taking_as_given("real"))
+    return _normal_interval(float(values.mean()), error)
 
 
 def _coverage(sets: _FeatureSets) -> Estimate:
@@ -217,12 +217,7 @@ def _coverage(sets: _FeatureSets) -> Estimate:
     # Of as many of both, as Naeem et al. have it: two samples of one distribution have 0.97 then, and 0.38 if ten real
     # images come to one that is generated.
     counts = count_in_balls(*sets.equal, (5,)) if sets.unequal else sets.in_real
-    notes = filter(None, [sets.unequal, _taking_as_given("generated")])
-    return proportion(counts[5].centre_reached)._replace(note="; ".join(notes))
-
-
-def _taking_as_given(which: str) -> str:
-    return f"the interval takes the {which} images as given"
+    return proportion(counts[5].centre_reached)._replace(note=sets.unequal)
 
 
 def _normal_interval(value: float, error: float, note: str = "") -> Estimate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from unfog.config.run_requests import LOSSES
+from unfog.config.run_requests import LOSSES, ON_REQUEST
 from unfog.config.schema import Config
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
-from unfog.evaluation.features import PixelSource, compute_features, compute_statistics, delete_features
+from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics, delete_features
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
@@ -34,6 +34,7 @@ from unfog.inference.memorization import (
     check_memorization_by_features,
     check_memorization_by_pixels,
 )
+from unfog.inference.verdict import verdict
 from unfog.pipeline.build import build_held_out_set, build_loss_at
 from unfog.pipeline.generate import sample_grid
 from unfog.reporting.findings import Finding
@@ -44,6 +45,7 @@ from unfog.training.checkpoints import format as checkpoint
 from unfog.training.distributed.world import World
 
 _MOST_PIXELS = 20_000  # samples whose pixels are compared
+_FEWEST_REAL = 10  # real images that are compared with others of them
 _MOST_HELD_OUT = 1000  # held-out images of the loss
 _MOST_FOR_BITS = 256  # held-out images of the bits, which take many more network calls
 LEVELS = 64  # network calls per image for the bits; with 64 the bound is within a percent
@@ -83,7 +85,7 @@ def compute_metrics(
     if world.is_main:
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
-    return Evaluation(run.checkpoint.step, generation, metrics, copies)
+    return Evaluation(run.checkpoint.step, generation, metrics, copies, verdict(metrics, copies))
 
 
 def forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
@@ -146,9 +148,25 @@ def _sample_metrics(
             known = compute_statistics(real, features, _reference_key(setup)) if "fid" in names else None
             # In one call, as the metrics share distances and statistics.
             by_features = compare_features(names, real, fake, features=features, reference=known)
+            baseline = _real_baseline(names, real, len(fake), features)
+            by_features = [replace(one, real=baseline.get(one.metric)) for one in by_features]
             found = {name: [one] for name, one in zip(names, by_features, strict=True)}
         found |= {name: _pixel_metrics(name, setup, samples) for name in setup.metrics if name in PIXEL_METRICS}
     return [one for name in setup.metrics for one in found.get(name, [])]
+
+
+def _real_baseline(
+    names: Sequence[str], real: Tensor, count: int, features: Features | None
+) -> dict[str, float | None]:
+    """Return the metrics of `count` real images, or half of them if there are fewer, against the other real images."""
+    count = min(count, len(real) // 2)
+    names = [name for name in names if name not in ON_REQUEST]
+    if count < _FEWEST_REAL or not names:
+        return {}
+    as_samples = np.zeros(len(real), bool)
+    as_samples[evenly_spaced(len(real), count)] = True
+    rows = torch.from_numpy(as_samples).to(real.device)
+    return {one.metric: one.value for one in compare_features(names, real[~rows], real[rows], features=features)}
 
 
 def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples) -> list[MetricResult]:
@@ -160,7 +178,12 @@ def _pixel_metrics(name: str, setup: EvaluationSetup, samples: GeneratedSamples)
         raise RequestError(
             f"the reference has images {list(real.shape[1:])}, and the run generates {list(fake.shape[1:])}"
         )
-    return compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake))
+    found, half = compare_pixels([name], torch.from_numpy(real), torch.from_numpy(fake)), len(real) // 2
+    if half < _FEWEST_REAL:
+        return found
+    # Real images against the rest of them; as the metric falls with the number, it is too high for the fewer of both.
+    baseline = compare_pixels([name], torch.from_numpy(real[::2][:half]), torch.from_numpy(real[1::2][:half]))
+    return [replace(one, real=two.value) for one, two in zip(found, baseline, strict=True)]
 
 
 def _search_copies(
@@ -233,8 +256,7 @@ def held_out_losses(
 
 
 def _held_out_loss(losses: Tensor) -> MetricResult:
-    note = f"the noise of {losses.shape[0]} levels is the same each time, so two checkpoints compare: --against STEP"
-    return _as_metric("held_out", mean_over_images(losses), note)
+    return _as_metric("held_out", mean_over_images(losses), "")
 
 
 def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricResult:

@@ -154,14 +154,11 @@ def _possible_metrics(
     )
     if run.config.uses_latents and "bits" in metrics:
         # A bound on latents says nothing about pixels: the autoencoder gives no density of them.
-        if request.metrics:
-            raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")
-        say("bits are left out: they are of pixels, and the run was trained on latents")
-        metrics = tuple(name for name in metrics if name != "bits")
+        raise RequestError(f"bits are of pixels, and {run.path} was trained on latents; held_out compares losses")
     if not len(dataset.held_out) and any(name in LOSSES for name in metrics):
         if request.metrics:
             raise RequestError(f"no images of {run.path} are held out, so {' and '.join(LOSSES)} cannot be measured")
-        say("held_out and bits are left out: the run has no held-out images")
+        say("held_out is left out: the run has no held-out images")
         metrics = tuple(name for name in metrics if name not in LOSSES)
     if request.against is not None and "held_out" not in metrics:
         raise RequestError("--against compares held-out losses, and the run has no held-out images")

@@ -27,8 +27,11 @@ from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
 from unfog.training.distributed.world import World
 
 FORMAT = 1
-ARITHMETIC = 2
+ARITHMETIC = 3
 """Version of the computation of metrics; results of another version are computed again."""
+
+
+TABLE_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 
 
 class EvaluationSetup(NamedTuple):
@@ -56,6 +59,8 @@ class Evaluation:
     measured: Sequence[MetricResult]
     copies: Sequence[Mapping[str, Any]] = ()
     """Searches for copies of training images: by, severity, evidence, remedy, facts, picture (a file name)."""
+    verdict: str = ""
+    """How near the samples are to real images, in a sentence."""
     seconds: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,14 +72,19 @@ class Evaluation:
         raise KeyError(metric)
 
     def lines(self) -> list[str]:
-        """Return the metrics as a table, with notes below."""
-        rows: list[tuple[str, ...]] = [("metric", "value", "95% interval", "n", "reference", "features", "resize")]
+        """Return the verdict, and the metrics as a table with notes below."""
+        rows: list[tuple[str, ...]] = [TABLE_HEAD]
         rows += [_table_row(one) for one in self.measured]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        notes: dict[str, list[str]] = {}
+        for one in self.measured:
+            if one.note:
+                notes.setdefault(one.note, []).append(one.metric)
         return [
+            *filter(None, [self.verdict]),
             f"step {self.step:,}: {', '.join(f'{name} {value}' for name, value in self.drawn.items())}",
             *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows),
-            *(f"{one.metric}: {one.note}" for one in self.measured if one.note),
+            *(f"{', '.join(names)}: {note}" for note, names in notes.items()),
             *(f"copies, by {one['by']}: {one['evidence']}" for one in self.copies),
         ]
 
@@ -99,7 +109,8 @@ def _table_row(one: MetricResult) -> tuple[str, ...]:
     within = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g}"
     value = "refused" if one.value is None else f"{one.value:.4g}"
     reference = f"{one.n_reference:,}" if one.n_reference else "-"
-    return one.metric, value, within, f"{one.n:,}", reference, one.features, one.resize
+    real = "" if one.real is None else f"{one.real:.4g}"
+    return one.metric, value, within, real, f"{one.n:,}", reference, one.features, one.resize
 
 
 class GeneratedSamples:

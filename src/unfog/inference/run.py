@@ -33,6 +33,8 @@ class Run(LoadedRun):
 
     calls = 0
     """Network calls that the last `sample` made for one image; with guidance, each is two forward passes."""
+    sampled: tuple[str, ...] = ()
+    """How the last `sample` generated its images: run, step, weights, sampler, guidance, seed; for captions."""
 
     def sample(
         self,
@@ -88,8 +90,20 @@ class Run(LoadedRun):
         samples = generate_images(
             self.network, self.config, generation, progress, observe, guide=weaker, calls=calls.append, edit=edit
         )
+        self.sampled = self._describe(generation)
         self.calls = max(calls)  # the adaptive sampler takes another number for each batch
         return samples
+
+    def _describe(self, generation: GenerationSettings) -> tuple[str, ...]:
+        weights = self.weights if self.ema is None else f"EMA of width {self.ema:g}"
+        return (
+            self.path.resolve().name,
+            f"step {self.checkpoint.step:,}",
+            weights,
+            f"{generation.sampler.kind} {generation.sampler.steps} steps",
+            *([f"guidance {generation.guidance:g}"] if generation.guidance != 1 else []),
+            f"seed {generation.seed}",
+        )
 
     def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
         """Return the guide, if there is one, and the guidance scale."""

@@ -20,7 +20,7 @@ from unfog.diffusion.sampler import Denoise, NoiseSource, Observe, Sampler
 from unfog.errors import RequestError
 from unfog.pipeline.build import input_shape
 from unfog.pipeline.latents import encode_edit, latent_decoder
-from unfog.reporting.image_grids import Pixels, grid
+from unfog.reporting.image_grids import GAP, Pixels, grid, printable_name, with_column_captions
 from unfog.training.precision import DTYPES, default_memory_format
 from unfog.training.settings import SamplingPrecision
 
@@ -171,9 +171,12 @@ def to_pixels(x: Tensor) -> Tensor:
 
 
 def sample_grid(samples: Pixels, classes: Sequence[str]) -> Pixels:
-    """Return one image of all samples; whole cycles through up to 20 classes get a column for each class."""
-    columns = len(classes) if 1 < len(classes) <= 20 and len(samples) % len(classes) == 0 else None
-    return grid(samples, columns)
+    """Return one image of all samples; whole cycles through up to 20 classes get a column for each class, captioned."""
+    if not (1 < len(classes) <= 20 and len(samples) % len(classes) == 0):
+        return grid(samples)
+    body = grid(samples, len(classes))
+    cell = (body.shape[1] + GAP) // len(classes) - GAP
+    return with_column_captions(body, [printable_name(name, str(i)) for i, name in enumerate(classes)], cell)
 
 
 def parse_labels(words: Sequence[object], classes: Sequence[str]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
 from unfog.safe_files import read_file, write_atomic
 
@@ -21,13 +22,15 @@ Pixels = npt.NDArray[np.uint8]
 _CELL = 128  # pixels that a small image is enlarged to, at most, so that a person sees something
 _PAPER, _INK = 255, 64
 _FONT_SIZE = 12
+GAP = 2  # white pixels between the images of a grid
+_LINE = _FONT_SIZE + 8
 
 
 def grid(
     images: Pixels,
     columns: int | None = None,
     scale: int | None = None,
-    gap: int = 2,
+    gap: int = GAP,
     labels: Sequence[str] | None = None,
 ) -> Pixels:
     """Lay out uint8 [N, H, W] or [N, H, W, C], C = 1 (grey) or 3 (RGB), in one image uint8 [H', W', 3].
@@ -56,7 +59,7 @@ def grid(
 
 
 def labelled_strip(
-    rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = 2
+    rows: Mapping[str, Pixels], captions: Sequence[str], scale: int | None = None, gap: int = GAP
 ) -> Pixels:
     """The denoising strip: a column per noise level, captioned, and a named row per kind of image.
 
@@ -70,8 +73,13 @@ def labelled_strip(
     names = [name for name in rows for _ in captions]
     body = grid(images, columns=len(captions), scale=scale, gap=gap, labels=names)
     cell = _enlarged(images[:1], scale).shape[2]
+    return with_column_captions(body, captions, cell, gap)
+
+
+def with_column_captions(body: Pixels, captions: Sequence[str], cell: int, gap: int = GAP) -> Pixels:
+    """Return a grid, uint8 [H, W, 3], below a line with a caption for each of its columns, `cell` pixels wide."""
     offset = body.shape[1] - len(captions) * (cell + gap) + gap
-    head = Image.fromarray(_paper(_FONT_SIZE + 8, body.shape[1]))
+    head = Image.fromarray(_paper(_LINE, body.shape[1]))
     draw = ImageDraw.Draw(head)
     for column, caption in enumerate(captions):
         centre = offset + column * (cell + gap) + cell / 2
@@ -79,21 +87,38 @@ def labelled_strip(
     return np.concatenate([np.asarray(head), body])
 
 
+def with_caption(body: Pixels, parts: Sequence[str]) -> Pixels:
+    """Return an image, uint8 [H, W, 3], below the parts of its caption, in as many lines as they need."""
+    lines = list[str]()
+    for part in parts:
+        if lines and _font().getlength(longer := f"{lines[-1]}, {part}") <= body.shape[1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    head = Image.fromarray(_paper(_LINE * len(lines), body.shape[1]))
+    draw = ImageDraw.Draw(head)
+    for i, line in enumerate(lines):
+        draw.text((0, (i + 0.5) * _LINE), _fitted(line, body.shape[1]), (_INK,) * 3, _font(), anchor="lm")
+    return np.concatenate([np.asarray(head), body])
+
+
 _LARGEST_PNG = 2**28  # bytes
 
 
-def encode_png(pixels: Pixels) -> bytes:
-    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG."""
-    encoded = io.BytesIO()
+def encode_png(pixels: Pixels, text: Mapping[str, str] | None = None) -> bytes:
+    """Encode uint8 [H, W], [H, W, 1] or [H, W, 3] as PNG, with `text` by keyword."""
+    encoded, info = io.BytesIO(), PngInfo()
+    for keyword, value in (text or {}).items():
+        info.add_text(keyword, value)
     array = np.ascontiguousarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
-    Image.fromarray(array).save(encoded, "PNG")
+    Image.fromarray(array).save(encoded, "PNG", pnginfo=info)
     return encoded.getvalue()
 
 
-def save_png(path: Path, pixels: Pixels) -> None:
+def save_png(path: Path, pixels: Pixels, text: Mapping[str, str] | None = None) -> None:
     """Write uint8 [H, W], [H, W, 1] or [H, W, 3] as a PNG file, whole or not at all; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, encode_png(pixels))
+    write_atomic(path, encode_png(pixels, text))
 
 
 def png_data_uri(path: Path, width: int) -> tuple[str, int] | None:

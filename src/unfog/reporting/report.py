@@ -41,7 +41,7 @@ _THUMBNAIL, _LARGE = 400, 1600  # pixels across, at most, that an image is embed
 _EVENTS = 300  # latest events shown, at most
 _EVALUATIONS = 20  # latest evaluations shown, at most
 _LARGEST_EVALUATION = 10 * 2**20  # bytes of a file; those that Unfog writes have a few thousand
-_EVALUATION_HEAD = ("metric", "value", "95% interval", "n", "reference", "features", "resize")
+_EVALUATION_HEAD = ("metric", "value", "95% interval", "real images", "n", "reference", "features", "resize")
 _TROUBLES = (
     "warning",
     "step_refused",
@@ -135,6 +135,7 @@ def _evaluation(path: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
         pairs.append((str(one["severity"]), evidence, path.parent / name if inside else None))
     return {
         "step": int(stored["step"]),
+        "verdict": str(stored.get("verdict", "")),
         "sampling": ", ".join(f"{name} {value}" for name, value in stored["drawn"].items()),
         "rows": [_metric_row(one) for one in measured],
         "notes": [f"{one['metric']}: {one['note']}" for one in measured if one.get("note")],
@@ -148,7 +149,8 @@ def _metric_row(one: Mapping[str, Any]) -> tuple[str, ...]:
     shown = "refused" if math.isnan(value) else f"{value:.4g}"
     within = "" if math.isnan(low) or math.isnan(high) else f"{low:.4g} to {high:.4g}"
     counts = [f"{int(n):,}" if (n := finite_number(one.get(name))) > 0 else "-" for name in ("n", "n_reference")]
-    return str(one["metric"]), shown, within, *counts, str(one.get("features", "")), str(one.get("resize", ""))
+    real = "" if math.isnan(among := finite_number(one.get("real"))) else f"{among:.4g}"
+    return str(one["metric"]), shown, within, real, *counts, str(one.get("features", "")), str(one.get("resize", ""))
 
 
 def _state(events: Sequence[Row]) -> tuple[str, str] | None:

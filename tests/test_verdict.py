@@ -1,0 +1,75 @@
+"""The verdict of an evaluation, and what sample files say of themselves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unfog.evaluation.metrics import MetricResult
+from unfog.inference.compute_metrics import _real_baseline
+from unfog.inference.evaluation_files import Evaluation
+from unfog.inference.verdict import verdict
+from unfog.pipeline.image_files import write_images
+
+
+def result(metric, value, real, note=""):
+    return MetricResult(metric, value, None, None, None, 100, 200, "texture", "none", note, real=real)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recall", "said"),
+    [
+        (
+            0.80,
+            0.70,
+            "The samples look like real images and are as varied: precision 0.8 (real images 0.82), recall 0.7",
+        ),
+        (0.80, 0.30, "The samples look like real images, but are less varied: "),
+        (0.40, 0.70, "The samples are as varied as real images, but many do not look like them: "),
+        (0.40, 0.30, "Many samples do not look like real images, and they are less varied: "),
+    ],
+)
+def test_precision_and_recall_are_judged_by_what_real_images_reach(precision, recall, said):
+    measured = [result("kid", 0.02, 0.0001), result("precision", precision, 0.82), result("recall", recall, 0.75)]
+    text = verdict(measured)
+    assert text.startswith(said)
+    assert text.endswith("kid 0.02 (real images 0.0001).")
+    copied = verdict(measured, [{"severity": "warning"}])
+    assert copied.endswith("; some are nearly copies of training images.")
+
+
+def test_a_distance_alone_gives_a_verdict_and_losses_give_none():
+    assert verdict([result("sliced", 12.0, 11.5)]).startswith("The samples are as near to real images")
+    assert verdict([result("sliced", 30.0, 11.5)]).startswith("The samples are farther from real images")
+    assert verdict([result("held_out", 0.1, None)]) == ""
+
+
+def test_real_images_are_compared_with_other_real_images():
+    real = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+    found = _real_baseline(["kid", "precision", "fid_infinity"], real, 100, None)
+    assert set(found) == {"kid", "precision"}
+    assert abs(found["kid"]) < 0.01
+    assert 0.8 < found["precision"] <= 1
+    assert _real_baseline(["kid"], real[:15], 100, None) == {}
+
+
+def test_the_table_has_the_verdict_first_and_each_note_once():
+    notes = [result("sliced", 3.0, 2.0, "biased"), result("sliced_8", 3.0, 2.0, "biased")]
+    lines = replace(Evaluation(7, {"seed": 0}, notes), verdict="It is good.").lines()
+    assert lines[0] == "It is good."
+    assert lines[2].split("  ")[0] == "metric"
+    assert "real images" in lines[2]
+    assert lines[-1] == "sliced, sliced_8: biased"
+
+
+def test_files_carry_their_class_and_settings_and_the_grid_its_captions(tmp_path):
+    samples = np.zeros((4, 8, 8, 3), np.uint8)
+    write_images(tmp_path, samples, ["T-shirt/top", "été"], None, settings=("photos", "step 1,200", "seed 0"))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["000000-T-shirt_top.png", "000001-été.png", "000002-T-shirt_top.png", "000003-été.png", "grid.png"]
+    with Image.open(tmp_path / names[2]) as image:
+        assert image.text == {"Class": "T-shirt/top", "Settings": "photos, step 1,200, seed 0, sample 2"}
+    with Image.open(tmp_path / "grid.png") as image:
+        assert image.height > 2 * 128 + 2 + 2 * 12  # two rows, below the names of the classes and the settings
