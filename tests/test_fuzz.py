@@ -420,8 +420,8 @@ def none_or_passed_over(folder: Path) -> None:
     """All that asks for a checkpoint finds the one there is, or says why not, and never reads what is elsewhere."""
     opened = []
     with pytest.MonkeyPatch.context() as patch:
-        read = checkpoint.sha256
-        patch.setattr(checkpoint, "sha256", lambda path: opened.append(path) or read(path))
+        read = checkpoint.file_digest
+        patch.setattr(checkpoint, "file_digest", lambda path: opened.append(path) or read(path))
         found, broken = checkpoint.list_checkpoints(folder)
         assert len(found) + len(broken) == 1
         assert all(isinstance(str(one), str) for one in broken)
@@ -492,7 +492,9 @@ def test_sizes_are_compared_before_anything_is_read(saved, tmp_path, monkeypatch
     there = copied(folder, tmp_path)
     with (there / "ema.safetensors").open("r+b") as file:
         file.truncate(2**40)  # with holes, so that it takes no room
-    monkeypatch.setattr(checkpoint, "sha256", lambda path: pytest.fail("read") if path.stat().st_size > 2**30 else "")
+    monkeypatch.setattr(
+        checkpoint, "file_digest", lambda path: pytest.fail("read") if path.stat().st_size > 2**30 else ""
+    )
     found, _ = checkpoint.list_checkpoints(there.parent)
     assert "bytes" in str(
         checkpoint.find_damage(found[0]._replace(files={"ema.safetensors": found[0].files["ema.safetensors"]}))

@@ -21,6 +21,7 @@ from conftest import NETWORK, few_images, without_clock
 from forked import Forked
 from unfog.errors import RequestError, RunError
 from unfog.reporting.records import read_events, read_metrics
+from unfog.safe_files import file_digest
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.load import read_tensors
@@ -148,9 +149,12 @@ def test_broken_newest_checkpoint_is_named_and_passed_over(whole, tmp_path):
     (folder / "checkpoints/00000024/manifest.json").unlink()
     saved, broken = checkpoint.newest(folder / "checkpoints")
     assert saved.step == 18
-    assert [folder.name for folder, _ in broken] == ["00000024", "00000036", "00000030"]
+    assert [one.folder.name for one in broken] == ["00000024", "00000036", "00000030"]
     said = finish(command("resume", folder))
     assert "checkpoint 00000036 is broken and is passed over: model.safetensors" in said
+    passed = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "passed_over"]
+    assert [(event["step"], event["checkpoint"]) for event in passed] == [(18, one.name) for one, *_ in broken]
+    assert "passed_over" in (folder / "report.html").read_text()
     assert_same(folder, whole)
 
 
@@ -222,7 +226,7 @@ def test_verify_repeats_a_part_of_the_run(whole, tmp_path):
     save_file(tensors, newest / "model.safetensors")
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["sha256"]
-    manifest["files"]["model.safetensors"]["sha256"] = checkpoint.sha256(newest / "model.safetensors")
+    manifest["files"]["model.safetensors"]["sha256"] = file_digest(newest / "model.safetensors")
     (newest / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
     said = finish(command("resume", folder, "--verify"), status=1)
     assert "came out differently: model: patch_in.weight and 0 other" in said
@@ -455,7 +459,7 @@ def test_the_best_and_the_one_to_roll_back_to_are_kept(whole, tmp_path):
 param = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 CRASH = """
-import os, pathlib, shutil, sys, threading
+import os, shutil, sys, threading
 import unfog.training.checkpoints.format as c, unfog.training.checkpoints.snapshot as s
 calls, limit = 0, int(sys.argv[1])
 def deadly(function):
@@ -466,9 +470,9 @@ def deadly(function):
             os.kill(os.getpid(), 9)
         return function(*a, **k)
     return call
-s.save_file, s.sync, s.verify_files, c.sha256 = map(deadly, (s.save_file, s.sync, s.verify_files, c.sha256))
-shutil.rmtree = deadly(shutil.rmtree)
-pathlib.Path.rename, pathlib.Path.write_text = deadly(pathlib.Path.rename), deadly(pathlib.Path.write_text)
+s.save_file, s.sync, s.verify_files = map(deadly, (s.save_file, s.sync, s.verify_files))
+c.file_digest, s.file_digest = deadly(c.file_digest), deadly(s.file_digest)
+shutil.rmtree, os.replace = deadly(shutil.rmtree), deadly(os.replace)
 from unfog.cli.main import main
 main(sys.argv[2:])
 """

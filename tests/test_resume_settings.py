@@ -26,6 +26,7 @@ from unfog.models.settings import ARCHITECTURES
 from unfog.pipeline.build import build_loss, build_state
 from unfog.reporting.records import read_metrics
 from unfog.runs.session import Session
+from unfog.safe_files import file_digest
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import read_state
 from unfog.training.checkpoints.posthoc_ema import _to_float16
@@ -213,7 +214,7 @@ def sealed(folder: Path, without: tuple[str, ...] = ()) -> None:
     for name in ("sha256", *without):
         del manifest[name]
     for name in ("state.json", "config.toml"):
-        size, digest = (folder / name).stat().st_size, checkpoint.sha256(folder / name)
+        size, digest = (folder / name).stat().st_size, file_digest(folder / name)
         manifest["files"][name] = {"bytes": size, "sha256": digest}
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": checkpoint.manifest_digest(manifest)}))
 

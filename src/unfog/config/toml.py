@@ -41,8 +41,17 @@ _LARGEST_FILE = 4_000_000  # bytes; the names of 20,000 classes, and far more th
 
 
 def to_toml(settings: Any) -> str:
-    """Return all fields of a dataclass tree as TOML. A field that is None is left out, as None is its default."""
-    return "\n".join(_tables(settings, "")).strip() + "\n"
+    """Return all fields of a dataclass tree as TOML. A field that is None is left out, as None is its default.
+
+    RequestError if it is longer than what `read_toml` reads.
+    """
+    text = "\n".join(_tables(settings, "")).strip() + "\n"
+    if (size := len(text.encode())) > _LARGEST_FILE:
+        raise RequestError(
+            f"the settings with the names of all classes take {size / 1e6:.1f} MB, and a file of settings has at most "
+            f"{_LARGEST_FILE / 1e6:.0f} MB; give the classes shorter names, or train without them: --labels none"
+        )
+    return text
 
 
 def _tables(settings: Any, name: str) -> list[str]:

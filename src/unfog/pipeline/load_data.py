@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unfog.config.schema import Config
+from unfog.config.toml import to_toml
 from unfog.data.dataset import Dataset
 from unfog.data.prepare import prepare
 from unfog.data.scan import MIN_TO_HOLD_OUT
@@ -91,4 +92,5 @@ def load_images(
         classes=tuple(printable(name) for name in dataset.train.classes),
         fingerprint=dataset.train.fingerprint,
     )
+    to_toml(config)  # what cannot be stored raises here, before anything is trained
     return add_latents(dataset, config, stop, few)

@@ -46,6 +46,7 @@ _TROUBLES = (
     "warning",
     "step_refused",
     "rolled_back",
+    "passed_over",
     "disk_full",
     "not_removed",
     "averages_left_out",

@@ -124,10 +124,13 @@ class _ResumePoint:
 
     def discard_later_files(self, folder: RunFolder) -> None:
         """Set broken checkpoints aside, and delete EMA snapshots of steps that will be trained again."""
+        if self.broken:
+            with closing(Events(folder.events)) as events:
+                for one in self.broken:
+                    say(str(one))
+                    events.write("passed_over", self.step, {"checkpoint": one.folder.name, "reason": one.reason})
         rotation.remove_leftovers(folder.checkpoints, self.broken)
         remove_after(folder.averages, self.saved.step if self.saved else -1)
-        for one in self.broken:
-            say(str(one))
 
 
 def find_resume_point(folder: RunFolder, stored: Config) -> _ResumePoint:

@@ -31,6 +31,7 @@ FRESH_START_SETTINGS = (
     *("diffusion.weighting", "diffusion.adaptive", "ema:", "ema."),  # not ema_snapshots, which change no step
 )
 """Settings whose change makes a run forget its roll-backs, as `events.jsonl` names them (`settings_digests`)."""
+_LARGEST_REPORT = 2**30  # bytes of data.json, which names every file
 _FAR_BELOW = 5.0
 """Times that a rate is below the usual one, from which on another cause is likelier."""
 
@@ -159,7 +160,7 @@ def list_field(row: Row, name: str) -> list[Any]:
 def _read_data_report(path: Path) -> dict[str, Any]:
     """Read data.json without its list of files; {} where it is missing or unreadable."""
     try:
-        account = json.loads(read_file(path))
+        account = json.loads(read_file(path, _LARGEST_REPORT))
     except (OSError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in account.items() if k != "files"} if isinstance(account, dict) else {}

@@ -218,7 +218,10 @@ def is_unfinished_pack(path: Path) -> bool:
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
     """Return the content of pack.json: the manifest and its digest."""
-    return json.dumps({**manifest, "digest": _digest(manifest)}, indent=1, sort_keys=True).encode()
+    data = json.dumps({**manifest, "digest": _digest(manifest)}, indent=1, sort_keys=True).encode()
+    if len(data) > _LARGEST_MANIFEST:
+        raise RequestError(f"the names of its classes take {len(data) / 1e6:.0f} MB; give the classes shorter names")
+    return data
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -232,8 +235,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"{sanitize(str(path))} is no pack: it has no {MANIFEST}; make one with unfog pack SOURCE OUT"
         )
-    if file.stat().st_size > _LARGEST_MANIFEST:  # before it is read, as it could fill the memory
-        raise ValueError(f"{MANIFEST} is too large to be one")
     manifest = json.loads(read_file(file, _LARGEST_MANIFEST))
     if manifest.get("format") != FORMAT:
         raise RequestError(

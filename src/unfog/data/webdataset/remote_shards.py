@@ -241,7 +241,7 @@ def _states_file(location: SourceLocation) -> Path:
 
 def _remembered_states(location: SourceLocation) -> dict[str, FileState]:
     try:
-        stored = json.loads(read_file(_states_file(location)))
+        stored = json.loads(read_file(_states_file(location), 2**30))
         return {str(path): FileState(int(size), str(version)) for path, (size, version) in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

@@ -23,11 +23,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfog.errors import RequestError, RunError
-from unfog.safe_files import file_digest, read_file
+from unfog.safe_files import file_digest, is_unreadable, read_file, with_retries
 from unfog.training.checkpoints.state_schema import check_state
 from unfog.training.state import HELD_OUT_LOSS, TrainState, is_better
 
@@ -35,7 +36,7 @@ FORMAT, FORMAT_SHARDED = 2, 3
 MANIFEST, STATE, CONFIG = "manifest.json", "state.json", "config.toml"
 FILES = frozenset(["model.safetensors", "ema.safetensors", "optimizer.safetensors", STATE, CONFIG])
 EMA2 = "ema2.safetensors"
-LARGEST_JSON = 2**20  # bytes; ours have a few thousand
+LARGEST_JSON = 2**24  # bytes; ours have a few thousand, and with 100,000 failed shards ten million
 SHARDING = "DCP_SHARDING_INFO"  # torch's key for the rows of a shard, in the metadata of a file
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors)")
 
@@ -84,9 +85,20 @@ class BrokenCheckpoint(NamedTuple):
 
     folder: Path
     reason: str
+    unreadable: bool = False
+    """Whether it cannot be read now, and may be whole: such a one is neither passed over nor set aside."""
 
     def __str__(self) -> str:
+        if self.unreadable:
+            return (
+                f"checkpoint {self.folder.name} cannot be read now ({self.reason}) and is kept as it is; make it "
+                "readable, then do the same again"
+            )
         return f"checkpoint {self.folder.name} is broken and is passed over: {self.reason}"
+
+
+_INVALID = (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError)
+"""What `read_manifest` raises."""
 
 
 def best_of(saved: list[CheckpointInfo]) -> CheckpointInfo | None:
@@ -109,10 +121,10 @@ def list_checkpoints(checkpoints: Path) -> tuple[list[CheckpointInfo], list[Brok
         if folder.name.startswith(".") or not (folder.is_dir() or folder.name.isdecimal()):
             continue  # somebody's notes, say
         try:
-            found.append(read_manifest(folder))
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+            found.append(with_retries(partial(read_manifest, folder)))
+        except _INVALID as error:
             reason = (isinstance(error, OSError) and error.strerror) or str(error)
-            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}"))
+            broken.append(BrokenCheckpoint(folder, f"{MANIFEST}: {reason}", is_unreadable(error)))
     # By contents, as a folder may have been renamed or copied.
     return sorted(found, key=lambda saved: (saved.images, saved.folder.name)), broken
 
@@ -168,7 +180,19 @@ def read_state_json(folder: Path) -> dict[str, Any]:
 
 
 def find_damage(saved: CheckpointInfo) -> str | None:
-    """Read all files of a checkpoint, and return what is wrong with them, or None."""
+    """Read all files of a checkpoint, and return what is wrong with them, or None.
+
+    Raises:
+        RunError: a file cannot be read now, and may be whole.
+    """
+    try:
+        return with_retries(partial(_find_damage, saved))
+    except OSError as error:
+        name = Path(error.filename or "").name
+        raise RunError(str(BrokenCheckpoint(saved.folder, f"{name}: {error.strerror}", unreadable=True))) from None
+
+
+def _find_damage(saved: CheckpointInfo) -> str | None:
     for name, file in saved.files.items():
         path = saved.folder / name
         try:
@@ -180,16 +204,28 @@ def find_damage(saved: CheckpointInfo) -> str | None:
             if file_digest(path) != file.sha256:
                 return f"{name} is not what was saved (sha256 differs)"
         except OSError as error:
+            if is_unreadable(error):
+                raise
             return f"{name}: {error.strerror}"
     try:
         if read_state_json(saved.folder)["seen"] != saved.images:
             return f"{STATE} is of another number of images"
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return f"{STATE}: {error}"
     others = {path.name for path in saved.folder.glob("*.safetensors")} - saved.files.keys()
     if others and len(_merge_shard_names(saved.files)) < len(saved.files):  # one more would be taken for a part
         return f"{min(others)} does not belong to it"
     return None
+
+
+def is_broken(folder: Path) -> bool:
+    """Read a checkpoint, and return whether it is broken. Raises OSError or RunError if it cannot be read now."""
+    try:
+        return find_damage(with_retries(partial(read_manifest, folder))) is not None
+    except _INVALID as error:
+        if is_unreadable(error):
+            raise
+        return True
 
 
 def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
@@ -206,8 +242,10 @@ def newest(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpo
 
 
 def newest_intact(checkpoints: Path) -> tuple[CheckpointInfo | None, list[BrokenCheckpoint]]:
-    """Return the same as `newest`, but None where all checkpoints are broken."""
+    """Return the same as `newest`, but None where all checkpoints are broken. RunError if one cannot be read now."""
     found, broken = list_checkpoints(checkpoints)
+    if unreadable := next((one for one in broken if one.unreadable), None):
+        raise RunError(str(unreadable))
     for saved in reversed(found):
         wrong = find_damage(saved)
         if wrong is None:
@@ -234,8 +272,10 @@ def find_checkpoint(
         for one in broken:
             tell(str(one))
         return saved
-    found, _ = list_checkpoints(checkpoints)
+    found, broken = list_checkpoints(checkpoints)
     wanted = best_of(found) if which == "best" else next((saved for saved in found if saved.step == which), None)
+    if wanted is None and (unreadable := next((one for one in broken if one.unreadable), None)):
+        raise RunError(str(unreadable))
     if wanted is None:
         steps = ", ".join(str(saved.step) for saved in found) or "none"
         what = "that was measured" if which == "best" else f"of step {which}"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from unfog.safe_files import move, remove_tree
-from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, list_checkpoints
+from unfog.training.checkpoints.format import BrokenCheckpoint, best_of, is_broken, list_checkpoints
 from unfog.training.settings import Checkpoint
 
 
@@ -57,11 +57,22 @@ def replace_checkpoint(partial: Path, folder: Path) -> None:
 
 
 def restore_replaced(checkpoints: Path) -> None:
-    """Undo a `replace_checkpoint` that was interrupted before the new one was in place."""
+    """Undo a `replace_checkpoint` that was interrupted before the new one was in place, or that put a broken one."""
     for aside in checkpoints.glob(".replaced-*"):
         folder = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if os.path.lexists(folder) and is_broken(folder):
+            _set_aside(folder)
         if not os.path.lexists(folder):
             move(aside, folder, _root(folder))
+
+
+def _set_aside(folder: Path) -> None:
+    """Hide a broken checkpoint, and leave those of the same step that were hidden before: nothing is deleted."""
+    aside, number = folder.with_name(f".broken-{folder.name}"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder.with_name(f".broken-{folder.name}-{number}")
+    move(folder, aside, _root(folder))
 
 
 def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
@@ -69,5 +80,5 @@ def remove_leftovers(checkpoints: Path, broken: list[BrokenCheckpoint]) -> None:
     for folder in checkpoints.glob(".[por]*"):
         if folder.name.startswith((".partial-", ".old-", ".replaced-")):
             remove_tree(folder, _root(folder))
-    for folder, _ in broken:
-        _move(folder, folder.with_name(f".broken-{folder.name}"))
+    for folder in (one.folder for one in broken if not one.unreadable):
+        _set_aside(folder)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unfog.safe_files import file_digest, make_folder, new_file, open_file, remove_tree, write_atomic
+from unfog.safe_files import file_digest, make_folder, new_file, open_file, read_file, remove_tree, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
 from unfog.training.checkpoints.format import SHARDING, shard_name
@@ -107,6 +107,9 @@ def publish_checkpoint(snapshot: Snapshot, partial: Path, folder: Path, files: M
     """Make files on disk a checkpoint: write the manifest and rename the folder. Raises OSError if that fails."""
     text = json.dumps(_build_manifest(snapshot, files), indent=2) + "\n"
     write_atomic(partial / checkpoint.MANIFEST, text.encode())
+    # By the reader itself, before an older checkpoint goes.
+    checkpoint.read_manifest(partial)
+    checkpoint.read_state_json(partial)
     sync(partial)
     rotation.replace_checkpoint(partial, folder)
     sync(folder.parent)
@@ -177,7 +180,7 @@ def verify_files(snapshot: Snapshot, folder: Path) -> None:
         if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
             raise OSError(f"{path.name} does not read back as it was written")
     for name, content in _small_files(snapshot).items():
-        if (folder / name).read_bytes() != content:
+        if read_file(folder / name) != content:
             raise OSError(f"{name} does not read back as it was written")
 
 
