@@ -28,7 +28,15 @@ pytestmark = pytest.mark.slow
 
 IMAGES = 1200
 SAMPLED = 300  # files of a folder whose stamp looks into them: every fourth here; of more, at most 512
-HELP = ["unfog", "unfog.cli", "unfog.cli.main", "unfog.errors", "unfog.openmp"]
+HELP = [
+    "unfog",
+    "unfog.cli",
+    "unfog.cli.main",
+    "unfog.errors",
+    "unfog.openmp",
+    "unfog.process",
+    "unfog.process.command_clock",
+]
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])
