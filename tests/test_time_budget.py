@@ -18,6 +18,7 @@ from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
 from unfog.runs.time_budget import TimeBudget, recorded_plans
+from unfog.training.checkpoints import state_schema
 from unfog.training.checkpoints.load import read_state, read_tensors
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
 from unfog.training.distributed.world import World
@@ -153,6 +154,8 @@ def test_a_damaged_length_does_not_load(saved):
     with pytest.raises((ValueError, TypeError, KeyError)):
         length.load_state_dict(saved)
     assert (length.first, length.plans) == (0, [])
+    with pytest.raises(ValueError, match="length is no length of a run"):
+        state_schema._length("length", saved)
 
 
 def test_plans_are_read_from_events():

@@ -178,7 +178,7 @@ def recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
     found: dict[int, Plan] = {}
     for row in events:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
-            with suppress(KeyError, TypeError, ValueError):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
                 plan = as_plan(*(row[name] for name in Plan._fields))
                 found[plan.step] = plan
     return [found[step] for step in sorted(found) if step > after]

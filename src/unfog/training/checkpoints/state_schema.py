@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unfog.training.learning_rate import Length
+
 Rule = Callable[[str, Any], None]
 """Raises ValueError unless the value at a path, such as guard.recent[3], is as it should be."""
 
@@ -80,6 +82,14 @@ _FLAG_OR_NUMBER = _rule("a number", lambda v: isinstance(v, bool) or v in (None,
 _NUMBER = _rule("a number", _is_number)
 _FINITE = _rule("a finite number", lambda value: _is_number(value) and math.isfinite(value))
 
+
+def _length(path: str, value: Any) -> None:
+    try:
+        Length().load_state_dict(value)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} is no length of a run ({error})") from error
+
+
 _SCALER = {
     "scale": _FINITE,
     "growth_factor": _FINITE,
@@ -122,6 +132,7 @@ _STATE = _record(
         "scaler": _or_empty(_record(_SCALER)),
         "window": _record(_WINDOW),
         "levels": _optional(_record(_LEVELS)),
+        "length": _or_empty(_length),
     },
 )
 
