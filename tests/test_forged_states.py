@@ -3,16 +3,20 @@
 import json
 import math
 import re
+import resource
 import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import unfog
 from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
+from unfog.config.toml import to_toml
 from unfog.errors import RunError, UnfogError
 from unfog.pipeline.build import build_state
 from unfog.process.run_folder import RunFolder
@@ -141,3 +145,23 @@ def test_a_run_with_a_mutated_state_goes_on_or_says_why_not(run: Path, tmp_path:
         with suppress(UnfogError):  # anything else is a defect
             resume(folder, replace(folder.read_config(), training=replace(folder.read_config().training, steps=5)))
         shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("change", [{"channels": (4096, 8192)}, {"blocks": 90}])
+def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = RunFolder(copy).read_config()
+    forged = to_toml(replace(config, network=replace(config.network, **change)))
+    for file in (copy / "config.toml", copy / "checkpoints/00000004/config.toml"):
+        file.write_text(forged)
+    sealed(copy / "checkpoints/00000004")
+    before = peak_memory()
+    for use in (unfog.load, unfog.resume):
+        with pytest.raises(RunError, match=r"do not fit the network that config\.toml describes"):
+            use(copy)
+    assert peak_memory() - before < 100e6
+
+
+def peak_memory() -> float:
+    """Bytes of memory that this process held at the most, so far."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

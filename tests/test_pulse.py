@@ -44,6 +44,13 @@ def test_heartbeat_says_who_where_and_what(tmp_path):
         assert read_heartbeat(tmp_path)["step"] == 7
 
 
+@pytest.mark.parametrize(("hours", "alive"), [(0, True), (24, False)])
+def test_a_heartbeat_from_the_future_is_not_alive(tmp_path, hours, alive):
+    beat = {"time": (datetime.now(UTC) + timedelta(hours=hours)).isoformat(), "pid": 1, "host": "elsewhere", "next": 5}
+    (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    assert read_heartbeat(tmp_path)["alive"] == alive
+
+
 def test_heartbeat_goes_on_while_the_main_thread_waits(tmp_path):
     with fast(tmp_path) as pulse:
         pulse.step = 3

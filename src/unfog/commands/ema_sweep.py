@@ -23,7 +23,7 @@ from unfog.evaluation.metrics import MetricResult, check_count, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
 from unfog.inference.compute_metrics import held_out_losses
 from unfog.inference.loaded_run import SWEEP_FILE, load_ema_weights
-from unfog.pipeline.build import build_held_out_set, build_network
+from unfog.pipeline.build import build_held_out_set, build_network, building_for
 from unfog.pipeline.generate import default_generation, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
@@ -142,7 +142,9 @@ def ema_sweep(request: EmaSweepRequest) -> EmaSweepResult:
         prepared, now = load_images(config, stop)
         if now.fingerprint != config.fingerprint:
             raise RequestError(f"the images in {sanitize(config.source)} are not those of this run; bring them back")
-        network = build_network(config).to(place).eval()
+        with building_for(kept[-1].path):
+            network = build_network(config)
+        network = network.to(place).eval()
         n, by, measured = _build_measure(replace(request, n=n), config, prepared, place)
         rows = []
         with Progress("lengths", len(to_measure), delay=0.5) as progress:

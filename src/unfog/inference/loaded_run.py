@@ -12,7 +12,7 @@ from unfog.config.toml import of_type
 from unfog.config.validate import override_sampler, path_text
 from unfog.diffusion.sampler import Sampler
 from unfog.errors import RequestError, RunError
-from unfog.pipeline.build import build_network
+from unfog.pipeline.build import build_network, building_for
 from unfog.pipeline.latents import Decode, latent_decoder
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
@@ -79,7 +79,8 @@ class LoadedRun:
             saved: the checkpoint.
             step: of the EMA where a width is given, which needs no checkpoint; None is the last snapshot.
         """
-        network = build_network(self.config)
+        with building_for(saved.folder / "model.safetensors"):
+            network = build_network(self.config)
         if self.ema is not None:
             load_ema_weights(network, self.folder, self.ema, step)
         elif self.weights == "raw":

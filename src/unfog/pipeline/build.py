@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from unfog.config.schema import Config
 from unfog.config.validate import check_network_size
@@ -15,17 +19,58 @@ from unfog.data.dataset import Dataset
 from unfog.data.latents import Normalise
 from unfog.diffusion.levels import Levels
 from unfog.diffusion.objective import Objective
-from unfog.errors import RequestError
+from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import HeldOut, LossAt, midpoints
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.layers import ConditionalNetwork
 from unfog.models.network_settings import CustomNetwork, build_model
 from unfog.training.autoencoder_loss import AutoencoderLoss
+from unfog.training.checkpoints.load import TensorFile
 from unfog.training.distributed.fsdp import compile_blocks
 from unfog.training.hooks import Augmentation, LossFunction
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
 from unfog.training.state import TrainState
+
+_REGISTRATIONS = 4  # of one parameter, at the most: a module may set it anew
+_weights: ContextVar[Path | None] = ContextVar("weights", default=None)
+
+
+@contextmanager
+def building_for(weights: Path | None) -> Iterator[None]:
+    """Inside, `build_network` raises RunError if a parameter has no shape in this file, before its memory is used.
+
+    Settings that a stranger sent may describe a network that is far larger than the weights beside them.
+    """
+    token = _weights.set(weights)
+    try:
+        yield
+    finally:
+        _weights.reset(token)
+
+
+@contextmanager
+def _only_stored_shapes() -> Iterator[None]:
+    if (path := _weights.get()) is None:
+        yield
+        return
+    stored = [tuple(shape) for shape in TensorFile(path).shapes.values()]
+    shapes, left = frozenset(stored), _REGISTRATIONS * len(stored)
+
+    def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal left
+        left -= 1
+        if parameter is not None and (tuple(parameter.shape) not in shapes or left < 0):
+            raise RunError(
+                f"the weights in {path.parent} do not fit the network that config.toml describes, which has a {name} "
+                f"of shape {tuple(parameter.shape)}; was it edited?"
+            )
+
+    hook = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def input_shape(config: Config) -> tuple[int, int, int]:
@@ -93,7 +138,7 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
     RequestError if the network does not fit the image size, or is not chosen yet.
     """
     if config.trains_autoencoder:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _only_stored_shapes():
             torch.manual_seed(config.training.seed)
             return AutoencoderModel(config.autoencoder, config.data.channels)
     if config.network is None:
@@ -104,7 +149,9 @@ def build_network(config: Config) -> ConditionalNetwork | AutoencoderModel:
         torch.manual_seed(config.training.seed)
         conditions = CONDITIONS if config.data.augment else 0
         out = 2 * channels if config.diffusion.learned_variance else None
-        network = build_model(config.network, channels, len(config.classes), conditions, out)
+        own = isinstance(config.network, CustomNetwork)  # somebody's code, which may build and drop other modules
+        with nullcontext() if own else _only_stored_shapes():
+            network = build_model(config.network, channels, len(config.classes), conditions, out)
         if isinstance(config.network, CustomNetwork) and not conditions:
             config.network.try_out(network, (channels, side, side), out or channels)
     network.channels_last = config.training.memory_format == "channels_last"

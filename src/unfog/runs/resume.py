@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from unfog.config.validate import check_request, check_source, report_dropped_le
 from unfog.data.dataset import Dataset
 from unfog.data.stream import ImageStream
 from unfog.errors import Interrupted, RequestError, RunError
-from unfog.pipeline.build import build_augmentation, build_loss, build_state
+from unfog.pipeline.build import build_augmentation, build_loss, build_state, building_for
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import DATA_FILE
@@ -61,8 +61,9 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
     began, stored = command_clock.began(), folder.read_config()
     config = config or stored
     _check_resume_request(stored, config)
-    with open_run(folder, config) as run:
+    with open_run(folder, config) as run, ExitStack() as stack:
         point = find_resume_point(folder, stored)
+        stack.enter_context(building_for(point.weights))
         run.heartbeat.step = point.step  # for monitoring, while the images are read
         check_changes(point.config, config, force)
         dataset, config = load_images(config, run.stop, lost=point.failed_shards)
@@ -102,6 +103,10 @@ class _ResumePoint:
     @property
     def step(self) -> int:
         return self.saved.step if self.saved else 0
+
+    @property
+    def weights(self) -> Path | None:
+        return None if self.saved is None else self.saved.folder / "model.safetensors"
 
     @property
     def failed_shards(self) -> Mapping[str, str] | None:
@@ -241,7 +246,8 @@ def replay_newest(folder: RunFolder, config: Config, dataset: Dataset, stop: Sto
     back to a checkpoint that is gone.
     """
     first, last = find_replayable(folder, config)
-    state = build_state(config, choose_device(config.training.device))
+    with building_for(first.folder / "model.safetensors"):
+        state = build_state(config, choose_device(config.training.device))
     load_checkpoint(first.folder, state)
     if planned := read_state(last.folder).get("length"):  # a time budget's decisions, up to the last step
         state.length.load_state_dict(planned)

@@ -7,6 +7,7 @@ this one, and call it in `check_trends`, `_check_costs` or `sample_checks.check_
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.held_out import midpoints
 from unfog.inference.memorization import FEWEST, check_memorization_by_pixels
-from unfog.pipeline.build import build_loss_at, build_network, without_augmentation
+from unfog.pipeline.build import build_loss_at, build_network, building_for, without_augmentation
 from unfog.pipeline.generate import GenerationSettings, generate_images
 from unfog.pipeline.load_data import load_images
 from unfog.process.device import choose_device
@@ -97,7 +98,11 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
         except torch.OutOfMemoryError:
             skipped.append(f"checks of the weights, as {where} has too little memory free (try --device cpu)")
     memorized = any(f.code in ("run.memorised", "run.overfitting") and f.severity == "warning" for f in findings)
-    trends = check_trends(record, usual_learning_rate_of(config), relative, pixelwise, memorized)
+    usual_lr = None
+    saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
+    with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
+        usual_lr = usual_learning_rate_of(config)
+    trends = check_trends(record, usual_lr, relative, pixelwise, memorized)
     findings = [*trends, *findings, *_check_costs(record)]
     if skipped:
         findings.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
@@ -156,7 +161,8 @@ def _newest_weights(
             skipped.append(f"checks of the weights, as {none}")
             return None, broken
         config = replace(read_toml(saved.folder / checkpoint.CONFIG, Config()), autoencoder_folder=autoencoder)
-        networks = {kind: build_network(config) for kind in ("model", "ema")}
+        with building_for(saved.folder / "model.safetensors"):
+            networks = {kind: build_network(config) for kind in ("model", "ema")}
         for kind, network in networks.items():
             load_weights(saved.folder, kind, network)
         return _Weights(saved.step, config, updates, networks), broken
