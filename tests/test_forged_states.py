@@ -18,6 +18,7 @@ from test_fuzz import TINY, places, put
 from test_resume_settings import sealed, trained
 from unfog.config.toml import to_toml
 from unfog.errors import RunError, UnfogError
+from unfog.inference.evaluation_files import Evaluation
 from unfog.pipeline.build import build_state
 from unfog.process.run_folder import RunFolder
 from unfog.runs.resume import resume
@@ -165,3 +166,12 @@ def test_a_network_larger_than_its_weights_is_not_allocated(run: Path, tmp_path:
 def peak_memory() -> float:
     """Bytes of memory that this process held at the most, so far."""
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_an_evaluation_holds_no_credentials_and_is_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "run/evaluations/one.json"
+    path.parent.parent.mkdir()
+    Evaluation(4, {"reference": "https://me:secret@host/set.zip?signature=abc"}, ()).write(path)
+    assert "https://host/set.zip" in path.read_text()
+    assert not re.search("secret|abc", path.read_text())
+    assert path.stat().st_mode & 0o777 == 0o600

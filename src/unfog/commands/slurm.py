@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -61,6 +62,7 @@ def main(request: SlurmRequest) -> int:
     file = request.file or Path(f"{request.run.resolve().name}.sbatch")
     try:
         with open_file(file, "xb") as batch:  # a batch file that is there may have been edited
+            os.chmod(batch.fileno(), 0o600)  # its command may hold a URL with credentials
             batch.write(_batch_script(request).encode())
     except FileExistsError:
         raise RequestError(f"{quote(str(file))[1:-1]} is there already; give another --file, or remove it") from None

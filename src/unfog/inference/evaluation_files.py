@@ -24,6 +24,7 @@ from unfog.evaluation.metrics import MetricResult
 from unfog.pipeline.generate import GenerationSettings
 from unfog.reporting.image_grids import Pixels
 from unfog.safe_files import make_folder, read_file, regular_file, write_atomic
+from unfog.text import without_secrets
 from unfog.training.distributed.world import World
 
 FORMAT = 1
@@ -92,7 +93,7 @@ class Evaluation:
         run = path.parent.parent
         make_folder(path.parent, run)
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, allow_nan=False) + os.linesep
-        write_atomic(path, text.encode(), run)
+        write_atomic(path, without_secrets(text).encode(), run, private=True)  # sources may be URLs with credentials
 
     @classmethod
     def read(cls, path: Path) -> Evaluation | None:

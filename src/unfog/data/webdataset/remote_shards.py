@@ -253,4 +253,4 @@ def _remember_states(location: SourceLocation, states: Mapping[str, FileState]) 
         with suppress(OSError):  # without it only a resume with missing shards is refused
             file = _states_file(location)
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(now).encode(), shared=True)
+            write_atomic(file, json.dumps(now).encode(), private=True, shared=True)
