@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from unfog.errors import RequestError
+from unfog.safe_files import write_atomic
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ def check_consent(path: str, noun: str) -> None:
         with suppress(OSError, RuntimeError):
             file = _consent_file()
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(f"{one}\n" for one in [*_stored_consent(), line]), "utf-8")
+            write_atomic(file, "".join(f"{one}\n" for one in [*_stored_consent(), line]).encode())
 
 
 def _consent_file() -> Path:
