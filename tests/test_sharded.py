@@ -274,6 +274,8 @@ def test_what_other_processes_have_written_is_seen_or_said(tmp_path, monkeypatch
 def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path, monkeypatch):
     post, full, files = ShardStatusStore(HashStore(), "parts/1"), threading.Event(), ("model", "ema", "optimizer")
     full.set()
+    state = TrainState(nn.Linear(2, 1), Optimizer(), PowerEma(0.1), Precision("fp32", torch.device("cpu")))
+    progress = state.progress() | {"seen": 8}
 
     def write_files(taken, folder):
         if full.is_set() and taken.rank == 1:
@@ -285,7 +287,6 @@ def test_room_that_another_process_waits_for_is_waited_for_by_the_first(tmp_path
     monkeypatch.setattr(writer, "RETRY", 0.05)
     writers = [writer.CheckpointWriter(tmp_path, Checkpoint()) for _ in range(2)]
     for rank, one in enumerate(writers):
-        progress = {"seen": 8, "last": {}, "keys": {}}
         part, rows = ({file: {"w": value} for file in files} for value in (torch.ones(2), 2 * rank))
         one.submit(snapshot.Snapshot(1, part, progress, False, False, "", "", 0.0, rows, rank, 2), post)
     deadline = time.monotonic() + 20

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import few_images
 from launches import (
     SETTINGS,
     ended,  # noqa: F401  a fixture
@@ -167,7 +168,7 @@ def test_a_job_that_comes_back_ends_as_if_it_had_never_left(here, monkeypatch):
         (programs / name).chmod(0o755)
     settings = ("--steps", 24, *SETTINGS)
     nodes = ("--nodes", 2, "--gpus-per-node", 0, "--cpus-per-task", 1)
-    assert asked(*nodes, "--", "train", "fashion", "--out", run, *settings) == 0
+    assert asked(*nodes, "--", "train", few_images(), "--out", run, *settings) == 0
     slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "two", "SLURM_TMPDIR": str(here)}
     for name, value in ({"PATH": f"{programs}:{os.environ['PATH']}"} | slurm).items():
         monkeypatch.setenv(name, value)

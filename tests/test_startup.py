@@ -147,7 +147,7 @@ def resumed_at(step, run, tmp_path, monkeypatch):
     """(positions that were read, operations until the step after this one is done) of a resume that begins there."""
     folder = tmp_path / str(step)
     shutil.copytree(run, folder)
-    load, batch, read = session.checkpoint.load, ImageStream.batch, []
+    load, batch, read = session.load_checkpoint, ImageStream.batch, []
 
     def loaded(place, state):
         load(place, state)
@@ -158,7 +158,7 @@ def resumed_at(step, run, tmp_path, monkeypatch):
         return batch(self, first, size)
 
     with monkeypatch.context() as patched, Counting() as counting:
-        patched.setattr(session.checkpoint, "load", loaded)
+        patched.setattr(session, "load_checkpoint", loaded)
         patched.setattr(ImageStream, "batch", noted)
         stop_after(step + 1, patched)
         assert not resume(RunFolder(folder))[1]

@@ -107,7 +107,8 @@ def open_file(path: Path, mode: Mode, root: Path | None = None, follow: bool = F
 def read_file(path: Path, limit: int = LARGEST_TEXT, root: Path | None = None, follow: bool = False) -> bytes:
     """Return the content of a regular file. OSError if it is another kind or a link; ValueError above `limit` bytes."""
     with open_file(path, "rb", root, follow) as file:
-        data = file.read(limit + 1)
+        # read() sets aside all the memory that it is asked for, and a file may grow while it is read.
+        data = file.read(min(limit, max(os.fstat(file.fileno()).st_size, 2**16)) + 1)
     if len(data) > limit:
         raise ValueError(f"{path.name} has over {limit:,} bytes")
     return data

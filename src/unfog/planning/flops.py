@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +137,16 @@ def count_flops(build: Callable[[], nn.Module], shape: tuple[int, int, int]) -> 
 
 def measure_flops(work: Callable[[], object]) -> float:
     """Return the FLOPs of the matrix products and convolutions of a computation, which is done."""
-    with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as flops:
+    flops = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    # Its own tracker of modules hooks into gradients, which fails in inference mode. Only the total is wanted.
+    flops.mod_tracker = cast(Any, _NoModules())
+    with flops:
         work()
     return float(flops.get_total_flops())
+
+
+class _NoModules(nullcontext[None]):
+    parents = frozenset({"Global"})
 
 
 class _OperationCounter(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -157,9 +157,10 @@ def finite_number(value: object) -> float:
 def _read(path: Path, last: int | None = None) -> Iterator[Row]:
     try:
         with open_file(path, "rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - (last or _LARGEST_RECORD))
+            size, limit = os.fstat(file.fileno()).st_size, last or _LARGEST_RECORD
+            start = max(0, size - limit)
             file.seek(start)
-            lines = file.read(last or _LARGEST_RECORD).split(b"\n")
+            lines = file.read(min(size, limit)).split(b"\n")  # read() sets aside all that it is asked for
     except FileNotFoundError:
         return
     for line in lines[start > 0 :]:  # the first of a part is cut

@@ -226,7 +226,10 @@ def _remove_surplus(folder: Path, every: int, step: int) -> None:
 
 def remove_after(folder: Path, step: int) -> None:
     """Remove snapshots after a step that the run has gone back to, and what a crash left half done."""
-    if not check_folder(folder, folder.parent):
+    try:
+        if not check_folder(folder, folder.parent):
+            return
+    except OSError:  # somebody's file or link, which holds no snapshots of ours
         return
     for path in folder.glob("[0-9]*.safetensors"):
         if path.stem.isdecimal() and int(path.stem) > step:
