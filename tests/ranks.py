@@ -99,7 +99,7 @@ class Diary(TrainingHooks):
         if not (self.saved and self.once):
             taken = snapshot.take_snapshot(state, state.seen)
             self.numbers += [t.numel() for part in taken.tensors.values() for t in part.values()]
-            writer.write_shard(taken, Path(place), post, threading.Event())
+            writer._write_shard(taken, Path(place), post, threading.Event())
             self.saved = Path(place, f"{state.seen:08d}")
 
 

@@ -14,7 +14,7 @@ from torch.distributions import Normal, kl_divergence
 import unfog
 from unfog.cli.main import main
 from unfog.config.presets import AutoencoderRunSettings, add_autoencoder, autoencoder_recipe
-from unfog.config.resume_rules import flatten
+from unfog.config.resume_rules import _flatten
 from unfog.config.schema import Config
 from unfog.errors import RequestError
 from unfog.models.autoencoder import AutoencoderModel
@@ -137,7 +137,7 @@ def test_what_makes_no_codec_is_refused():
 
 def test_help_shows_what_a_codec_reads_and_no_more(capsys):
     names, all_names = (
-        {name for name, _ in flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
+        {name for name, _ in _flatten(each)} for each in (AutoencoderRunSettings.of(autoencoder_recipe()), Config())
     )
     assert names < all_names
     with pytest.raises(SystemExit):

@@ -24,9 +24,9 @@ from unfog.diffusion.objective import Objective
 from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
-from unfog.inference.compute_metrics import LEVELS, bits_per_value
+from unfog.inference.compute_metrics import LEVELS, _bits_per_value
 from unfog.inference.evaluation_files import weights_digest
-from unfog.inference.run import Run, check_guide
+from unfog.inference.run import Run, _check_guide
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
 from unfog.models.network_settings import build_model
@@ -274,7 +274,7 @@ def test_a_learned_variance_counts_in_bits(photos, codec, tmp_path):
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
     held_out = build_held_out_set(images_of(run), run.config, CPU, 4)
-    found = bits_per_value(run.network, run.config, held_out, 4, 0, lambda done: None)
+    found = _bits_per_value(run.network, run.config, held_out, 4, 0, lambda done: None)
 
     def by_hand(variance):
         denoise = Denoiser(run.network, run.config.diffusion, variance)
@@ -307,20 +307,20 @@ def test_a_learned_variance_is_sampled_with_from_an_image_and_with_a_guide(photo
 
 def test_a_guide_sees_the_same_latents(on_latents):
     config = on_latents.config
-    check_guide(config, config)
+    _check_guide(config, config)
     loud = replace(config, diffusion=replace(config.diffusion, sigma_data=1.0))
     other = replace(config, latents=replace(config.latents, mean=(0.0, 0.0, 0.0)))
     for guide in (replace(config, autoencoder_folder=""), loud, other):
         with pytest.raises(RequestError, match="does not see what this run sees"):
-            check_guide(config, guide)
+            _check_guide(config, guide)
     plain = replace(config, autoencoder_folder="")
     zero = Diffusion(path=VP(), schedule=Cosine(steps=100, zero_terminal=True), target=V())
     asked = replace(plain, diffusion=zero)
     eps = replace(plain, diffusion=Diffusion(path=VP(), schedule=Cosine(), target=Eps()))
     with pytest.raises(RequestError, match="the guide cannot be asked at the noise levels of this run"):
-        check_guide(asked, eps)
-    check_guide(asked, asked)
-    check_guide(
+        _check_guide(asked, eps)
+    _check_guide(asked, asked)
+    _check_guide(
         plain, replace(loud, autoencoder_folder="")
     )  # pixels are pixels whatever deviation they are taken to have
 

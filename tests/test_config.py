@@ -12,7 +12,7 @@ from unfog.cli.parse import parse_args
 from unfog.config import values as kinds
 from unfog.config.presets import PRESETS, preset
 from unfog.config.requests import TrainRequest as Train
-from unfog.config.resume_rules import flatten
+from unfog.config.resume_rules import _flatten
 from unfog.config.schema import SHORT, Config, nest_settings
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.diffusion.noise import Cosine, LogNormal
@@ -136,7 +136,7 @@ def test_unions_that_are_no_parts_are_left_alone():
 
 
 def test_short_names_lead_somewhere():
-    names = {name for name, _ in flatten(Config())}
+    names = {name for name, _ in _flatten(Config())}
     assert {"lr", "size", "steps", "optimizer", "init", "autoencoder"} <= set(SHORT)
     for short, long in SHORT.items():
         assert long in names or f"{long}.kind" in names, short

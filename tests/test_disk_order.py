@@ -94,7 +94,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, disk):
 def test_an_ema_snapshot_is_on_disk_before_it_has_its_name(tmp_path, disk):
     state = trained()
     state.second_ema = Ema(state.model, PowerEma(0.05))
-    posthoc_ema.write_snapshot(posthoc_ema.take_ema_snapshot(state, 3), tmp_path / "averages")
+    posthoc_ema._write_snapshot(posthoc_ema.take_ema_snapshot(state, 3), tmp_path / "averages")
     assert disk.renamed == ["00000003.safetensors"]
     assert not disk.early
     assert disk.holds(tmp_path / "averages")

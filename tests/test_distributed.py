@@ -31,7 +31,7 @@ from unfog.process.run_folder import AUTOENCODER_FOLDER, RunFolder, find_earlier
 from unfog.sharded_rng import rows_of
 from unfog.training.distributed.coordination import CoordinatedHooks, _RankStatus
 from unfog.training.distributed.process_group import local_device
-from unfog.training.distributed.watchdog import Heartbeat, find_failed_rank
+from unfog.training.distributed.watchdog import _find_failed_rank, _Heartbeat
 from unfog.training.distributed.world import World
 from unfog.training.gradient import _with_own_seed, seed_generators, split_batch
 from unfog.training.hooks import TrainingHooks
@@ -123,23 +123,25 @@ def test_parts_of_what_is_drawn_together_have_dropout_of_their_own():
 
 
 def sign(rank, step, phase, seconds):
-    return Heartbeat(rank, 1, step, phase, seconds, f"host, process {rank}")
+    return _Heartbeat(rank, 1, step, phase, seconds, f"host, process {rank}")
 
 
 def test_who_hangs_is_named_with_what_it_was_at():
     waiting = [sign(0, 7, "agreeing", 61.0), sign(1, 7, "backward", 61.5), sign(2, 7, "data", 62.0)]
-    assert find_failed_rank(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
-    assert find_failed_rank(waiting, {}, 90.0) is None
+    assert (
+        _find_failed_rank(waiting, {}, 60.0) == "rank 2 (host, process 2) has been in phase 'data' of step 7 for 62 s"
+    )
+    assert _find_failed_rank(waiting, {}, 90.0) is None
     behind = [sign(0, 8, "data", 61.0), sign(1, 7, "agreeing", 61.0)]
-    assert find_failed_rank(behind, {}, 60.0).startswith("rank 1 ")
+    assert _find_failed_rank(behind, {}, 60.0).startswith("rank 1 ")
     frozen = [sign(0, 7, "agreeing", 61.0), sign(1, 6, "forward", 0.1)]
-    assert "rank 1 (host, process 1) has given no sign of life for 25 s" in find_failed_rank(
+    assert "rank 1 (host, process 1) has given no sign of life for 25 s" in _find_failed_rank(
         frozen, {0: 0.5, 1: 25.0}, 60.0
     )
     # What the first one does alone may take long, as long as it gives signs.
     alone = [sign(0, -1, "evaluation (rank 0 alone)", 5000.0), sign(1, -1, "waiting for rank 0: evaluation", 5000.0)]
-    assert find_failed_rank(alone, {0: 3.0, 1: 3.0}, 60.0) is None
-    assert "rank 0" in find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
+    assert _find_failed_rank(alone, {0: 3.0, 1: 3.0}, 60.0) is None
+    assert "rank 0" in _find_failed_rank(alone, {0: 61.0, 1: 3.0}, 60.0)
 
 
 @pytest.mark.parametrize("own", [0, 2, 3, 4])

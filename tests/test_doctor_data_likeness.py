@@ -13,13 +13,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from unfog.checks.images import duplicate_checks
 from unfog.checks.images.duplicate_checks import (
-    candidate_pairs,
+    _candidate_pairs,
+    _compare_thumbnails,
+    _connected_groups,
     check_duplicates,
-    compare_thumbnails,
-    connected_groups,
     find_duplicates,
 )
-from unfog.checks.images.image_scan import perceptual_hash, scan_images, thumbnails
+from unfog.checks.images.image_scan import _perceptual_hash, scan_images, thumbnails
 from unfog.data.dataset import Dataset, ImageSet
 from unfog.data.prepare import prepare
 from unfog.data.settings import Data
@@ -60,9 +60,9 @@ def test_thumbnails_are_means_of_cells(size: int) -> None:
 
 def test_a_hash_survives_what_leaves_the_picture_alone_and_tells_pictures_apart() -> None:
     images = CLOTHES[::20]
-    one = perceptual_hash(thumbnails(images))
-    again = perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
-    dimmed = perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
+    one = _perceptual_hash(thumbnails(images))
+    again = _perceptual_hash(thumbnails(np.stack([saved(image, 60) for image in images])))
+    dimmed = _perceptual_hash(thumbnails((images * 0.8 + 10).astype(np.uint8)))
     assert np.quantile(bits(one, again), 0.95) <= 3
     assert np.quantile(bits(one, dimmed), 0.95) <= 3
     assert np.median(bits(one, np.roll(one, 250))) > 12  # another kind of clothes
@@ -73,7 +73,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
     hashes = generator.integers(0, 2**64, 20_000, np.uint64, endpoint=False)
     flips = [sum(1 << int(b) for b in generator.choice(64, 6, replace=False)) for _ in range(200)]
     hashes[:200] = hashes[-200:] ^ np.array(flips, np.uint64)
-    found = {tuple(pair) for pairs in candidate_pairs(hashes) for pair in pairs.tolist()}
+    found = {tuple(pair) for pairs in _candidate_pairs(hashes) for pair in pairs.tolist()}
     planted = {(i, 19_800 + i) for i in range(200)}
     assert len(planted & found) >= 190
     assert all(bits(hashes[[a]], hashes[[b]])[0] <= 9 for a, b in found)
@@ -82,7 +82,7 @@ def test_candidates_find_close_hashes_among_many() -> None:
 def test_many_equal_hashes_take_no_longer() -> None:
     """What is alike by nature, as blank pages or passport photographs are, must not cost the square of its number."""
     started = time.process_time()
-    pairs = sum(map(len, candidate_pairs(np.zeros(20_000, np.uint64))))
+    pairs = sum(map(len, _candidate_pairs(np.zeros(20_000, np.uint64))))
     assert pairs <= 20 * 12 * 20_000
     assert time.process_time() - started < 10  # measured 0.5
 
@@ -93,7 +93,7 @@ def test_groups_are_connected_components(pairs: list[tuple[int, int]]) -> None:
     for a, b in pairs:
         group = {one: group[a] if which == group[b] else which for one, which in group.items()}
     sets = [[one for one in group if group[one] == which] for which in set(group.values())]
-    found = connected_groups(np.array(pairs, np.int64).reshape(-1, 2))
+    found = _connected_groups(np.array(pairs, np.int64).reshape(-1, 2))
     assert sorted(group.tolist() for group in found) == sorted(sorted(one) for one in sets)
     assert [len(group) for group in found] == sorted(map(len, found), reverse=True)
 
@@ -108,12 +108,12 @@ def rgb(*shape: int) -> np.ndarray:
 def test_a_changed_part_is_no_copy_and_noise_is() -> None:
     images = rgb(100)
     noisy = np.clip(images + np.random.default_rng(2).normal(0, 6, images.shape), 0, 255).astype(np.uint8)
-    assert compare_thumbnails(thumbnails(images), thumbnails(noisy)).duplicate.all()
+    assert _compare_thumbnails(thumbnails(images), thumbnails(noisy)).duplicate.all()
     part = images.copy()
     part[:, :, 12:22, 12:22] = part[:, :, 12:22, 12:22] // 2 + 100  # as another face, or another skin
-    look = compare_thumbnails(thumbnails(images), thumbnails(part))
+    look = _compare_thumbnails(thumbnails(images), thumbnails(part))
     assert look.duplicate.mean() <= 0.02
-    other = compare_thumbnails(thumbnails(images), thumbnails(np.roll(images, 1, 0)))
+    other = _compare_thumbnails(thumbnails(images), thumbnails(np.roll(images, 1, 0)))
     assert not other.similar.any()
 
 
@@ -141,8 +141,8 @@ def test_what_shares_a_sky_is_not_alike_for_that() -> None:
     faint = np.random.default_rng(4).normal(0, 8, (100, 1, 16, 16))
     skies = (sky + faint).astype(np.float32)
     assert np.corrcoef(skies[0].ravel(), skies[1].ravel())[0, 1] > 0.97
-    assert not compare_thumbnails(skies, np.roll(skies, 1, 0)).similar.any()
-    assert compare_thumbnails(skies, skies + 5).duplicate.all()
+    assert not _compare_thumbnails(skies, np.roll(skies, 1, 0)).similar.any()
+    assert _compare_thumbnails(skies, skies + 5).duplicate.all()
 
 
 def test_copies_in_training_and_across_the_split_are_told_apart() -> None:

@@ -11,14 +11,14 @@ import torch
 
 from unfog.checks.run.loss_checks import (
     LossImages,
+    _ema_window,
     baseline_losses,
     check_ema,
     check_overfitting,
-    ema_window,
     held_out_history,
     measure_losses,
 )
-from unfog.checks.run.run_checks import check_trends
+from unfog.checks.run.run_checks import _check_trends
 from unfog.checks.run.run_record import FRESH_START_SETTINGS, RunRecord
 from unfog.checks.run.status_checks import (
     _round_down,
@@ -31,11 +31,11 @@ from unfog.checks.run.status_checks import (
     check_unused_images,
 )
 from unfog.checks.run.trend_checks import (
+    _loss_trend,
     check_learning_rate,
     check_loss,
     check_noise_scale,
     check_stability,
-    loss_trend,
 )
 from unfog.config import resume_rules
 from unfog.config.presets import preset
@@ -52,7 +52,7 @@ LR = 1e-3
 
 
 def trends(record, usual_lr, relative, pixelwise):
-    found = check_trends(record, usual_lr, relative, pixelwise, memorized=False)
+    found = _check_trends(record, usual_lr, relative, pixelwise, memorized=False)
     return {finding.code: finding for finding in found}
 
 
@@ -81,7 +81,7 @@ def noisy(f, size=0.01):
 @pytest.mark.parametrize("exponent", [0.05, 0.15, 0.5])
 def test_the_fall_with_twice_the_images_is_that_of_the_power_law(tmp_path, exponent):
     record = a_record(tmp_path, lines(loss=noisy(lambda step: 3 * step**-exponent)))
-    trend = loss_trend(record)
+    trend = _loss_trend(record)
     assert trend.fall == pytest.approx(1 - 2**-exponent, abs=0.01)
     assert trend.last == pytest.approx(3 * 1000**-exponent, rel=0.02)
 
@@ -123,7 +123,7 @@ def test_a_few_lines_or_none_are_too_early_for_a_trend(tmp_path):
     assert "too early" in few.evidence
     # Resumed from a record whose beginning is lost: no doubling is left in it.
     late = a_record(tmp_path, lines(loss=lambda step: 0.2)[-8:])
-    assert loss_trend(late) is None
+    assert _loss_trend(late) is None
 
 
 def test_a_rate_is_never_blamed_alone(tmp_path):
@@ -531,7 +531,7 @@ def test_a_held_out_loss_of_no_step_is_left_out(tmp_path):
 def test_the_horizon_of_the_average_is_within_the_run(tmp_path):
     record = a_record(tmp_path)
     for ema, updates, low, high in ((PowerEma(), 1000, 100, 150), (FixedEma(), 300, 25, 40), (FixedEma(), 1, 1, 1)):
-        horizon = ema_window(replace(record, config=replace(record.config, ema=ema)), updates)
+        horizon = _ema_window(replace(record, config=replace(record.config, ema=ema)), updates)
         assert low <= horizon <= high
 
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from unfog.checks.run.sample_checks import (
-    check_blank,
-    check_color_cast,
-    check_saturation,
+    _check_blank,
+    _check_color_cast,
+    _check_saturation,
     color_statistics,
     comparison_figure,
 )
-from unfog.inference.memorization import COPY, _pixel_features, check_memorization, find_nearest
+from unfog.inference.memorization import COPY, _check_memorization, _find_nearest, _pixel_features
 
 # Copies.
 
@@ -31,7 +31,7 @@ def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
     bank, queries = blobs(300, 0), blobs(5, 1)
     queries[0] = bank[17][:, :, ::-1]
     queries[1] = bank[250]
-    found = find_nearest(torch.from_numpy(queries), bank)
+    found = _find_nearest(torch.from_numpy(queries), bank)
     plain, mirrored = (_pixel_features(torch.from_numpy(b.copy())).double() for b in (bank, bank[..., ::-1]))
     wanted = _pixel_features(torch.from_numpy(queries)).double()
     both = torch.minimum(*((wanted[:, None] - b[None]).square().mean(2).sqrt() for b in (plain, mirrored)))
@@ -40,29 +40,29 @@ def test_the_nearest_are_those_of_brute_force_mirrored_or_not():
     assert found.image[0, 0] == 17
     assert found.image[1, 0] == 250
     assert found.distance[:2, 0].max() < 1e-3
-    itself = find_nearest(torch.from_numpy(bank[:5]), bank, rows=range(5))
+    itself = _find_nearest(torch.from_numpy(bank[:5]), bank, rows=range(5))
     assert not (itself.image == torch.arange(5)[:, None]).any()
     assert itself.distance.isfinite().all()
 
 
 def test_the_nearest_are_found_across_chunks(monkeypatch):
     bank, queries = blobs(100, 0), torch.from_numpy(blobs(4, 1))
-    whole = find_nearest(queries, bank)
+    whole = _find_nearest(queries, bank)
     monkeypatch.setattr("unfog.inference.memorization.CHUNK", 7)
-    parts = find_nearest(queries, bank)
+    parts = _find_nearest(queries, bank)
     assert torch.equal(whole.image, parts.image)
     assert torch.allclose(whole.distance, parts.distance)
 
 
 def verdict(drawn, bank, unseen=None):
-    found = find_nearest(torch.from_numpy(drawn), bank)
+    found = _find_nearest(torch.from_numpy(drawn), bank)
     if unseen is None:
         rows = range(min(len(bank), 256))
-        usual = find_nearest(torch.from_numpy(bank[: len(rows)]), bank, rows=rows)
+        usual = _find_nearest(torch.from_numpy(bank[: len(rows)]), bank, rows=rows)
     else:
-        usual = find_nearest(torch.from_numpy(unseen), bank)
+        usual = _find_nearest(torch.from_numpy(unseen), bank)
     pictures = drawn.transpose(0, 2, 3, 1)
-    return check_memorization(
+    return _check_memorization(
         pictures, found, usual, bank[found.image[:, 0].numpy()].transpose(0, 2, 3, 1), "others", len(bank)
     )
 
@@ -137,7 +137,7 @@ def solid(count, seed, spread=60, shift=(0, 0, 0)):
 
 
 def tinted(drawn, data, labels=(None, None)):
-    return check_color_cast(
+    return _check_color_cast(
         color_statistics(drawn, labels[0]), color_statistics(data, labels[1]), comparison_figure(drawn, data)
     )
 
@@ -184,14 +184,15 @@ def test_noise_blank_and_clipped_pictures_are_found():
     data = blobs(200, 0).transpose(0, 2, 3, 1)
     fresh, random = blobs(64, 1).transpose(0, 2, 3, 1), np.random.default_rng(0)
     shown = comparison_figure(fresh, data)
-    assert check_blank(color_statistics(fresh), color_statistics(data), shown).severity == "fine"
+    assert _check_blank(color_statistics(fresh), color_statistics(data), shown).severity == "fine"
     noise = (fresh + random.normal(0, 40, fresh.shape)).clip(0, 255).astype(np.uint8)
-    assert "noise" in check_blank(color_statistics(noise), color_statistics(data), shown).evidence
-    assert check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown).severity == "warning"
+    assert "noise" in _check_blank(color_statistics(noise), color_statistics(data), shown).evidence
+    assert _check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown).severity == "warning"
     assert (
-        check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown, "wait").severity == "hint"
+        _check_blank(color_statistics(np.full_like(fresh, 90)), color_statistics(data), shown, "wait").severity
+        == "hint"
     )
     harsh = np.where(fresh > 128, 255, 0).astype(np.uint8)
-    assert check_saturation(color_statistics(harsh), color_statistics(data)).severity == "warning"
-    assert check_saturation(color_statistics(fresh), color_statistics(data)).severity == "fine"
-    assert check_saturation(color_statistics(harsh), color_statistics(harsh[:32])).severity == "fine"
+    assert _check_saturation(color_statistics(harsh), color_statistics(data)).severity == "warning"
+    assert _check_saturation(color_statistics(fresh), color_statistics(data)).severity == "fine"
+    assert _check_saturation(color_statistics(harsh), color_statistics(harsh[:32])).severity == "fine"

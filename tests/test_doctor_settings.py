@@ -9,13 +9,13 @@ import torch
 
 import unfog.data.augmentation
 from conftest import NETWORK
-from unfog.checks.run.run_checks import usual_learning_rate_of
+from unfog.checks.run.run_checks import _usual_learning_rate_of
 from unfog.checks.settings import learning_rate_checks as rate_checks
 from unfog.checks.settings import machine_checks as machine
-from unfog.checks.settings.learning_rate_checks import ema_half_window, ema_share_before
+from unfog.checks.settings.learning_rate_checks import _ema_half_window, _ema_share_before
 from unfog.checks.settings.machine_checks import check_precision
-from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, OverfitBatch, overfit_one_batch
-from unfog.checks.settings.settings_checks import check_range, check_settings, check_timesteps, evenly_spread_pixels
+from unfog.checks.settings.overfit_one_batch import LEARNED, STUCK, _OverfitBatch, overfit_one_batch
+from unfog.checks.settings.settings_checks import _check_range, _check_timesteps, _evenly_spread_pixels, check_settings
 from unfog.config.presets import preset
 from unfog.config.schema import Config
 from unfog.config.toml import update
@@ -112,13 +112,13 @@ def test_a_rate_is_judged_by_no_other_optimizer(fashion):
     found = examined(config, fashion)["settings.lr"]
     assert found.severity == "fine"
     assert "torch.optim.Adadelta" in found.evidence
-    assert usual_learning_rate_of(config) is None
+    assert _usual_learning_rate_of(config) is None
 
 
 def test_trained_weights_have_a_usual_rate_of_their_own(fashion):
     config = settled(fashion)
     tuned = replace(config, init=replace(config.init, folder="runs/flowers"))
-    assert usual_learning_rate_of(tuned) == pytest.approx(0.3 * usual_learning_rate_of(config))
+    assert _usual_learning_rate_of(tuned) == pytest.approx(0.3 * _usual_learning_rate_of(config))
 
 
 @pytest.mark.parametrize(
@@ -193,22 +193,22 @@ def test_labels_beyond_the_classes_are_fatal(fashion):
 
 def test_images_that_are_not_taken_to_both_sides_of_zero_are_fatal(fashion, monkeypatch):
     augment = unfog.data.augmentation.Augment()
-    assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fine"
+    assert _check_range(_evenly_spread_pixels(fashion.train), augment).severity == "fine"
     for wrong in (lambda p: p.float() / 255, lambda p: p.float(), lambda p: p.double() / 127.5 - 1):
         monkeypatch.setattr(unfog.data.augmentation, "to_model_range", wrong)
-        assert check_range(evenly_spread_pixels(fashion.train), augment).severity == "fatal"
+        assert _check_range(_evenly_spread_pixels(fashion.train), augment).severity == "fatal"
 
 
 def test_timesteps_that_leave_out_zero_are_fatal(monkeypatch):
     diffusion = Diffusion(schedule=Cosine(steps=250))
-    found = check_timesteps(diffusion)
+    found = _check_timesteps(diffusion)
     assert found.severity == "fine"
     assert (found.facts["from"], found.facts["to"], found.facts["met"]) == (0, 249, 250)
     quantile = Cosine.quantile
     monkeypatch.setattr(Cosine, "quantile", lambda self, logsnr: quantile(self, logsnr) + 1 / self.steps)  # 1 … T
-    assert check_timesteps(diffusion).severity == "fatal"
+    assert _check_timesteps(diffusion).severity == "fatal"
     monkeypatch.setattr(Cosine, "quantile", lambda self, logsnr: quantile(self, logsnr) + 0.5 / self.steps)
-    assert "fractions" in check_timesteps(diffusion).evidence
+    assert "fractions" in _check_timesteps(diffusion).evidence
 
 
 def test_pace_tells_costs_in_time(fashion):
@@ -280,16 +280,16 @@ def test_the_disk_is_judged_as_the_run_will(fashion, tmp_path, monkeypatch):
     ],
 )
 def test_precision_is_judged_by_what_it_costs_here(fashion, monkeypatch, precision, seconds, severity, remedy):
-    monkeypatch.setattr(machine, "multiply_seconds", lambda dtype, device: seconds.get(dtype, 1.0))
+    monkeypatch.setattr(machine, "_multiply_seconds", lambda dtype, device: seconds.get(dtype, 1.0))
     found = check_precision(settled(fashion, training={"precision": precision}), CPU)
     assert found.severity == severity
     assert remedy in found.remedy
 
 
 def test_products_are_really_measured():
-    assert 0 < machine.multiply_seconds(torch.float32, CPU) < 1
+    assert 0 < machine._multiply_seconds(torch.float32, CPU) < 1
     with pytest.raises(RuntimeError):
-        machine.multiply_seconds(torch.uint16, CPU)
+        machine._multiply_seconds(torch.uint16, CPU)
 
 
 def test_milestones_are_kept_besides_the_newest():
@@ -300,7 +300,7 @@ def test_milestones_are_kept_besides_the_newest():
 def test_a_rate_between_the_two_rules_is_not_high():
     by_root = default_learning_rate(10**6, 512, UNet())
     config = update(Config(), {"training": {"batch": 512, "images": 512_000}, "optimizer": {"lr": 2.5 * by_root}}, "")
-    assert 2.5 * by_root < rate_checks.linear_learning_rate(10**6, 512, UNet()) < 3 * by_root
+    assert 2.5 * by_root < rate_checks._linear_learning_rate(10**6, 512, UNet()) < 3 * by_root
     for factor, severity in ((1, "fine"), (3, "fine"), (3.5, "hint")):  # times what is below the linear rule
         lr = factor * 2.5 * by_root
         given = replace(config, optimizer=replace(config.optimizer, lr=lr))
@@ -326,10 +326,12 @@ def test_shares_of_the_average_are_those_of_the_recursion(profile):
             decay = profile.decay(n)
             value = decay * value + (1 - decay) * (n <= until)
         initial = np.prod([profile.decay(n) for n in range(1, steps + 1)])  # of weight 1 before the first update
-        assert ema_share_before(profile, until, steps) == pytest.approx(value + initial, rel=0.01, abs=1e-12)
-        half = ema_half_window(profile, steps)
+        assert _ema_share_before(profile, until, steps) == pytest.approx(value + initial, rel=0.01, abs=1e-12)
+        half = _ema_half_window(profile, steps)
         assert (
-            ema_share_before(profile, steps - half, steps) <= 0.5 <= ema_share_before(profile, steps - half + 1, steps)
+            _ema_share_before(profile, steps - half, steps)
+            <= 0.5
+            <= _ema_share_before(profile, steps - half + 1, steps)
         )
 
 
@@ -468,8 +470,8 @@ def test_what_each_pixel_alone_tells_is_what_least_squares_makes_of_it(fashion):
     objective = Objective(DIFFUSIONS["default"])
     pixels = np.full((8, 1, 16, 16), 255, np.uint8)
     pixels[:, :, 6:10, 6:10] = np.random.default_rng(0).integers(0, 256, (8, 1, 4, 4))
-    of_white = OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
-    alone = OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
+    of_white = _OverfitBatch.of(replace(fashion.train, pixels=pixels, labels=None), objective, CPU)
+    alone = _OverfitBatch.of(replace(fashion.train, pixels=pixels[:, :, 6:10, 6:10], labels=None), objective, CPU)
     alone.noise = of_white.noise[:, :, 6:10, 6:10]
     assert torch.allclose(of_white.pixelwise_loss(), alone.pixelwise_loss() * (4 / 16) ** 2, rtol=1e-4)
 
@@ -485,6 +487,6 @@ def test_leaving_a_lesson_leaves_at_once(fashion):
 
 
 def test_rates_scale_by_both_rules():
-    assert rate_checks.linear_learning_rate(10**6, 128, UNet()) == pytest.approx(6e-3)
+    assert rate_checks._linear_learning_rate(10**6, 128, UNet()) == pytest.approx(6e-3)
     assert default_learning_rate(10**6, 256, UNet()) == pytest.approx(6e-3)
-    assert rate_checks.linear_learning_rate(10**6, 2048, UNet()) == pytest.approx(3e-3 * 8 * 2)
+    assert rate_checks._linear_learning_rate(10**6, 2048, UNet()) == pytest.approx(3e-3 * 8 * 2)

@@ -24,16 +24,16 @@ from unfog.data.settings import Data
 from unfog.errors import RequestError, RunError
 from unfog.evaluation import features as store
 from unfog.evaluation.distances import feature_statistics
-from unfog.evaluation.features import features_folder, open_features
+from unfog.evaluation.features import _features_folder, open_features
 from unfog.evaluation.held_out import HeldOut, mean_over_images, midpoints, paired_difference
 from unfog.evaluation.metrics import compare_features
 from unfog.inference.evaluation_files import Evaluation, GeneratedSamples
 from unfog.inference.memorization import (
     UnseenImages,
-    check_memorization,
+    _check_memorization,
+    _find_nearest_features,
     check_memorization_by_features,
     check_memorization_by_pixels,
-    find_nearest_features,
 )
 from unfog.inference.run import Run
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
@@ -160,7 +160,7 @@ def test_everything_is_measured_stored_and_shown(run, capsys):
 def test_statistics_of_the_real_images_are_kept_for_the_next_checkpoint(run):
     found = run.evaluate("fid,kid", n=10, features="texture", batch=16)["fd"]
     real, features = _prepared(run).train, open_features("texture")
-    kept = features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
+    kept = _features_folder(f"{real.fingerprint} spread", found.n_reference, features) / "statistics.safetensors"
     x = features(torch.from_numpy(np.ascontiguousarray(real.pixels[:])))
     torch.testing.assert_close(load_file(kept)["covariance"], feature_statistics(x).covariance)
 
@@ -175,7 +175,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
     with pytest.raises(RunError, match="cannot be written"):
         run.evaluate(**asked)
     (folder,) = (run.path / "evaluations" / "drawn").iterdir()
-    drawn = features_folder(folder.name, 30, open_features("texture"))
+    drawn = _features_folder(folder.name, 30, open_features("texture"))
     assert drawn in set(kept.glob("*"))
     monkeypatch.setattr(Evaluation, "write", write)
     compute = store._compute
@@ -186,7 +186,7 @@ def test_features_of_drawn_pictures_are_kept_until_the_result_is_stored(run, mon
 
     monkeypatch.setattr(store, "_compute", not_again)
     found = run.evaluate(**asked)
-    real = features_folder(
+    real = _features_folder(
         f"{_prepared(run).train.fingerprint} spread", found["kid"].n_reference, open_features("texture")
     )
     assert real.is_dir()
@@ -322,13 +322,13 @@ def test_copies_are_found_in_features_and_unseen_pictures_are_not():
     unseen, fresh = torch.randn(60, 64, generator=generator), torch.randn(40, 64, generator=generator)
     copied = train[:40] + 0.05 * torch.randn(40, 64, generator=generator)
     pictures = np.zeros((40, 8, 8, 1), np.uint8)
-    usual = find_nearest_features(unseen, train)
+    usual = _find_nearest_features(unseen, train)
     for drawn, severity in ((copied, "warning"), (fresh, "fine")):
-        found = find_nearest_features(drawn, train)
-        finding = check_memorization(pictures, found, usual, pictures, "held-out images", 140, 1e-3)
+        found = _find_nearest_features(drawn, train)
+        finding = _check_memorization(pictures, found, usual, pictures, "held-out images", 140, 1e-3)
         assert finding.severity == severity
-    assert find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
-    without_self = find_nearest_features(train, train, list(range(140)))
+    assert _find_nearest_features(copied, train).image[:, 0].tolist() == list(range(40))
+    without_self = _find_nearest_features(train, train, list(range(140)))
     assert (without_self.image[:, 0] != torch.arange(140)).all()
     assert without_self.distance.isfinite().all()
 

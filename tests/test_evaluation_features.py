@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from unfog.errors import RequestError
 from unfog.evaluation.feature_networks import (
     INCEPTION_FILE,
-    antialiased,
+    _antialiased,
+    _tf1_bilinear,
     inception_path,
     parse_network_file,
-    tf1_bilinear,
 )
 from unfog.evaluation.features import is_inception, open_features
 
@@ -42,14 +42,14 @@ def one_by_one(image: np.ndarray, size: int) -> np.ndarray:
 def test_the_resize_is_that_of_tensorflow_1(side, size):
     image = pixels(1, 1, side).float()
     expected = one_by_one(image[0, 0].numpy(), size)
-    assert np.abs(tf1_bilinear(image, size)[0, 0].numpy() - expected).max() < 255 * 4e-5
+    assert np.abs(_tf1_bilinear(image, size)[0, 0].numpy() - expected).max() < 255 * 4e-5
 
 
 def test_the_resize_repeats_the_end_and_has_no_half_pixel():
     ramp = torch.tensor([0.0, 10, 20, 30]).expand(1, 1, 4, 4)
-    assert tf1_bilinear(ramp, 8)[0, 0, 0].tolist() == [0, 5, 10, 15, 20, 25, 30, 30]
+    assert _tf1_bilinear(ramp, 8)[0, 0, 0].tolist() == [0, 5, 10, 15, 20, 25, 30, 30]
     wide = torch.tensor([0.0, 10, 20, 30]).expand(1, 1, 2, 4)
-    assert tf1_bilinear(wide, 2)[0, 0, 0].tolist() == [0, 20]
+    assert _tf1_bilinear(wide, 2)[0, 0, 0].tolist() == [0, 20]
 
 
 class Net(nn.Module):
@@ -228,4 +228,4 @@ def test_options_stand_after_the_path():
 def test_shrinking_smooths_first():
     stripes = torch.zeros(1, 1, 64, 64)
     stripes[..., ::2] = 255
-    assert (antialiased(stripes, 13)[..., 2:-2] - 127.5).abs().max() < 5
+    assert (_antialiased(stripes, 13)[..., 2:-2] - 127.5).abs().max() < 5

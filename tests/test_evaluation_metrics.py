@@ -8,9 +8,9 @@ from torch import Tensor
 from unfog.errors import RequestError
 from unfog.evaluation import distances, metrics
 from unfog.evaluation.distances import (
+    _frechet_distance,
     extrapolate_frechet,
     feature_statistics,
-    frechet_distance,
     frechet_with_error,
     kernel_distance,
 )
@@ -72,8 +72,8 @@ def test_frechet_distance_of_gaussians_that_commute_is_the_closed_form():
     x = x._replace(mean=torch.zeros(6).double(), covariance=rotation @ a.diag() @ rotation.T)
     y = y._replace(mean=torch.ones(6).double() * 0.5, covariance=rotation @ b.diag() @ rotation.T)
     expected = 6 * 0.25 + (a.sqrt() - b.sqrt()).square().sum().item()
-    assert frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)  # roots of eigenvalues that are 0 but for 1e-16
-    assert frechet_distance(y, x) == pytest.approx(expected, rel=1e-6)
+    assert _frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)  # roots of eigenvalues that are 0 but for 1e-16
+    assert _frechet_distance(y, x) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_set_is_at_no_distance_from_itself():
@@ -107,7 +107,7 @@ def test_the_extrapolated_distance_has_no_bias_where_the_plain_one_does(place):
     plain, beyond = [], []
     for i in range(40):
         x, y = normal(200, 16, 2 * i), normal(200, 16, 2 * i + 1, math.exp(place), place)
-        whole = frechet_distance(feature_statistics(x), feature_statistics(y))
+        whole = _frechet_distance(feature_statistics(x), feature_statistics(y))
         plain.append(whole - true)
         beyond.append(extrapolate_frechet(x, y, 4, i, whole) - true)
     bias, left = torch.tensor(plain), torch.tensor(beyond)
@@ -190,7 +190,7 @@ def test_the_interval_of_precision_holds():
     true = compare_features(["precision"], real, normal(20_000, 4, 1, 1.5))[0].value
     found = [compare_features(["precision"], real, normal(60, 4, 2 + i, 1.5))[0] for i in range(100)]
     assert 88 <= sum(one.low <= true <= one.high for one in found) <= 100
-    lowest = metrics.proportion(torch.zeros(50, dtype=torch.bool))
+    lowest = metrics._proportion(torch.zeros(50, dtype=torch.bool))
     assert lowest.low == pytest.approx(0, abs=1e-12)
     assert lowest.high == pytest.approx(0.0713, abs=1e-3)  # Wilson 1927: z^2 / (n + z^2)
 
@@ -272,7 +272,7 @@ def test_neighbours_do_not_depend_on_where_features_lie():
 def test_the_error_of_a_frechet_distance_of_lopsided_features_is_the_jackknife():
     """Of normal features the two terms of a picture's influence do not correlate, so a wrong sign would not show."""
     x, y = normal(400, 2, 0).exp(), 1.5 * normal(300, 2, 1).exp()
-    value = lambda a, b: frechet_distance(feature_statistics(a), feature_statistics(b))  # noqa: E731
+    value = lambda a, b: _frechet_distance(feature_statistics(a), feature_statistics(b))  # noqa: E731
     left = torch.tensor([value(torch.cat([x[:i], x[i + 1 :]]), y) for i in range(len(x))])
     right = torch.tensor([value(x, torch.cat([y[:i], y[i + 1 :]])) for i in range(len(y))])
     variance = (len(x) - 1) * left.var(correction=0) + (len(y) - 1) * right.var(correction=0)
@@ -289,5 +289,5 @@ def test_the_line_is_drawn_through_parts_of_all_of_a_set():
     """Real images come class by class; in that order, halves would be of one class each."""
     x = torch.cat([normal(200, 4, 0), normal(200, 4, 1, place=5)])
     y = torch.cat([normal(200, 4, 2, place=5), normal(200, 4, 3)])
-    whole = frechet_distance(feature_statistics(x), feature_statistics(y))
+    whole = _frechet_distance(feature_statistics(x), feature_statistics(y))
     assert abs(extrapolate_frechet(x, y, 2, 0, whole) - whole) < 1

@@ -13,7 +13,7 @@ from unfog.errors import RequestError
 from unfog.evaluation import sliced_wasserstein as sliced
 from unfog.evaluation.features import open_features
 from unfog.evaluation.metrics import compare_features
-from unfog.evaluation.sliced_wasserstein import compare_pixels, sliced_wasserstein
+from unfog.evaluation.sliced_wasserstein import _sliced_wasserstein, compare_pixels
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_real_pictures_are_nearer_than_slightly_worse_ones(clothes):
     floor = compare_pixels(["sliced"], one, other)[0].value
     for worse in (blurred, of_few_kinds):
         assert compare_pixels(["sliced"], one, worse(other))[0].value > 2 * floor
-    assert set(sliced_wasserstein(one[:50], one[:50]).values()) == {0}
+    assert set(_sliced_wasserstein(one[:50], one[:50]).values()) == {0}
 
 
 @pytest.mark.parametrize("worse", [blurred, grainy, paler, of_few_kinds])
@@ -76,7 +76,7 @@ def test_levels_go_down_to_eight_pixels_and_see_their_own_scale():
     x = as_pixels(F.interpolate(coarse, scale_factor=8, mode="bilinear"))
     plain = as_pixels(x + 8 * torch.randn(x.shape, generator=generator))
     grain = as_pixels(x + 12 * torch.randn(x.shape, generator=generator))
-    found, bright = sliced_wasserstein(plain, grain), sliced_wasserstein(plain, as_pixels(plain + 20.0))
+    found, bright = _sliced_wasserstein(plain, grain), _sliced_wasserstein(plain, as_pixels(plain + 20.0))
     assert list(found) == [64, 32, 16, 8]
     assert found[64] > 5 * found[16]
     assert bright[8] > 5 * bright[64]
@@ -88,7 +88,7 @@ def test_any_size_has_levels_of_the_sides_that_are_told(side):
     pictures = torch.randint(0, 256, (2, 1, side, side + 3), dtype=torch.uint8, generator=generator)
     for level in sliced._sides(side):
         assert min(sliced._level(pictures.float(), level).shape[2:]) == level
-    assert set(sliced_wasserstein(pictures, pictures).values()) == {0.0}
+    assert set(_sliced_wasserstein(pictures, pictures).values()) == {0.0}
 
 
 def test_the_last_level_is_what_is_left_and_the_others_what_is_lost():

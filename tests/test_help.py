@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from unfog.cli.completion import completion_script
+from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS, read_request
-from unfog.commands.explain import explain
+from unfog.commands.explain import _explain
 from unfog.config.describe import describe
 from unfog.config.presets import add_autoencoder, autoencoder_recipe, preset
 from unfog.config.schema import SHORT, Config
@@ -124,11 +124,11 @@ def test_explain_tells_all_that_a_field_holds(said):
 def test_explain_knows_every_setting_section_and_kind(said):
     overview = said("explain")
     for each in describe(Config):
-        assert each.setting in explain(each.setting).splitlines()
+        assert each.setting in _explain(each.setting).splitlines()
         assert {each.path[0], each.path[-1]} <= set(re.findall(r"\w+", overview))
-        assert f"  {each.setting} " in explain(each.path[0]) or len(each.path) == 1
+        assert f"  {each.setting} " in _explain(each.path[0]) or len(each.path) == 1
         for word in each.choices if registry_of(each.annotation) else ():
-            assert word == "auto" or word in explain(word)
+            assert word == "auto" or word in _explain(word)
     assert "did you mean lr" in said("explain", "lrr", status=2)
     assert "a choice of --weighting" in said("explain", "min-snr")
 
@@ -160,7 +160,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
-    (folder / "unfog").write_text(completion_script(shell))
+    (folder / "unfog").write_text(_completion_script(shell))
     plain = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     words = [program, *plain, "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=20, check=True)

@@ -9,9 +9,9 @@ from unfog.checks.settings.length_checks import (
     COMMON_LENGTHS,
     MILESTONES,
     PUBLISHED_RUNS,
+    _format_count,
+    _milestones,
     check_length,
-    format_count,
-    milestones,
     training_length_guide,
 )
 from unfog.config.presets import preset
@@ -79,11 +79,11 @@ def test_small_sets_are_learned_by_heart_before_they_saturate():
 
 def test_milestones_follow_one_another_and_the_side():
     for side in (28, 64, 256):
-        lows, highs = zip(*milestones(side).values())
+        lows, highs = zip(*_milestones(side).values())
         assert list(lows) == sorted(lows)
         assert list(highs) == sorted(highs)
         assert all(low <= high for low, high in zip(lows, highs))
-    assert milestones(28) != milestones(64) != milestones(256)
+    assert _milestones(28) != _milestones(64) != _milestones(256)
 
 
 def test_ranges_hold_what_is_known():
@@ -93,7 +93,7 @@ def test_ranges_hold_what_is_known():
             "recognisable" if "recognisable" in known.level else "saturated" if known.level.startswith("FID") else ""
         )
         if level:
-            low, high = milestones(known.side)[level]
+            low, high = _milestones(known.side)[level]
             assert low / 4 <= known.images <= high, known
     assert set(MILESTONES) == {"recognisable", "good", "saturated"}
 
@@ -142,7 +142,7 @@ def test_the_default_hour_of_a_slow_cpu_is_no_fault():
 
 
 def test_numbers_as_people_say_them():
-    assert [format_count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == [
+    assert [_format_count(v) for v in (0.2, 7, 50_000, 1.5e6, 2.5e9)] == [
         "0.2",
         "7",
         "50,000",

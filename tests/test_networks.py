@@ -23,7 +23,7 @@ from unfog.models.settings import ARCHITECTURES, SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network, build_state
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import count_flops
-from unfog.planning.memory_estimate import MemoryEstimator, TracedStep, trace_step
+from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.load import load_checkpoint
 from unfog.training.hooks import Task, TrainingHooks
@@ -378,7 +378,7 @@ def test_compiled_training_learns_the_same(settings):
 )
 def test_memory_is_traced(settings, device):
     config = config_of(settings)
-    few, more, many = (trace_step(TracedStep(config, device, n, 2)) for n in (2, 4, 7))
+    few, more, many = (_trace_step(_TracedStep(config, device, n, 2)) for n in (2, 4, 7))
     assert few.extrapolate(7, more, 2, 4) == many
     peak = MemoryEstimator(config, device).step(8, False)
     assert peak.parts["parameters"] == sum(4 * p.numel() for p in build_network(config).parameters())

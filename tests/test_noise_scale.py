@@ -12,14 +12,14 @@ from unfog.diffusion.objective import Loss
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
-from unfog.training.statistics import NoiseScale, batch_advice, noise_scale, squared_gradient_norm
+from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale, squared_gradient_norm
 
 CPU = torch.device("cpu")
 
 
 def fed(steps, part: int, whole: int) -> dict:
     """What a window of steps comes to; a step is the gradient of each image, float64 [whole, D]."""
-    window = NoiseScale(CPU)
+    window = _NoiseScale(CPU)
     window.sums = window.sums.double()
     for step in steps:
         first = step[:part].sum(0) / whole  # what .grad holds after the first pass
@@ -87,7 +87,7 @@ def truth(state: TrainState, images: torch.Tensor) -> tuple[float, float]:
 def test_accumulated_gradients_of_a_network_agree_with_those_of_each_image():
     state = line()
     images = torch.randn(4, 3, dtype=torch.float64)
-    window = NoiseScale(CPU)
+    window = _NoiseScale(CPU)
     window.sums = window.sums.double()
     for index in itertools.product(range(4), repeat=3):
         state.optimizer.zero_grad()
@@ -104,7 +104,7 @@ def test_accumulated_gradients_of_a_network_agree_with_those_of_each_image():
 def test_window_begins_anew_and_survives_a_resume_to_the_bit():
     torch.manual_seed(0)
     squares = torch.rand(6, 2).tolist()
-    whole, resumed = NoiseScale(CPU), NoiseScale(CPU)
+    whole, resumed = _NoiseScale(CPU), _NoiseScale(CPU)
     for i, (part, all_of_it) in enumerate(squares):
         whole.add(torch.tensor(part), 3, torch.tensor(all_of_it), 8)
         if i == 3:
@@ -114,13 +114,13 @@ def test_window_begins_anew_and_survives_a_resume_to_the_bit():
     assert resumed.state_dict() == whole.state_dict()
     assert resumed.close() == whole.close() != {}
     assert whole.close() == {}  # and nothing is said of a window without any step
-    for window in (whole, fresh := NoiseScale(CPU)):
+    for window in (whole, fresh := _NoiseScale(CPU)):
         window.add(torch.tensor(2.0), 3, torch.tensor(5.0), 8)
     assert whole.close() == fresh.close()  # nor is anything left of the one before
 
 
 def test_gradient_that_drowns_has_no_scale_but_its_parts_are_kept():
-    window = NoiseScale(CPU)
+    window = _NoiseScale(CPU)
     # The mean gradient of 2 is ten times as long as that of 4: more than noise alone makes it.
     window.add(torch.tensor(25.0), 2, torch.tensor(1.0), 4)
     record = window.close()

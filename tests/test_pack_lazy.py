@@ -17,7 +17,7 @@ from PIL import Image
 
 from unfog.cache_folder import cache_folder
 from unfog.checks.run import run_checks as examination
-from unfog.checks.settings.overfit_one_batch import OverfitBatch
+from unfog.checks.settings.overfit_one_batch import _OverfitBatch
 from unfog.commands import find_lr
 from unfog.config.presets import preset
 from unfog.data import decode_pool as bulk
@@ -290,7 +290,7 @@ def test_whoever_takes_images_gets_the_labels_of_those_that_stand_in(photos: Pat
     shown, own = examination._training_pixels(fresh().train, (0, 1))
     at_the_end = Damaged(photos, "damaged")
     at_the_end.bad = frozenset([299])  # for which the first stands in, of the other class
-    lesson = OverfitBatch.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
+    lesson = _OverfitBatch.of(prepare(at_the_end, replace(ASKED, held_out=0)).train, objective, cpu)
     assert held is not None
     assert looked is not None
     for x0, label in (

@@ -21,9 +21,9 @@ from unfog.errors import RequestError
 from unfog.models.settings import SIZES, DiT, MPUNet, UNet
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
-from unfog.planning.memory_estimate import MemoryEstimator, TracedStep, trace_step
+from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
 from unfog.planning.memory_trace import _CUDA_BLOCK, MB, Trace, find_peak, record_trace
-from unfog.planning.microbatch import MARGIN, _largest_that_fits, choose_microbatch, memory_upper_bound
+from unfog.planning.microbatch import MARGIN, _largest_that_fits, _memory_upper_bound, choose_microbatch
 from unfog.process import device as memory
 from unfog.process.device import _control_group, available_memory
 from unfog.training.settings import EmaSnapshots, Training
@@ -77,19 +77,19 @@ def test_recomputing_is_imitated_too():
     """In the types of the device that is not there, also within the backward pass."""
     given = config(8, precision="bf16")
     kept, recomputed = (
-        find_peak(trace_step(TracedStep(given, "cuda", 8, 1, again)), "cuda") for again in (False, True)
+        find_peak(_trace_step(_TracedStep(given, "cuda", 8, 1, again)), "cuda") for again in (False, True)
     )
     assert recomputed.parts["activations"] < 0.6 * kept.parts["activations"]
     assert recomputed.total < kept.total
 
 
 def test_every_tensor_is_affine_in_the_batch():
-    few, more, many = (trace_step(TracedStep(config(), "cpu", n, 2)) for n in (2, 4, 11))
+    few, more, many = (_trace_step(_TracedStep(config(), "cpu", n, 2)) for n in (2, 4, 11))
     assert few.extrapolate(11, more, 2, 4) == many
 
 
 def test_traces_of_different_computations_are_not_continued():
-    few, more = trace_step(TracedStep(config(), "cpu", 2, 1)), trace_step(TracedStep(config(), "cpu", 4, 2))
+    few, more = _trace_step(_TracedStep(config(), "cpu", 2, 1)), _trace_step(_TracedStep(config(), "cpu", 4, 2))
     with pytest.raises(ValueError, match="different"):
         few.extrapolate(8, more, 2, 4)
 
@@ -107,12 +107,12 @@ def test_what_is_saved_by_precision_checkpointing_and_micro_batch():
 def test_a_trace_leaves_no_trace():
     before = torch.get_rng_state()
     objective = Objective(Diffusion())  # whose table of levels is cached
-    trace_step(TracedStep(config(), "cpu", 2, 1))
+    _trace_step(_TracedStep(config(), "cpu", 2, 1))
     loss = objective(lambda x, c_noise, *rest: x, torch.zeros(2, 3, 8, 8)).per_image
     assert type(loss) is torch.Tensor
     assert loss.isfinite().all()
     torch.set_rng_state(before)
-    trace_step(TracedStep(config(), "cuda", 2, 1))
+    _trace_step(_TracedStep(config(), "cuda", 2, 1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -164,7 +164,7 @@ def test_real_tensors_take_what_the_trace_says(precision):
     script = SCRIPT.format(tests=str(Path(__file__).parent), precision=precision)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
-    predicted = live(trace_step(TracedStep(config(48, 32, precision=precision), "cpu", 48, 1)))
+    predicted = live(_trace_step(_TracedStep(config(48, 32, precision=precision), "cpu", 48, 1)))
     assert predicted > 60e6
     # Training recovers from out-of-memory, so that buffers inside kernels, which no trace sees, are worth no emulation.
     assert 0.85 < predicted / int(done.stdout) < 1.15
@@ -273,7 +273,7 @@ def test_gradient_checkpointing_only_where_one_image_does_not_fit_without():
 def test_the_glance_is_never_below_the_prediction(given):
     """So that no trace is needed where even that fits."""
     for device in ("cpu", "cuda"):
-        assert memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device).training(
+        assert _memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device).training(
             given.training.batch, False
         )
 

@@ -19,8 +19,8 @@ from unfog.models.settings import DiT
 from unfog.pipeline.build import build_network
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.flops import GB
-from unfog.planning.memory_estimate import MemoryEstimator, TracedStep, trace_step
-from unfog.planning.microbatch import MARGIN, memory_upper_bound
+from unfog.planning.memory_estimate import MemoryEstimator, _trace_step, _TracedStep
+from unfog.planning.microbatch import MARGIN, _memory_upper_bound
 from unfog.training.settings import EmaSnapshots, Optimizer, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ended")]
@@ -58,7 +58,7 @@ def test_rows_are_held_and_one_block_is_gathered_while_the_next_travels():
         assert parts["average"] == 2 * parts["parameters"]
         assert parts["moments"] == pytest.approx(2 * parts["parameters"], rel=0.02)
         assert not parts["exchange"]
-        trace = trace_step(TracedStep(given, device, 4, 2, False, 4))
+        trace = _trace_step(_TracedStep(given, device, 4, 2, False, 4))
         assert most(trace, "gathered") == pytest.approx(around + factor * block, rel=0.02)
         travelling = [size for size, kind in zip(trace.sizes, trace.kinds) if kind == "workspace"]
         assert sum(abs(size - factor * block) < 0.01 * block for size in travelling) >= 2 * 2 * DEPTH
@@ -83,7 +83,7 @@ def test_one_process_has_the_whole_for_checkpoints_and_pictures():
 def test_the_glance_is_not_below_the_prediction_for_two_processes(shard):
     for device in ("cpu", "cuda"):
         given = config(shard=shard)
-        assert memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device, 2).training(4, False)
+        assert _memory_upper_bound(given, given.training.batch) > MemoryEstimator(given, device, 2).training(4, False)
 
 
 def test_micro_batches_of_a_divided_network_follow_from_what_there_is(monkeypatch):
@@ -206,7 +206,7 @@ def test_real_processes_take_what_the_trace_says(shard, tmp_path, monkeypatch):
     output(started(*TORCHRUN, 2, script))
     share = config(4, 512, shard)
     MemoryEstimator(share, "cpu", 2).step(4, False)
-    predicted = live(trace_step(TracedStep(share, "cpu", 4, 1, False, 2)))
+    predicted = live(_trace_step(_TracedStep(share, "cpu", 4, 1, False, 2)))
     found = [int(Path(f"{out}{rank}").read_text()) for rank in range(2)]
     assert predicted > 100e6
     for taken in found:

@@ -20,16 +20,16 @@ from unfog.training.checkpoints.posthoc_ema import (
     METADATA_KEY,
     EmaSnapshotFile,
     EmaSnapshotWriter,
+    _coefficients,
     _inner_product,
     _remove_surplus,
-    coefficients,
+    _write_snapshot,
     list_snapshots,
     rebuild,
     remove_after,
     snapshot_interval,
     solve_mixture,
     take_ema_snapshot,
-    write_snapshot,
 )
 from unfog.training.loop import Intervals
 from unfog.training.precision import Precision
@@ -61,12 +61,12 @@ def test_the_average_that_is_there_is_found_exactly():
     gammas = np.repeat([PowerEma(w).gamma for w in (0.1, 0.05)], 24)
     ends = np.tile(np.arange(1, 25) * 1000.0, 2)
     for width, place in ((0.1, 23), (0.05, 47)):
-        weights, error = coefficients(gammas, ends, PowerEma(width).gamma, 24000.0)
+        weights, error = _coefficients(gammas, ends, PowerEma(width).gamma, 24000.0)
         assert weights[place] == pytest.approx(1, abs=1e-6)
         assert np.abs(np.delete(weights, place)).max() < 1e-6
         assert error < 1e-6
     for width in (0.04, 0.07, 0.15, 0.2):
-        weights, error = coefficients(gammas, ends, PowerEma(width).gamma, 24000.0)
+        weights, error = _coefficients(gammas, ends, PowerEma(width).gamma, 24000.0)
         assert weights.sum() == pytest.approx(1, abs=2e-3)
         assert error < 0.012
         profile = sum(w * np.append(share(g, np.arange(1, e + 1), e), np.zeros(24000 - int(e)))
@@ -87,7 +87,7 @@ class Recorder(Diary):
         self.history.append(torch.cat([p.detach().double().flatten() for p in self.state.model.parameters()]).numpy())
 
     def save_ema_snapshot(self, state):
-        write_snapshot(take_ema_snapshot(state, state.seen // 8), self.folder)
+        _write_snapshot(take_ema_snapshot(state, state.seen // 8), self.folder)
 
 
 SECOND = PowerEma(0.05)
@@ -132,7 +132,7 @@ def test_the_solver_alone_is_exact_to_the_profiles(trained):
     rows = np.stack([share(g, np.arange(1, e + 1), e) @ history[:e]
                      for g, e in zip(gammas, np.tile(ends, 2))])  # fmt: skip
     for width in (0.04, 0.07, 0.13, 0.2):
-        weights, distance = coefficients(gammas, np.tile(ends, 2).astype(float), PowerEma(width).gamma, float(STEPS))
+        weights, distance = _coefficients(gammas, np.tile(ends, 2).astype(float), PowerEma(width).gamma, float(STEPS))
         direct = share(PowerEma(width).gamma, np.arange(1, STEPS + 1), STEPS) @ history
         error = np.linalg.norm(weights @ rows - direct) / np.linalg.norm(direct)
         assert error < min(1e-3, distance)
@@ -191,7 +191,7 @@ def test_refused_steps_count_for_nothing(tmp_path):
             for p in state.model.parameters():
                 p += 0.01 * accepted
         state.advance(8, accepted, [])
-        write_snapshot(take_ema_snapshot(state, place), tmp_path / "averages")
+        _write_snapshot(take_ema_snapshot(state, place), tmp_path / "averages")
     kept = list_snapshots(tmp_path / "averages")
     assert [one.updates for one in kept] == [1, 2, 3, 4, 5, 6, 7]
     assert [one.step for one in kept] == [1, 2, 3, 4, 8, 9, 10]
@@ -229,7 +229,7 @@ def test_files_are_half_as_large_and_no_weight_overflows(tmp_path):
         next(state.model.parameters())[0] = 1e6
     state.advance(8, True, [])
     path = tmp_path / "averages"
-    write_snapshot(take_ema_snapshot(state, 1), path)
+    _write_snapshot(take_ema_snapshot(state, 1), path)
     tensors = load_file(next(path.iterdir()))
     kinds = {name: t.dtype for name, t in tensors.items()}
     assert kinds["0/0.weight"] == torch.float32  # as float16 ends at 65504

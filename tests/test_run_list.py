@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from unfog.cli.main import main
-from unfog.commands.watch import frame
+from unfog.commands.watch import _frame
 from unfog.process.run_status import RunStatus, find_runs
 from unfog.reporting.records import read_metrics
 from unfog.reporting.text_charts import text_chart
@@ -162,7 +162,7 @@ def test_one_frame_shows_state_progress_and_four_charts(tmp_path, capsys):
 @pytest.mark.parametrize("unicode", [True, False])
 def test_a_frame_fits_its_width(tmp_path, width, height, unicode):
     rows = [{"step": i, "seconds": i, "loss": 1 / i, "lr": 1e-3, "held_out_loss": None} for i in range(1, 3000)]
-    shown = frame(run_folder(tmp_path / "a", rows=rows), width, height, unicode)
+    shown = _frame(run_folder(tmp_path / "a", rows=rows), width, height, unicode)
     assert max(map(len, shown)) <= width
     assert "".join(shown).isascii() or unicode
     if height >= 24:

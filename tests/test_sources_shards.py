@@ -23,7 +23,7 @@ from unfog.config.validate import check_source
 from unfog.data.sources import storage
 from unfog.data.sources.base import ImageError, Source
 from unfog.data.sources.labels import read_labels
-from unfog.data.sources.registry import expand_braces, open_source
+from unfog.data.sources.registry import _expand_braces, open_source
 from unfog.data.sources.storage import BlockReader, LocalStorage
 from unfog.data.webdataset import index_entry as shard_files
 from unfog.data.webdataset import index_entry as shard_piece
@@ -96,10 +96,10 @@ def test_braces_are_expanded_as_by_a_shell() -> None:
     patterns = ["a-{000..003}.tar", "{x,y}/a-{8..11}.tar", "{b,a}{1..0}", "a{0..01}", "no{}", "{one}", "a-{1,2}{x,}"]
     lines = "\n".join(f"echo {pattern}" for pattern in patterns)
     said = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True).stdout
-    assert [expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
+    assert [_expand_braces(pattern) for pattern in patterns] == [line.split() for line in said.splitlines()]
     for pattern in ("{0..99999999}", "{0..999}" * 3):
         with pytest.raises(RequestError, match="stands for over 1,000,000 files"):
-            expand_braces(pattern)
+            _expand_braces(pattern)
 
 
 def test_wrong_patterns_say_what_is_wrong(sets: Path) -> None:

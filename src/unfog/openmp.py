@@ -10,7 +10,7 @@ import sys
 _SHORT_SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
-def limit_spinning() -> bool:
+def _limit_spinning() -> bool:
     """Set how long idle threads spin, unless the user has; return False if torch is loaded, and has read it already."""
     if any(name in os.environ for name in ("OMP_WAIT_POLICY", *_SHORT_SPINNING)):
         return True
@@ -18,4 +18,4 @@ def limit_spinning() -> bool:
     return "torch" not in sys.modules
 
 
-SPINNING_LIMITED = limit_spinning()
+SPINNING_LIMITED = _limit_spinning()

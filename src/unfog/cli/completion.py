@@ -34,7 +34,7 @@ class _Flag:
     text: str
 
 
-def completion_script(shell: str) -> str:
+def _completion_script(shell: str) -> str:
     """Return the script for bash, zsh or fish."""
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]()
 
@@ -153,5 +153,5 @@ def _fish() -> str:
 
 def main(request: CompletionRequest) -> int:
     """Print the script. Return the exit status."""
-    print_result(completion_script(request.shell))
+    print_result(_completion_script(request.shell))
     return 0

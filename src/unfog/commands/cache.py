@@ -10,7 +10,7 @@ from unfog.process.run_folder import printable
 from unfog.reporting.progress import format_bytes, format_duration, plural, print_result, warn
 
 
-def cache_lines(entries: list[CacheEntry]) -> list[str]:
+def _cache_lines(entries: list[CacheEntry]) -> list[str]:
     """Return the entries as lines of text, most recently used first."""
     total, limit = sum(entry.nbytes for entry in entries), format_bytes(cache_limit())
     folder = printable(str(cache_folder()))
@@ -32,5 +32,5 @@ def main(request: CacheRequest) -> int:
             warn(f"{plural(len(left), 'entry')} cannot be removed now, because a process uses them")
     elif request.limit is not None and not make_room(limit=limit):
         warn(f"more than {format_bytes(limit)} are left: entries in use, and arrays from Python, which --clear removes")
-    print_result("\n".join(cache_lines(cache_entries())))
+    print_result("\n".join(_cache_lines(cache_entries())))
     return 0

@@ -32,7 +32,7 @@ _COMPARES = {
 }
 
 
-def explain(name: str) -> str:
+def _explain(name: str) -> str:
     """Return what is known of a setting, a section, or a kind of a part such as `min-snr`; of "", all sections.
 
     Raises:
@@ -151,5 +151,5 @@ def _explain_parts(name: str) -> Iterator[str]:
 
 def main(request: ExplainRequest) -> int:
     """Print the explanation. Return the exit status."""
-    print_result(explain(request.setting).rstrip())
+    print_result(_explain(request.setting).rstrip())
     return 0

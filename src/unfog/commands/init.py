@@ -39,7 +39,7 @@ _WIDTH = 100
 _MAX_LOOKED_AT = 200  # entries of a folder
 
 
-def ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
+def _ask(request: InitRequest, read: Callable[[], str]) -> dict[str, str]:
     """Return the answers by name: given as flags, read, or the defaults with --yes.
 
     Raises:
@@ -103,7 +103,7 @@ def _find_source() -> str:
     return "fashion"
 
 
-def settings_text(answers: Mapping[str, str], command: str) -> str:
+def _settings_text(answers: Mapping[str, str], command: str) -> str:
     """Return the TOML of these answers, with the other common settings as comments."""
     config, asked = _config_of(answers), set(_SETTINGS.values())
     lines = [f"# Settings of unfog. Train with: {sanitize(command)}"]
@@ -129,13 +129,13 @@ def _value(each: Description, config: Any) -> str:
 
 def main(request: InitRequest) -> int:
     """Ask, and write the file. Return the exit status."""
-    answers = ask(request, sys.stdin.readline)
+    answers = _ask(request, sys.stdin.readline)
     source = answers["source"]
     file = request.file or Path(f"{Path(source.rstrip('/')).stem or 'unfog'}.toml")
     command = shlex.join(["unfog", "train", source, "--config", str(file)])
     try:
         with open_file(file, "xb") as out:
-            out.write(settings_text(answers, command).encode())
+            out.write(_settings_text(answers, command).encode())
     except FileExistsError:
         raise RequestError(f"{file} exists; give another name: unfog init FILE") from None
     say(f"{file} is written; edit it as you like. Then:")

@@ -40,7 +40,7 @@ def main(request: WatchRequest) -> int:
     unicode = _can_print("⣿┤")
     if request.once or not console.is_terminal or console.is_dumb_terminal:
         width, height = (console.width, console.height) if console.is_terminal else _PLAIN
-        print_result("\n".join(frame(request.run, width, height, unicode)))
+        print_result("\n".join(_frame(request.run, width, height, unicode)))
         return 0
     with (
         suppress(KeyboardInterrupt),
@@ -49,7 +49,7 @@ def main(request: WatchRequest) -> int:
     ):
         key = ""
         while key not in ("q", "Q"):
-            lines = frame(request.run, console.width, console.height, unicode, "q quits")
+            lines = _frame(request.run, console.width, console.height, unicode, "q quits")
             text = Text("\n".join(lines[: console.height]), no_wrap=True, overflow="crop")
             text.highlight_regex("[\u2800-\u28ff]+", "cyan")
             live.update(text, refresh=True)
@@ -57,7 +57,7 @@ def main(request: WatchRequest) -> int:
     return 0
 
 
-def frame(run: Path, width: int, height: int, unicode: bool = True, note: str = "") -> list[str]:
+def _frame(run: Path, width: int, height: int, unicode: bool = True, note: str = "") -> list[str]:
     """Return the lines of one frame: state and progress, then the charts in the space that is left."""
     try:
         metrics = read_metrics(run / "metrics.jsonl", _LAST)

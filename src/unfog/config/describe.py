@@ -46,7 +46,7 @@ class Description:
         *above, last = (part.replace("_", "-") for part in self.path if part != "settings")
         last = self._mark("name") or last  # its own name, such as "for" where Python has a keyword
         names = [*(short for short, place in SHORT.items() if place == self.setting), ".".join([*above, last])]
-        return names + [opposite(name) for name in names if self.annotation is bool]
+        return names + [_opposite(name) for name in names if self.annotation is bool]
 
     @property
     def positional(self) -> bool:
@@ -123,7 +123,7 @@ def field_texts(kind: type) -> dict[str, str]:
     return texts
 
 
-def opposite(flag: str) -> str:
+def _opposite(flag: str) -> str:
     """Return the flag that turns a switch off: "data.no-flip"."""
     section, dot, last = flag.rpartition(".")
     return f"{section}{dot}no-{last}"

@@ -54,7 +54,7 @@ def settings_digests(config: Config) -> dict[str, str]:
         "autoencoder": config.autoencoder.factor,
         "ema_snapshots": config.ema_snapshots.second_schedule(config.ema),
     }
-    usual = set(flatten(Config()))
+    usual = set(_flatten(Config()))
     pairs: dict[str, list[tuple[str, Any]]] = {purpose: [] for purpose in _PURPOSES}
     for name, value, rules in _walk(config):
         if in_use.get(name.partition(".")[0], True) and not (rules.added_later and (name, value) in usual):
@@ -78,7 +78,7 @@ def _walk(settings: Any, where: str = "", rules: Rules = Rules()) -> Iterator[tu
         yield from _walk(getattr(settings, f.name), name, rules_of(f).inside(rules))
 
 
-def flatten(settings: Any) -> list[tuple[str, Any]]:
+def _flatten(settings: Any) -> list[tuple[str, Any]]:
     """Return (dotted name, value) of each setting in a tree, and the kind of each part."""
     return [(name, value) for name, value, _ in _walk(settings)]
 

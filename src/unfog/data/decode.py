@@ -124,7 +124,7 @@ def _decode(
     actions += changes
     if "icc_profile" in square.info:
         # After the resize: next to free, and on photographs the same to within 1 of 255 (RMSE).
-        square, changes = to_srgb(square, square.info["icc_profile"] or b"")
+        square, changes = _to_srgb(square, square.info["icc_profile"] or b"")
         actions += changes
     if width != height:
         actions.append("cropped")
@@ -208,7 +208,7 @@ def _flatten(image: Image.Image, background: tuple[int, int, int], depth: int) -
         rgba = image.convert("RGBA")
         if rgba.getchannel("A").getextrema()[0] != 255:
             if "icc_profile" in image.info:  # the background is sRGB, so what is laid on it must be
-                rgba, changes = to_srgb(rgba, image.info["icc_profile"] or b"")
+                rgba, changes = _to_srgb(rgba, image.info["icc_profile"] or b"")
                 actions += changes
             # Before the resize: a transparent pixel's hidden colour must not bleed into its neighbours.
             flat = Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
@@ -250,7 +250,7 @@ def _square(image: Image.Image, size: int, original: tuple[int, int], scale: int
     return image.resize((size, size), Image.Resampling.LANCZOS, box, reducing_gap=_REDUCING_GAP)
 
 
-def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
+def _to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]:
     """Convert an image of mode "L", "RGB", "RGBA" or "CMYK" to sRGB, "CMYK" to "RGB". Return it and the actions.
 
     Pixel values stay as they are if the profile is sRGB, and also if it is broken or of another kind of image, or if
@@ -261,7 +261,7 @@ def to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, list[str]]
     transform = _transform(profile, image.mode)
     if transform is None and image.mode == "L" and _transform(profile, "RGB") is not None:
         # Some programs write grey images with a colour profile.
-        converted, actions = to_srgb(image.convert("RGB"), profile)
+        converted, actions = _to_srgb(image.convert("RGB"), profile)
         return converted.getchannel("G"), actions
     if isinstance(transform, ImageCms.ImageCmsTransform):
         converted = transform.apply(image)

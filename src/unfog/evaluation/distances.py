@@ -54,7 +54,7 @@ def feature_statistics(x: Tensor) -> FeatureStatistics:
     return FeatureStatistics(len(x), mean, covariance / (len(x) - 1))
 
 
-def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
+def _frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     """FD of two Gaussians; of equal ones 0 up to rounding. No matrix root of a product that is not symmetric:
     S1 S2 has the eigenvalues of S1^(1/2) S2 S1^(1/2), which is.
     """
@@ -103,7 +103,7 @@ def extrapolate_frechet(x: Tensor, y: Tensor, parts: int, seed: int, whole: floa
     means = [whole]
     for k in range(2, parts + 1):
         pairs = zip(x.tensor_split(k), y.tensor_split(k), strict=True)
-        means.append(sum(frechet_distance(feature_statistics(p), feature_statistics(q)) for p, q in pairs) / k)
+        means.append(sum(_frechet_distance(feature_statistics(p), feature_statistics(q)) for p, q in pairs) / k)
     values = torch.tensor(means, dtype=torch.float64)
     centred = counts - counts.mean()
     slope = (centred * values).sum() / centred.square().sum()

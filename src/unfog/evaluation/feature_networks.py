@@ -32,7 +32,7 @@ _RANGES = {
 
 
 @dataclass(frozen=True)
-class NetworkInput:
+class _NetworkInput:
     """Input that a feature network expects: size, value range and resize."""
 
     path: str
@@ -45,13 +45,13 @@ class NetworkInput:
 
 
 @dataclass(frozen=True)
-class TorchScriptNetwork:
+class _TorchScriptNetwork:
     """A loaded network and its input settings: float32 [N, 3, H, W] in 0 to 255 -> [N, D]."""
 
     network: torch.jit.ScriptModule
     name: str
     digest: str
-    settings: NetworkInput
+    settings: _NetworkInput
 
     @property
     def resize(self) -> str:
@@ -63,7 +63,7 @@ class TorchScriptNetwork:
     def __call__(self, x: Tensor) -> Tensor:
         size = self.settings.size
         if size and x.shape[2:] != (size, size):
-            x = tf1_bilinear(x, size) if self.settings.resize == "tf1" else antialiased(x, size)
+            x = _tf1_bilinear(x, size) if self.settings.resize == "tf1" else _antialiased(x, size)
         mean, deviation = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in _RANGES[self.settings.range])
         x = ((x - mean) / deviation).contiguous(memory_format=torch.channels_last)  # a quarter faster on a CPU
         # The profiling executor may fuse from the second call on, and then rounds otherwise than in the first.
@@ -72,12 +72,12 @@ class TorchScriptNetwork:
         return y
 
 
-def _digest(sha256: str, settings: NetworkInput) -> str:
+def _digest(sha256: str, settings: _NetworkInput) -> str:
     parts = f"{sha256} {settings.size} {settings.range} {settings.resize}"
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-_INCEPTION_INPUT = NetworkInput(INCEPTION_FILE, 299, "inception", "tf1")
+_INCEPTION_INPUT = _NetworkInput(INCEPTION_FILE, 299, "inception", "tf1")
 INCEPTION_DIGEST = _digest(_INCEPTION_SHA256, _INCEPTION_INPUT)
 
 
@@ -87,7 +87,7 @@ def inception_path() -> Path:
     return Path(chosen).expanduser() if chosen else cache_folder() / INCEPTION_FILE
 
 
-def load_inception(device: torch.device) -> TorchScriptNetwork:
+def load_inception(device: torch.device) -> _TorchScriptNetwork:
     """Load the Inception network of FID from `inception_path`.
 
     Raises:
@@ -102,10 +102,10 @@ def load_inception(device: torch.device) -> TorchScriptNetwork:
     content = _read(path)
     if (found := hashlib.sha256(content).hexdigest()) != _INCEPTION_SHA256:
         raise RequestError(f"{path} has SHA-256 {found[:12]}…, not {_INCEPTION_SHA256[:12]}…: fetch it again")
-    return TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION_DIGEST, _INCEPTION_INPUT)
+    return _TorchScriptNetwork(_load(content, path, device), "inception", INCEPTION_DIGEST, _INCEPTION_INPUT)
 
 
-def load_torchscript(settings: NetworkInput, device: torch.device, only_known: bool) -> TorchScriptNetwork:
+def load_torchscript(settings: _NetworkInput, device: torch.device, only_known: bool) -> _TorchScriptNetwork:
     """Load the network of a file; Inception is recognised under any file name, and gets its own input settings.
 
     Raises:
@@ -122,10 +122,10 @@ def load_torchscript(settings: NetworkInput, device: torch.device, only_known: b
             f"features = {settings.path!r} is a program that somebody else's settings name; if you trust it, name it "
             "yourself with --features"
         )
-    return TorchScriptNetwork(_load(content, path, device), name, _digest(sha256, settings), settings)
+    return _TorchScriptNetwork(_load(content, path, device), name, _digest(sha256, settings), settings)
 
 
-def parse_network_file(text: str) -> NetworkInput:
+def parse_network_file(text: str) -> _NetworkInput:
     """`PATH.pt`, or `PATH.pt:size=224,range=imagenet,resize=bicubic` with any of these.
 
     Raises:
@@ -145,7 +145,7 @@ def parse_network_file(text: str) -> NetworkInput:
         raise RequestError(f"range = {values!r} of features must be one of {', '.join(_RANGES)}")
     if resize not in ("bicubic", "tf1"):
         raise RequestError(f"resize = {resize!r} of features must be bicubic or tf1")
-    return NetworkInput(match[1], int(size), values, resize)
+    return _NetworkInput(match[1], int(size), values, resize)
 
 
 def _read(path: Path) -> bytes:
@@ -166,7 +166,7 @@ def _load(content: bytes, path: Path, device: torch.device) -> torch.jit.ScriptM
         ) from error
 
 
-def tf1_bilinear(x: Tensor, size: int) -> Tensor:
+def _tf1_bilinear(x: Tensor, size: int) -> Tensor:
     """Bilinear resize of float [N, C, H, W] to [N, C, size, size] as TensorFlow 1 did it by default.
 
     Output pixel i reads at i * in / out, without half-pixel centres and without smoothing before shrinking; past the
@@ -187,6 +187,6 @@ def _neighbours(length: int, size: int, device: torch.device) -> tuple[Tensor, T
     return before.to(device), (before + 1).clamp(max=length - 1).to(device), (place - before).to(device)
 
 
-def antialiased(x: Tensor, size: int) -> Tensor:
+def _antialiased(x: Tensor, size: int) -> Tensor:
     """Bicubic resize of float [N, C, H, W] to [N, C, size, size], smoothed where it shrinks, half-pixel centres."""
     return F.interpolate(x, size=(size, size), mode="bicubic", antialias=True)

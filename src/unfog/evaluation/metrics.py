@@ -60,7 +60,7 @@ class MetricResult:
         return f"{self.metric} {value}{within} ({', '.join(parts)})" + (f": {self.note}" if self.note else "")
 
 
-class Estimate(NamedTuple):
+class _Estimate(NamedTuple):
     """A value with its 95% interval and standard error; None where it is refused or not known."""
 
     value: float | None
@@ -70,7 +70,7 @@ class Estimate(NamedTuple):
     note: str = ""
 
 
-class BallCounts(NamedTuple):
+class _BallCounts(NamedTuple):
     """Balls around centres [N] up to their k-th neighbour, and the queries [M] inside them."""
 
     by_query: Tensor
@@ -93,9 +93,9 @@ class _FeatureSets:
         return frechet_with_error(self.real, self.fake, self.reference)
 
     @cached_property
-    def in_real(self) -> dict[int, BallCounts]:
+    def in_real(self) -> dict[int, _BallCounts]:
         """Generated images in the balls of real ones, for k = 3 (Kynkaanniemi) and 5 (Naeem)."""
-        return count_in_balls(self.real, self.fake, (3, 5))
+        return _count_in_balls(self.real, self.fake, (3, 5))
 
     @cached_property
     def equal(self) -> tuple[Tensor, Tensor]:
@@ -169,19 +169,19 @@ def check_count(metric: str, n: int, image: Tensor, features: Features, option: 
         )
 
 
-def _frechet(sets: _FeatureSets) -> Estimate:
+def _frechet(sets: _FeatureSets) -> _Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     if n <= width:
-        return Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
+        return _Estimate(None, note=f"n = {n:,} is not more than the {width:,} features; kid holds at any n")
     note = f"n < {_FEW:,}: biased upwards, compare at equal n alone; kid is not biased" if n < _FEW else ""
     return _normal_interval(*sets.frechet, note)
 
 
-def _frechet_infinity(sets: _FeatureSets) -> Estimate:
+def _frechet_infinity(sets: _FeatureSets) -> _Estimate:
     n, width = min(len(sets.real), len(sets.fake)), sets.real.shape[1]
     parts = min(4, n // width)
     if parts < 2:
-        return Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
+        return _Estimate(None, note=f"n = {n:,} is less than twice the {width:,} features; kid holds at any n")
     # Of unequal numbers the bias is no straight line in 1 / n where n is a few times D: far below the truth then.
     whole, error = frechet_with_error(*sets.equal) if sets.unequal else sets.frechet
     value = extrapolate_frechet(*sets.equal, parts, sets.seed, whole)
@@ -190,49 +190,49 @@ def _frechet_infinity(sets: _FeatureSets) -> Estimate:
     )
 
 
-def _kernel(sets: _FeatureSets) -> Estimate:
+def _kernel(sets: _FeatureSets) -> _Estimate:
     return _normal_interval(*kernel_distance(sets.real, sets.fake, sets.seed))
 
 
-def _precision(sets: _FeatureSets) -> Estimate:
+def _precision(sets: _FeatureSets) -> _Estimate:
     """Share of generated images in the balls of real ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
-    return proportion(sets.in_real[3].by_query > 0)
+    return _proportion(sets.in_real[3].by_query > 0)
 
 
-def _recall(sets: _FeatureSets) -> Estimate:
+def _recall(sets: _FeatureSets) -> _Estimate:
     """Share of real images in the balls of generated ones (Kynkaanniemi et al. 2019, eq. 1 and 2)."""
-    counts = count_in_balls(sets.fake, sets.real, (3,))[3]
-    return proportion(counts.by_query > 0)
+    counts = _count_in_balls(sets.fake, sets.real, (3,))[3]
+    return _proportion(counts.by_query > 0)
 
 
-def _density(sets: _FeatureSets) -> Estimate:
+def _density(sets: _FeatureSets) -> _Estimate:
     """Mean number of balls around a generated image, over k (Naeem et al. 2020, eq. 4)."""
     values = sets.in_real[5].by_query.double() / 5
     error = float(values.std()) / math.sqrt(len(values))
     return _normal_interval(float(values.mean()), error)
 
 
-def _coverage(sets: _FeatureSets) -> Estimate:
+def _coverage(sets: _FeatureSets) -> _Estimate:
     """Share of balls of real images with a generated one inside (Naeem et al. 2020, eq. 5)."""
     # Of as many of both, as Naeem et al. have it: two samples of one distribution have 0.97 then, and 0.38 if ten real
     # images come to one that is generated.
-    counts = count_in_balls(*sets.equal, (5,)) if sets.unequal else sets.in_real
-    return proportion(counts[5].centre_reached)._replace(note=sets.unequal)
+    counts = _count_in_balls(*sets.equal, (5,)) if sets.unequal else sets.in_real
+    return _proportion(counts[5].centre_reached)._replace(note=sets.unequal)
 
 
-def _normal_interval(value: float, error: float, note: str = "") -> Estimate:
-    return Estimate(value, value - Z * error, value + Z * error, error, note)
+def _normal_interval(value: float, error: float, note: str = "") -> _Estimate:
+    return _Estimate(value, value - Z * error, value + Z * error, error, note)
 
 
-def proportion(hits: Tensor) -> Estimate:
+def _proportion(hits: Tensor) -> _Estimate:
     """Share of images [N] that hit, with Wilson's interval, which holds at 0 and 1 as well."""
     n, p, z = len(hits), float(hits.double().mean()), Z
     middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    return Estimate(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
+    return _Estimate(p, middle - reach, middle + reach, math.sqrt(p * (1 - p) / n))
 
 
-def count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, BallCounts]:
+def _count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) -> dict[int, _BallCounts]:
     """Count queries [M, D] in the nearest-neighbour balls of centres [N, D], for each k of `neighbours`.
 
     Raises:
@@ -252,7 +252,7 @@ def count_in_balls(centres: Tensor, queries: Tensor, neighbours: Sequence[int]) 
             held = distance <= nearest[:, k]
             reached[k] |= held.any(0)
             counts[k].append(held.sum(1))
-    return {k: BallCounts(torch.cat(counts[k]), reached[k]) for k in neighbours}
+    return {k: _BallCounts(torch.cat(counts[k]), reached[k]) for k in neighbours}
 
 
 def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
@@ -267,7 +267,7 @@ def _distances(x: Tensor, y: Tensor) -> Iterator[Tensor]:
 
 
 _FRECHET = (_frechet, _frechet_infinity)
-METRICS: dict[str, Callable[[_FeatureSets], Estimate]] = {
+METRICS: dict[str, Callable[[_FeatureSets], _Estimate]] = {
     "fid": _frechet,
     "fd": _frechet,
     "fid_infinity": _frechet_infinity,

@@ -20,7 +20,7 @@ _DIRECTIONS = 64
 _ROWS = 1000
 
 
-def sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, float]:
+def _sliced_wasserstein(real: Tensor, fake: Tensor, seed: int = 0) -> dict[int, float]:
     """Distance by side of the level, times 1,000: patches of a Laplacian pyramid of pixels uint8 [N, C, H, W].
 
     Unlike there, both sets are scaled by the real one's mean and deviation of each channel, as each by its own would
@@ -65,7 +65,7 @@ def compare_pixels(names: Sequence[str], real: Tensor, fake: Tensor, seed: int =
     for name in names:
         if name not in PIXEL_METRICS:
             raise RequestError(f"metric = {name!r} of pixels is none; there is {', '.join(PIXEL_METRICS)}")
-        levels = sliced_wasserstein(real, fake, seed)
+        levels = _sliced_wasserstein(real, fake, seed)
         note = "biased upwards by small n: compare at equal n alone"
         values = {"sliced": sum(levels.values()) / len(levels)}
         values |= {f"sliced_{side}": value for side, value in levels.items()}

@@ -238,7 +238,7 @@ def _held_out_metrics(run: LoadedRun, setup: EvaluationSetup) -> list[MetricResu
         held_out = _held_out_set(setup.dataset, run, _MOST_FOR_BITS)
         with Progress("measuring bits", len(held_out.x0)) as progress:
             seed = setup.generation.seed
-            found.append(bits_per_value(run.network, config, held_out, batch, seed, progress.advance))
+            found.append(_bits_per_value(run.network, config, held_out, batch, seed, progress.advance))
     return found
 
 
@@ -268,7 +268,7 @@ def _held_out_difference(losses: Tensor, others: Tensor, step: int) -> MetricRes
     return _as_metric("held_out_difference", difference, f"{note}, by the same images and noise")
 
 
-def bits_per_value(
+def _bits_per_value(
     network: nn.Module, config: Config, held_out: HeldOut, batch: int, seed: int, progress: Callable[[int], None]
 ) -> MetricResult:
     """Return the variational bound on the bits per dimension (VDM, Kingma et al. 2021)."""

@@ -38,7 +38,7 @@ _REAL = 256  # real images that show how near unseen images usually are
 _ENOUGH = 20  # fewest held-out images for a comparison
 
 
-class NearestImages(NamedTuple):
+class _NearestImages(NamedTuple):
     """The training images near to each of N images."""
 
     distance: Tensor
@@ -60,12 +60,12 @@ def _pixel_features(pixels: Tensor) -> Tensor:
     return small.flatten(1)
 
 
-def find_nearest(
+def _find_nearest(
     queries: Tensor,
     images: PixelArray,
     rows: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> NearestImages:
+) -> _NearestImages:
     """Find the images nearest to each query, mirrored or not, reading them chunk by chunk.
 
     Args:
@@ -89,10 +89,10 @@ def find_nearest(
         best, order = best.topk(min(kept, best.shape[1]), largest=False)
         index = index.gather(1, order)
         progress(first + len(chosen))
-    return NearestImages(best, index)
+    return _NearestImages(best, index)
 
 
-def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> NearestImages:
+def _find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int] | None = None) -> _NearestImages:
     """Find the nearest images by features [Q, D] of the queries and [N, D] of the images, in the extractor's scale."""
     # Mirrored copies are found only by an extractor that ignores mirroring: features of mirrored images would have to
     # be computed too.
@@ -101,7 +101,7 @@ def find_nearest_features(queries: Tensor, reference: Tensor, rows: Sequence[int
         part = slice(first, first + CHUNK // 8)
         distance = _distances(queries[part], reference).masked_fill(every == own[part], torch.inf)
         found.append(distance.topk(_neighbours_of(len(reference)), largest=False))
-    return NearestImages(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
+    return _NearestImages(torch.cat([best for best, _ in found]), torch.cat([index for _, index in found]))
 
 
 def _neighbours_of(count: int) -> int:
@@ -120,10 +120,10 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     return (squared.clamp_min(0) / a.shape[1]).sqrt().float()
 
 
-def check_memorization(
+def _check_memorization(
     drawn: Pixels,
-    found: NearestImages,
-    unseen: NearestImages,
+    found: _NearestImages,
+    unseen: _NearestImages,
     matches: Pixels,
     what: str,
     searched: int,
@@ -175,7 +175,7 @@ def check_memorization(
     return Finding("run.memorised", "fine", evidence, "", facts, figures)
 
 
-def _copy_shares(found: NearestImages, unseen: NearestImages, limit: float, same: float) -> tuple[float, float, bool]:
+def _copy_shares(found: _NearestImages, unseen: _NearestImages, limit: float, same: float) -> tuple[float, float, bool]:
     """Return the shares of copies among generated and among unseen images, and True where the first is surely larger.
 
     A copy has a ratio below `limit`, or is the same image.
@@ -231,10 +231,10 @@ def check_memorization_by_pixels(drawn: Pixels, prepared: Dataset, progress: Cal
     """Compare generated images [N, H, W, C] with all training images by pixels."""
     unseen, train = UnseenImages(prepared), prepared.train
     queries = torch.cat([torch.from_numpy(drawn).permute(0, 3, 1, 2), torch.from_numpy(unseen.pixels)])
-    both = find_nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
+    both = _find_nearest(queries, train.pixels, [-1] * len(drawn) + unseen.own, progress)
     found, usual = _split_queries(both, len(drawn))
     matches = train.pixels[found.image[:, 0].numpy()].transpose(0, 2, 3, 1)
-    return check_memorization(drawn, found, usual, matches, unseen.what, len(train))
+    return _check_memorization(drawn, found, usual, matches, unseen.what, len(train))
 
 
 def check_memorization_by_features(
@@ -244,16 +244,16 @@ def check_memorization_by_features(
     usual = UnseenImages(prepared)
     place = {int(row): i for i, row in enumerate(rows)}
     own = [place.get(row, -1) for row in usual.own]
-    both = find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
+    both = _find_nearest_features(torch.cat([features, unseen]), real, [-1] * len(features) + own)
     found, other = _split_queries(both, len(features))
     matches = prepared.train.pixels[rows[found.image[:, 0].numpy()]].transpose(0, 2, 3, 1)
     # Distance of equal images in this scale: a thousandth of the distance of real images to their neighbours.
     same = 1e-3 * float(other.distance[:, 1:].median())
-    return check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
+    return _check_memorization(drawn, found, other, matches, usual.what, len(rows), same)
 
 
-def _split_queries(both: NearestImages, count: int) -> tuple[NearestImages, NearestImages]:
+def _split_queries(both: _NearestImages, count: int) -> tuple[_NearestImages, _NearestImages]:
     return (
-        NearestImages(both.distance[:count], both.image[:count]),
-        NearestImages(both.distance[count:], both.image[count:]),
+        _NearestImages(both.distance[:count], both.image[:count]),
+        _NearestImages(both.distance[count:], both.image[count:]),
     )

@@ -107,7 +107,7 @@ class Run(LoadedRun):
 
     def _resolve_guidance(self, guide: Guide | None, request: SamplingRequest) -> tuple[Denoiser | None, float]:
         """Return the guide, if there is one, and the guidance scale."""
-        weaker = None if guide is None else open_guide(self, guide)
+        weaker = None if guide is None else _open_guide(self, guide)
         # Without a guide, a scale makes sense only for a network that was trained to go without its class.
         usual = self.config.usual_guidance if weaker is None else self.config.guidance
         scale = usual if request.guidance is None else request.guidance
@@ -137,7 +137,7 @@ class Run(LoadedRun):
         return evaluate(self, update(EvaluationRequest(), {"metrics": names, "n": n, **settings}, ""))
 
 
-def open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
+def _open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
     """Return the denoiser that guides `run`, on its device: autoguidance (Karras et al. 2024a).
 
     Raises:
@@ -155,7 +155,7 @@ def open_guide(run: LoadedRun, guide: Guide) -> Denoiser:
         raise RequestError(
             f"guide = step {other.checkpoint.step} is what draws; give an earlier checkpoint, or a smaller network"
         )
-    check_guide(run.config, other.config)
+    _check_guide(run.config, other.config)
     return Denoiser(other.network, other.config.diffusion)
 
 
@@ -167,7 +167,7 @@ def _split_step(text: str) -> tuple[str, int | None]:
     return text, None
 
 
-def check_guide(config: Config, other: Config) -> None:
+def _check_guide(config: Config, other: Config) -> None:
     """Raise `RequestError` unless both networks can denoise the same noisy image."""
     for what, mine, its in (
         ("image size", config.data.size, other.data.size),

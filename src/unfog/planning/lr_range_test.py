@@ -38,7 +38,7 @@ _RAMP_ALONE = 0.3  # factor on the rate of the ramp's lowest loss, if there is n
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """Result of a short run at one rate."""
 
     lr: float
@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Ramp:
+class _Ramp:
     """Losses over growing rates. A relative loss is the loss over that of predicting 0 at the same noise levels."""
 
     start: float
@@ -92,13 +92,13 @@ def _ramp_stop_reason(start: float, rates: Sequence[float], losses: Sequence[flo
     """
     if not math.isfinite(losses[-1]):
         return "not finite"
-    smooth = _smoothed(losses, Ramp(start, tuple(rates), tuple(losses), "").memory)
+    smooth = _smoothed(losses, _Ramp(start, tuple(rates), tuple(losses), "").memory)
     gain = start - min(smooth)
     lost = gain > 0.1 * start and smooth[-1] > start - gain / 4
     return "diverged" if lost or smooth[-1] > 1.5 * start else ""
 
 
-def _next_rates(trials: Sequence[Trial]) -> list[float]:
+def _next_rates(trials: Sequence[_Trial]) -> list[float]:
     """Return the rate of the next trial, if the best of the trials, highest rate first, is at either end."""
     best = min(trials, key=lambda trial: trial.loss)
     if not math.isfinite(best.loss) or best is trials[-1]:
@@ -106,7 +106,7 @@ def _next_rates(trials: Sequence[Trial]) -> list[float]:
     return [_rounded(trials[0].lr * 3)] if best is trials[0] else []
 
 
-def _suggest(ramp: Ramp, trials: Sequence[Trial]) -> tuple[float | None, str]:
+def _suggest(ramp: _Ramp, trials: Sequence[_Trial]) -> tuple[float | None, str]:
     """Return the rate and its reason, from the trials, or from the ramp alone if there are none."""
     edge, lowest = ramp.lowest
     if not ramp.learns:
@@ -157,8 +157,8 @@ _MOST_TRIALS = 6  # with the trials that are added, three times as high or as lo
 class LrRangeResult:
     """Result of a learning-rate range test: its curves, and the rate that they suggest."""
 
-    ramp: Ramp
-    trials: tuple[Trial, ...]
+    ramp: _Ramp
+    trials: tuple[_Trial, ...]
     suggestion: float | None
     """The rate; None if none can be recommended."""
     reason: str
@@ -247,7 +247,7 @@ def run_lr_range_test(subject: LrTestSetup, seconds: float = 90.0) -> LrRangeRes
     return LrRangeResult(ramp, trials, suggestion, reason, time.perf_counter() - started)
 
 
-def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
+def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[_Ramp, float]:
     """Return the ramp, and seconds per step of training and loss."""
     state = subject.fresh()
     probe = subject.probe.first(max(16, min(64, subject.training.batch)))
@@ -264,7 +264,7 @@ def _run_ramp(subject: LrTestSetup, seconds: float) -> tuple[Ramp, float]:
                 progress.total = steps = _ramp_steps(seconds, pace)
             ended = _ramp_stop_reason(start, rates, losses)
             if ended or len(losses) >= steps:
-                return Ramp(start, tuple(rates), tuple(losses), ended), pace
+                return _Ramp(start, tuple(rates), tuple(losses), ended), pace
             # Equal factors over the steps that are left, whose number may have just changed.
             rates.append(rates[-1] * (_HIGHEST / rates[-1]) ** (1 / (steps - len(losses))))
 
@@ -285,13 +285,13 @@ def _train(subject: LrTestSetup, state: TrainState, optimizer: Optimizer, images
         raise Interrupted
 
 
-def _run_trials(subject: LrTestSetup, ramp: Ramp, seconds: float, pace: float) -> tuple[Trial, ...]:
+def _run_trials(subject: LrTestSetup, ramp: _Ramp, seconds: float, pace: float) -> tuple[_Trial, ...]:
     """Return short runs around the ramp's lowest point, highest rate first; none if there is too little time."""
     steps = _trial_steps(seconds, pace)
     if steps < _TRIAL[0]:
         return ()
     rates = [_rounded(ramp.lowest[0] * part) for part in _TRIED]
-    trials: list[Trial] = []
+    trials: list[_Trial] = []
     with Progress(f"trials of {steps} steps", steps * len(_TRIED)) as progress:
         while rates:
             progress.total = steps * (len(trials) + len(rates))
@@ -314,11 +314,11 @@ def _enough(pace: float) -> float:
     return 1.05 * _TRIAL[0] * (len(_TRIED) + 1) / (1 - _RAMP_SHARE) * pace
 
 
-def _run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> Trial:
+def _run_trial(subject: LrTestSetup, lr: float, steps: int, run: TrainingHooks) -> _Trial:
     """Train a fresh network at this rate with the schedule of a real run. Raises `Interrupted` after a stop request."""
     state = subject.fresh()
     optimizer = replace(subject.optimizer, lr=lr, warmup=max(1, steps // 20))
     _train(subject, state, optimizer, steps * subject.training.batch, run)
     with state.ema.swapped_into(state.model):
         loss = _relative_loss(subject, subject.probe, state)
-    return Trial(lr, steps, loss if math.isfinite(loss) else math.inf)
+    return _Trial(lr, steps, loss if math.isfinite(loss) else math.inf)

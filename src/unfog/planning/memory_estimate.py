@@ -70,7 +70,7 @@ class MemoryEstimate:
         return _with_snapshot(max(self.step.total, self.drawing, self.measuring), self.snapshot, self.device)
 
 
-class TracedStep(NamedTuple):
+class _TracedStep(NamedTuple):
     """A training step whose memory on rank 0, which has the largest shard, is traced."""
 
     config: Config
@@ -98,7 +98,7 @@ class MemoryEstimator:
     """
 
     # No `functools.cache`: a trace empties those of the package (`clear_package_caches`).
-    _made: ClassVar[dict[TracedStep, Trace]] = {}
+    _made: ClassVar[dict[_TracedStep, Trace]] = {}
 
     def __init__(self, config: Config, device: str, processes: int = 1):
         self.config, self.device, self.processes = _traceable(config), device, processes
@@ -143,16 +143,16 @@ class MemoryEstimator:
         return round(_checkpoint_bytes(step) * self._weights(step) / step.parts["parameters"])
 
     def _traced(self, microbatch: int, passes: int, checkpointing: bool) -> Trace:
-        step = TracedStep(self.config, self.device, microbatch, passes, checkpointing, self.processes)
+        step = _TracedStep(self.config, self.device, microbatch, passes, checkpointing, self.processes)
         key = step._replace(config=_trace_key(self.config))
         if key not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.clear()
             if self._divided and not self._known:
                 # The first trace also has tensors by which torch derives the sharding of each operation, once.
-                trace_step(step)
+                _trace_step(step)
                 self._known = True
-            self._made[key] = trace_step(step)
+            self._made[key] = _trace_step(step)
         return self._made[key]
 
     def _beside(self, step: Peak, images: int) -> int:
@@ -207,7 +207,7 @@ def _with_snapshot(peak: int, snapshot: int, device: str) -> int:
     return peak + (snapshot if device == "cpu" else 0)
 
 
-def trace_step(step: TracedStep) -> Trace:
+def _trace_step(step: _TracedStep) -> Trace:
     """Trace a training step, from the building of the network on."""
     config, training = step.config, step.config.training
     augment, objective = build_augmentation(config), build_loss(config)
@@ -228,10 +228,10 @@ def trace_step(step: TracedStep) -> Trace:
         return record_trace(work, step.device, DTYPES.get(training.precision))
 
 
-def _build_state(recorder: Recorder, step: TracedStep, mesh: DeviceMesh | None) -> TrainState:
+def _build_state(recorder: Recorder, step: _TracedStep, mesh: DeviceMesh | None) -> TrainState:
     """Build what a run holds all the time: network, EMAs and optimiser."""
     config, precision = step.config, step.config.training.precision
-    # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, AutocastEmulation casts.
+    # fp16 is traced as bf16, as its loss scaler reads values. Elsewhere than on a CPU, _AutocastEmulation casts.
     here: PrecisionName = "fp32" if step.device != "cpu" or precision == "fp32" else "bf16"
     if here == "bf16":
         recorder.allocate(ONEDNN_HALF, "library")
@@ -254,7 +254,7 @@ def _build_state(recorder: Recorder, step: TracedStep, mesh: DeviceMesh | None) 
 
 
 def _run_micro_batch(
-    recorder: Recorder, step: TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
+    recorder: Recorder, step: _TracedStep, state: TrainState, augment: Augmentation, objective: LossFunction
 ) -> None:
     config, network = step.config, state.model
     label = blank_labels(config, step.microbatch)

@@ -186,7 +186,7 @@ def record_trace(work: Callable[[Recorder], None], device: str, half: torch.dtyp
             else:
                 # Ours takes another path for 16-bit tensors on a CPU.
                 layers.attention = torch.nn.functional.scaled_dot_product_attention  # type: ignore[assignment]
-                with AutocastEmulation(half):
+                with _AutocastEmulation(half):
                     work(recorder)
     finally:
         layers.attention = attention
@@ -203,7 +203,7 @@ def clear_package_caches() -> None:
                     value.cache_clear()
 
 
-class AutocastEmulation(TorchFunctionMode):
+class _AutocastEmulation(TorchFunctionMode):
     """Casts fake CPU tensors as autocast does on a GPU.
 
     The lists are those of the CUDA autocast, for the operations of our networks. The autocast of the CPU differs: it

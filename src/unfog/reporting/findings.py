@@ -91,10 +91,10 @@ def print_findings(findings: Sequence[Finding]) -> None:
     for finding in _sort_by_severity(findings):
         if finding.severity != "fine":
             say(f"  {finding}", style=_SEVERITIES[finding.severity])
-    say(f"  {summary(findings)}")
+    say(f"  {_summary(findings)}")
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def _summary(findings: Sequence[Finding]) -> str:
     """Count findings by severity: "1 warning, 2 hints, 14 fine"."""
     counts = Counter(finding.severity for finding in findings)
     plural = {"fatal": "fatal", "warning": "warnings", "hint": "hints", "fine": "fine"}
@@ -118,5 +118,5 @@ def write_findings(folder: Path, title: str, findings: Sequence[Finding]) -> Pat
 def render(title: str, findings: Sequence[Finding]) -> str:
     """Render the findings as an HTML page that makes no requests."""
     return render_template(
-        "findings.html", title=title, summary=summary(findings), findings=_sort_by_severity(findings)
+        "findings.html", title=title, summary=_summary(findings), findings=_sort_by_severity(findings)
     )

@@ -108,7 +108,7 @@ class Recorder:
                 self._notes[name] = text(scalars[name])
         if "loss" in scalars:
             self._losses.append(scalars["loss"])
-            self._notes["loss"] += trend(self._losses)
+            self._notes["loss"] += _trend(self._losses)
         self.progress.update(step, ", ".join(self._notes[name] for name, _ in _NOTES if name in self._notes))
         self._refresh_report()
 
@@ -206,7 +206,7 @@ class Recorder:
                 )
 
 
-def trend(losses: Sequence[float]) -> str:
+def _trend(losses: Sequence[float]) -> str:
     """Return ", falling", ", rising" or ", steady": the later half against the earlier; "" of few losses."""
     if len(losses) < _FEWEST:
         return ""

@@ -33,7 +33,7 @@ LARGEST = 1e100  # beyond it a number is a mistake, and an axis would overflow
 _LARGEST_RECORD = 2**30  # bytes; a million lines have fewer
 
 
-class JsonLines:
+class _JsonLines:
     """An append-only file of JSON objects, flushed per line.
 
     Opening it repairs what a kill left: from the end back to the last line that stays, `last`, lines that do not
@@ -70,7 +70,7 @@ class JsonLines:
             del self._pending[: self._file.write(self._pending)]
 
 
-class Metrics(JsonLines):
+class Metrics(_JsonLines):
     """metrics.jsonl: a line per log, of numbers and lists of numbers; a non-finite number is written as null.
 
     null keeps every column numeric for whatever tool reads it. Lines of steps after `start`, the step that a
@@ -86,7 +86,7 @@ class Metrics(JsonLines):
         self.append(json_values(row))
 
 
-class Events(JsonLines):
+class Events(_JsonLines):
     """events.jsonl: a line per event. History: a resume drops none of it.
 
     A non-finite number is written as a string ("nan", "inf", "-inf"): here its kind is the news.

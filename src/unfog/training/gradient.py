@@ -25,7 +25,7 @@ from unfog.training.statistics import Stopwatch, squared_gradient_norm
 _OWN_SEED = 0x5EED  # distinguishes the seed of a split micro-batch from that of the batch that its noise is drawn for
 
 
-class MicroBatch(NamedTuple):
+class _MicroBatch(NamedTuple):
     """Positions of images that go through the network together.
 
     Their noise is drawn together with that of the images rng_first … rng_first + rng_count - 1, so that it does not
@@ -44,7 +44,7 @@ class MicroBatch(NamedTuple):
 
 def _local_micro_batches(
     world: World, settings: Training, state: TrainState, rng_size: int
-) -> tuple[list[MicroBatch], int]:
+) -> tuple[list[_MicroBatch], int]:
     """Return this rank's micro-batches of the next batch, and how many of them, from the first on, count.
 
     A rank needs at least one, and of a sharded network as many as every other rank, because each forward pass is a
@@ -63,7 +63,7 @@ def _local_micro_batches(
     return batches, own
 
 
-def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) -> Iterator[MicroBatch]:
+def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) -> Iterator[_MicroBatch]:
     """Yield the micro-batches, of `most` images at most, of a rank's positions `share` of a batch.
 
     The batch has `batch` images from position `first` on. Noise is drawn for `rng_size` images together.
@@ -71,7 +71,7 @@ def split_batch(first: int, batch: int, rng_size: int, share: range, most: int) 
     for rng_first, rng_count in _split_range(first, batch, rng_size):
         start, stop = max(rng_first, share.start), min(rng_first + rng_count, share.stop)
         for place, count in _split_range(start, stop - start, most):
-            yield MicroBatch(place, count, rng_first, rng_count)
+            yield _MicroBatch(place, count, rng_first, rng_count)
 
 
 def _split_range(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
@@ -118,7 +118,7 @@ def _with_own_seed(network: nn.Module, seed: int, first: int) -> nn.Module:
 class Gradient(NamedTuple):
     """Result of a step's forward and backward passes on this rank; the gradient itself is in `.grad`."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[_MicroBatch]
     losses: list[Loss]
     first_square: Tensor | None
     """Squared norm of the gradient of the first micro-batch, 0-d, if there were several; over all ranks if sharded."""
@@ -140,7 +140,7 @@ class GradientComputer:
     def _step(self) -> int:
         return self.state.seen // self.settings.batch
 
-    def forward(self, batch: MicroBatch, network: nn.Module) -> Loss:
+    def forward(self, batch: _MicroBatch, network: nn.Module) -> Loss:
         """Return the losses of a micro-batch, always the same for the same weights."""
         self.world.set_phase("data", self._step)
         with self.stopwatch.waiting_for_data():
@@ -183,7 +183,7 @@ class GradientComputer:
                 first_square = squared_gradient_norm(state.optimizer) / times**2
         return Gradient(batches, losses, first_square)
 
-    def _forward_backward(self, batch: MicroBatch, last: bool, counts: bool) -> Loss:
+    def _forward_backward(self, batch: _MicroBatch, last: bool, counts: bool) -> Loss:
         world = self.world
         with world.explain_out_of_memory(last=False):
             loss = self.forward(batch, self.network)

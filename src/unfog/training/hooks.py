@@ -20,7 +20,7 @@ LossFunction = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Loss]
 """(network, images float [B, C, H, W] in [-1, 1], label int64 [B] or None, augmentation [B, 9] or None) -> loss."""
 
 
-class Batch(Protocol):
+class _Batch(Protocol):
     """Images at consecutive positions of the stream."""
 
     @property
@@ -35,7 +35,7 @@ class Batch(Protocol):
 class Stream(Protocol):
     """Training images in the order of training, each a pure function of its position."""
 
-    def batch(self, first: int, size: int) -> Batch:
+    def batch(self, first: int, size: int) -> _Batch:
         """Return the images at positions first … first + size - 1."""
 
 

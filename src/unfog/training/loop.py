@@ -86,7 +86,7 @@ def train(
             with stopwatch.exclude():
                 _roll_back_if_needed(training, state, hooks, reason)
                 run_due_hooks(state, hooks, stopwatch, batch_size)
-            if state.seen >= planned_images(training, state):
+            if state.seen >= _planned_images(training, state):
                 return
 
             # 1. Gradient of the mean loss over the batch, one micro-batch at a time.
@@ -103,7 +103,7 @@ def train(
                 reason = _update_weights(training, state, result, lr) or reason
                 if plan_due and (plan := hooks.plan_length(state)) is not None:
                     state.length.add([plan])
-                last = step + 1 >= planned_images(training, state) // batch_size
+                last = step + 1 >= _planned_images(training, state) // batch_size
                 state.due = settings.intervals.stretched(state.length.at(step + 1).stretch).due(step + 1, last)
 
             # 3. Debugging of a step that was not finite, and what a person or a job manager asks for.
@@ -138,7 +138,7 @@ def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> 
     return lr
 
 
-def planned_images(training: Training, state: TrainState) -> int:
+def _planned_images(training: Training, state: TrainState) -> int:
     """Return the images of the whole run, as they are planned at the position of the state."""
     if not state.length.plans:
         return training.images

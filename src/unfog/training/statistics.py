@@ -27,7 +27,7 @@ class LogWindow:
         # A table, because making its rows anew would cost seven operations in every step.
         self.one_hot = torch.eye(_BINS, device=device)
         self.skipped = self.overflows = 0
-        self.noise = NoiseScale(device)
+        self.noise = _NoiseScale(device)
 
     def add(self, per_image: Tensor, u: Tensor, importance: Tensor | None = None) -> None:
         """Add detached losses [B] at noise quantiles u [B] in (0, 1).
@@ -112,7 +112,7 @@ class Stopwatch:
         self.data_wait += time.perf_counter() - started
 
 
-class NoiseScale:
+class _NoiseScale:
     """Gradient noise scale since the last log: the batch size beyond which larger batches hardly help.
 
     A gradient of B images is G, the true one, plus noise of covariance Sigma / B. The simple noise scale

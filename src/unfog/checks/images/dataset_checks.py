@@ -143,7 +143,7 @@ def _check_sizes(scan: ImageScan) -> list[Finding]:
     return [originals, _check_upscaling(scan, rows, sides), _check_crop(scan, rows, sides)]
 
 
-def recommended_size(sides: NDArray[np.int32]) -> int:
+def _recommended_size(sides: NDArray[np.int32]) -> int:
     """Return the largest common size that upscales under 5% of the originals [N, 2], and less than half at all.
 
     Originals that are all one square of at most 64 pixels, divisible by 4, keep their size.
@@ -157,7 +157,7 @@ def recommended_size(sides: NDArray[np.int32]) -> int:
 
 def _check_original_sizes(sides: NDArray[np.int32], size: int) -> Finding:
     """Report the range of sizes, and the largest size there are pixels for."""
-    short, best = sides.min(1), recommended_size(sides)
+    short, best = sides.min(1), _recommended_size(sides)
     low, middle, high = (int(x) for x in (short.min(), np.median(short), short.max()))
     facts = {"shortest": low, "median": middle, "longest_short": high, "size": size, "recommended": best}
     if (sides == low).all():
@@ -177,7 +177,7 @@ def _check_upscaling(scan: ImageScan, rows: Indices, sides: NDArray[np.int32]) -
     """Check that few originals are smaller than the training resolution."""
     short, size = sides.min(1), scan.prepared.settings.size
     upscaled = np.flatnonzero(short * _SLIGHT < size)
-    best, part = recommended_size(sides), len(upscaled) / len(sides)
+    best, part = _recommended_size(sides), len(upscaled) / len(sides)
     facts = {"images": len(upscaled), "share": part, "size": size, "recommended": best}
     if not len(upscaled):
         return Finding("data.upscaled", "fine", f"no image is upscaled to {size}x{size}", facts=facts)

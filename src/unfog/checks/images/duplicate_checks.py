@@ -86,7 +86,7 @@ def find_duplicates(scan: ImageScan, progress: Progress | None = None) -> _Dupli
 def _likely_pairs(hashes: NDArray[np.uint64], small: NDArray[np.uint8]) -> Indices:
     """Return pairs [M, 2] of positions, each once, that have similar hashes and similar 8 x 8 thumbnails."""
     found = [np.zeros(0, np.int64)]
-    for pairs in candidate_pairs(hashes):
+    for pairs in _candidate_pairs(hashes):
         for part in np.array_split(pairs, max(1, len(pairs) // 100_000)):
             part = part[_similar(small[part[:, 0]], small[part[:, 1]])]
             found.append(part[:, 0] * len(hashes) + part[:, 1])
@@ -111,13 +111,13 @@ def _compare_pairs(
         rows, ends = np.unique(pairs[part], return_inverse=True)
         thumbs = thumbnails(scan.pixels(rows))
         ends = ends.reshape(-1, 2)
-        resaved[part], similar[part] = compare_thumbnails(thumbs[ends[:, 0]], thumbs[ends[:, 1]])
+        resaved[part], similar[part] = _compare_thumbnails(thumbs[ends[:, 0]], thumbs[ends[:, 1]])
         if progress:
             progress(min(start + batch, len(pairs)), len(pairs))
     return resaved, similar
 
 
-def candidate_pairs(hashes: Hashes) -> Iterator[Indices]:
+def _candidate_pairs(hashes: Hashes) -> Iterator[Indices]:
     """Yield pairs [M, 2] of positions with close hashes, a batch for each order of the bits; a pair may come twice.
 
     Compares 12 neighbours in each of 20 orders. Of many equal hashes some pairs are missed, but each one is paired.
@@ -158,7 +158,7 @@ class _Match(NamedTuple):
     """Nearly the same image: cropped a little, recoloured, or the next of a series. Includes all duplicates."""
 
 
-def compare_thumbnails(a: Floats, b: Floats) -> _Match:
+def _compare_thumbnails(a: Floats, b: Floats) -> _Match:
     """Compare pairs of thumbnails [M, C, h, w], 0 to 255, after fitting brightness and contrast.
 
     Measured are: `shape`, the correlation of all values; `detail`, the correlation of the brightness less its
@@ -200,7 +200,7 @@ def _correlation(a: Floats, b: Floats) -> Floats:
     return correlation
 
 
-def connected_groups(pairs: Indices) -> list[Indices]:
+def _connected_groups(pairs: Indices) -> list[Indices]:
     """Return the connected components of pairs [M, 2], the largest first, each in ascending order."""
     group_of: dict[int, list[int]] = {}
     for a, b in pairs.tolist():
@@ -241,7 +241,7 @@ def _check_equal(scan: ImageScan, duplicates: _Duplicates) -> Finding:
 def _check_near_duplicates(scan: ImageScan, duplicates: _Duplicates) -> Finding:
     train, total = len(scan.prepared.train), int(scan.in_train.sum())
     resaved, similar = (
-        connected_groups(pairs[(pairs < train).all(1)]) for pairs in (duplicates.resaved, duplicates.similar)
+        _connected_groups(pairs[(pairs < train).all(1)]) for pairs in (duplicates.resaved, duplicates.similar)
     )
     extra, related = (sum(len(group) - 1 for group in groups) for groups in (resaved, similar))
     facts: dict[str, Any] = {"images": total, "copies": extra, "alike": related, "complete": duplicates.complete}

@@ -49,7 +49,7 @@ class _PixelStatistics(NamedTuple):
     """Equal for equal pixels."""
 
     hash: Hashes
-    """See `perceptual_hash`."""
+    """See `_perceptual_hash`."""
 
     small: NDArray[np.uint8]
     """Brightness, [N, 8, 8]."""
@@ -246,7 +246,7 @@ def _statistics(pixels: NDArray[np.uint8]) -> _PixelStatistics:
     digests = b"".join(blake2b(image, digest_size=8).digest() for image in np.ascontiguousarray(flat))
     return _PixelStatistics(
         digest=np.frombuffer(digests, np.uint64),
-        hash=perceptual_hash(thumbs),
+        hash=_perceptual_hash(thumbs),
         small=np.rint(thumbnails(bright[:, None], _SMALL_SIDE)[:, 0]).astype(np.uint8),
         spread=pixels.reshape(*pixels.shape[:2], -1).std(2, dtype=np.float32).max(1),
         lowest=flat.min(1),
@@ -287,7 +287,7 @@ def luma(x: Floats) -> Floats:
     return x[:, 0] if x.shape[1] == 1 else np.tensordot(x, _LUMA, (1, 0))
 
 
-def perceptual_hash(thumbs: Floats) -> Hashes:
+def _perceptual_hash(thumbs: Floats) -> Hashes:
     """Hash thumbnails [N, C, h, w] to uint64 [N]: the signs of the low frequencies of the brightness."""
     bright = luma(thumbs)
     waves = [_cosines(side) for side in bright.shape[1:]]

@@ -110,7 +110,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     pairs = (average - raw).mean(0)
     excess = float(pairs.mean() / raw.mean())
     error = float(pairs.std(ddof=1) / np.sqrt(len(pairs)) / raw.mean()) if len(pairs) > 1 else np.inf
-    horizon = ema_window(record, updates)
+    horizon = _ema_window(record, updates)
     curves = {"EMA": average.mean(1), "raw": raw.mean(1)}
     exhibits = (_level_figure("EMA weights against raw weights", curves),)
     facts = {"excess": excess, "error": json_values(error), "updates": updates, "horizon": horizon}
@@ -131,7 +131,7 @@ def check_ema(record: RunRecord, average: Floats, raw: Floats, updates: int, wha
     return Finding("run.ema_behind", severity, evidence, remedy, facts, exhibits)
 
 
-def ema_window(record: RunRecord, updates: int) -> float:
+def _ema_window(record: RunRecord, updates: int) -> float:
     """Return the window of the EMA in updates: 1 / (1 - decay)."""
     ema: PowerEma | FixedEma = record.config.ema
     return min(float(updates), 1 / max(1e-12, 1 - ema.decay(max(updates, 1))))

@@ -1,7 +1,7 @@
 """Checks of a run, from what it has recorded and from what its newest weights do, and how to run all of them.
 
 To add a check, write a function that returns a Finding, or None where it does not apply, in one of the modules beside
-this one, and call it in `check_trends`, `_check_costs` or `sample_checks.check_samples`.
+this one, and call it in `_check_trends`, `_check_costs` or `sample_checks.check_samples`.
 """
 
 from __future__ import annotations
@@ -101,15 +101,15 @@ def check_run(folder: RunFolder, device: str = "auto", samples: int = 64) -> lis
     usual_lr = None
     saved, _ = checkpoint.list_checkpoints(folder.checkpoints)
     with suppress(RunError), building_for(saved[-1].folder / "model.safetensors" if saved else None):
-        usual_lr = usual_learning_rate_of(config)
-    trends = check_trends(record, usual_lr, relative, pixelwise, memorized)
+        usual_lr = _usual_learning_rate_of(config)
+    trends = _check_trends(record, usual_lr, relative, pixelwise, memorized)
     findings = [*trends, *findings, *_check_costs(record)]
     if skipped:
         findings.append(Finding("run.skipped", "hint", f"not checked: {'; '.join(skipped)}"))
     return findings
 
 
-def check_trends(
+def _check_trends(
     record: RunRecord, usual_lr: float | None, relative: float | None, pixelwise: float | None, memorized: bool
 ) -> list[Finding]:
     """Check state, checkpoints and trends from the record.
@@ -185,7 +185,7 @@ def _load_run_images(config: Config, skipped: list[str]) -> Dataset | None:
     return prepared
 
 
-def usual_learning_rate_of(config: Config) -> float | None:
+def _usual_learning_rate_of(config: Config) -> float | None:
     """Return the automatic learning rate for this run; None for an unresolved network or a custom optimiser."""
     method = config.optimizer.method
     if config.network is None or isinstance(method, Custom):

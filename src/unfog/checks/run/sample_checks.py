@@ -98,14 +98,14 @@ def check_samples(drawn: _ColorStatistics, data: _ColorStatistics, figure: Figur
     `unready` is the remedy for a network that has not learned yet; "" for one that has.
     """
     return [
-        check_blank(drawn, data, figure, unready),
-        check_color_cast(drawn, data, figure, unready),
+        _check_blank(drawn, data, figure, unready),
+        _check_color_cast(drawn, data, figure, unready),
         _check_contrast(drawn, data, unready),
-        check_saturation(drawn, data, unready),
+        _check_saturation(drawn, data, unready),
     ]
 
 
-def check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+def _check_color_cast(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.tint: compare brightness, and each channel relative to the mean of all channels."""
     brightness = _difference(drawn.means.mean(1), drawn, data.means.mean(1), data)
     names = _NAMES.get(drawn.means.shape[1], ())
@@ -150,7 +150,7 @@ def _check_contrast(drawn: _ColorStatistics, data: _ColorStatistics, unready: st
     )
 
 
-def check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: str = "") -> Finding:
+def _check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: str = "") -> Finding:
     """run.saturated: compare the share of values at 0 and 255."""
     mine, theirs = _weighted_mean(drawn.clipped, drawn)[0], _weighted_mean(data.clipped, data)[0]
     more = mine - theirs > _CLIPPED and _difference(drawn.clipped, drawn, data.clipped, data).beyond(_CLIPPED)
@@ -162,7 +162,7 @@ def check_saturation(drawn: _ColorStatistics, data: _ColorStatistics, unready: s
     )
 
 
-def check_blank(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
+def _check_blank(drawn: _ColorStatistics, data: _ColorStatistics, exhibit: Figure, unready: str = "") -> Finding:
     """run.blank_samples: check for blank, noisy or blurred images."""
     empty, usual = float((drawn.contrast < _BLANK).mean()), float((data.contrast < _BLANK).mean())
     detail = (_weighted_mean(drawn.detail, drawn)[0] + _FAINT) / (_weighted_mean(data.detail, data)[0] + _FAINT)

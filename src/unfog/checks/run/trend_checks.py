@@ -51,7 +51,7 @@ class _Trend(NamedTuple):
         return self.fall < -_IMPROVES and self.fall < -3 * self.error
 
 
-def loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
+def _loss_trend(record: RunRecord, name: str = "loss") -> _Trend | None:
     """Fit the trend of a column; None with too few lines."""
     steps, values = record.column(name)
     keep = (steps >= steps[-1] / 4) & (values > 0) if len(steps) else steps > 0
@@ -91,7 +91,7 @@ def check_loss(
         remedy = f"another learning rate: unfog find-lr {source} --config {settings}"
         severity: Severity = "fatal" if record.step >= 0.5 * record.steps else "warning"
         return Finding("run.not_learning", severity, evidence, remedy, facts, exhibits)
-    finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), loss_trend(record)
+    finding, trend = partial(Finding, "run.loss", facts=facts, figures=exhibits), _loss_trend(record)
     if trend is None:
         return finding("fine", f"the loss is {values[-1]:.3g}; too early for a trend")
     facts |= trend._asdict()
@@ -116,7 +116,7 @@ def check_learning_rate(record: RunRecord, usual_lr: float | None, beaten: float
     steps, norms = record.column("gradient_norm")
     if not lr or not len(steps):
         return None
-    trend = loss_trend(record)
+    trend = _loss_trend(record)
     clip = record.config.training.clip
     clipped = float((norms[len(norms) // 4 :] > clip).mean()) if clip else 0.0
     growth = _gradient_growth(norms)

@@ -23,7 +23,7 @@ _LOW, _FAR_TOO_LOW, _NEARLY_ZERO = 1 / 10, 1 / 30, 1 / 1000
 """Times the usual learning rate. DDPM's 2e-4 on a network of a million parameters is 1/15 of it, slow and sound."""
 
 
-def linear_learning_rate(
+def _linear_learning_rate(
     parameters: int, batch: int, network: NetworkSettings, optimizer: OptimizerKind | None = None
 ) -> float:
     """Return the default learning rate scaled linearly with the batch up to 512 images (Goyal et al. 2017)."""
@@ -36,7 +36,7 @@ def check_learning_rate(config: Config, parameters: int) -> Finding:
     """Compare the peak with the larger of two scaling rules, and the mean over the run with the smaller."""
     batch, steps = config.training.batch, _steps(config)
     given = parameters, batch, config.network or UNet(), config.optimizer.method
-    by_root, by_line = (rule(*given) for rule in (default_learning_rate, linear_learning_rate))
+    by_root, by_line = (rule(*given) for rule in (default_learning_rate, _linear_learning_rate))
     peak = config.optimizer.lr
     if isinstance(config.optimizer.method, Custom):
         said = f"lr {peak:.2g} of {config.optimizer.method.path}, for which no usual rate is known"
@@ -78,7 +78,7 @@ def check_warmup(config: Config) -> Finding:
 def check_ema(config: Config) -> Finding:
     """Check the window of the EMA: neither weights of the first tenth of the run, nor only the last few steps."""
     steps = _steps(config)
-    early, half = ema_share_before(config.ema, steps // 10, steps), ema_half_window(config.ema, steps)
+    early, half = _ema_share_before(config.ema, steps // 10, steps), _ema_half_window(config.ema, steps)
     said = f"half of the EMA is from the last {half:,} of {steps:,} steps"
     remedy = "--ema power, whose window is a share of the run"
     return Finding.graded(
@@ -94,7 +94,7 @@ def _steps(config: Config) -> int:
     return max(1, config.training.images // config.training.batch)
 
 
-def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
+def _ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
     """Return the share of the EMA at update `steps` from the weights up to update `step` (0: the initial ones)."""
     # It is the product of all decays since. The sum of their logarithms is integrated where they are very many.
     if step >= steps:
@@ -107,12 +107,12 @@ def ema_share_before(profile: EmaSchedule, step: int, steps: int) -> float:
     return float(np.exp(np.trapezoid(logs, updates) + (logs[0] + logs[-1]) / 2))
 
 
-def ema_half_window(profile: EmaSchedule, steps: int) -> int:
+def _ema_half_window(profile: EmaSchedule, steps: int) -> int:
     """Return how many of the last updates make half of the EMA; by bisection."""
     low, high = 0, steps  # more than half is from before `high`, and less from before `low`
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if ema_share_before(profile, middle, steps) > 0.5 else (middle, high)
+        low, high = (low, middle) if _ema_share_before(profile, middle, steps) > 0.5 else (middle, high)
     return steps - low
 
 

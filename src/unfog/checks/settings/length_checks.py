@@ -64,7 +64,7 @@ MILESTONES: dict[str, tuple[Range, Range, Range]] = {
 and beyond: from PUBLISHED_RUNS, the upper ends of "recognisable" by proportion to the side, and for lack of better."""
 
 
-def milestones(side: int) -> dict[str, Range]:
+def _milestones(side: int) -> dict[str, Range]:
     """Return the lowest and highest number of images for each milestone at this resolution."""
     band = 0 if side <= 40 else 1 if side <= 96 else 2
     return {name: bands[band] for name, bands in MILESTONES.items()}
@@ -73,14 +73,14 @@ def milestones(side: int) -> dict[str, Range]:
 def check_length(config: Config, prepared: Dataset) -> Finding:
     """Check that the run is long enough for recognisable samples, and not so long that it memorizes a small set."""
     images, batch, pictures = config.training.images, config.training.batch, len(prepared.train)
-    low, high = milestones(config.data.size)["recognisable"]
+    low, high = _milestones(config.data.size)["recognisable"]
     epochs, by_heart = images / pictures, _MANY_EPOCHS * pictures
     # Weights of another run have seen images before, so neither limit is known for them.
     fresh, many = not config.init.folder, epochs > _MANY_EPOCHS
     repeats = (
-        f"; {pictures} are too few: memorized after about {format_count(by_heart)}, before anything is recognisable"
+        f"; {pictures} are too few: memorized after about {_format_count(by_heart)}, before anything is recognisable"
     )
-    need = f"; samples are recognisable after about {format_count(low)} to {format_count(high)} images"
+    need = f"; samples are recognisable after about {_format_count(low)} to {_format_count(high)} images"
     copies = "; a small set is memorized long before that, and samples become copies"
     more = "add images, hundreds at least: the model will only repeat these"
     longer = f"--images {round(low)} or more; without a length it runs for an hour"
@@ -104,7 +104,7 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     """
     images, batch, pictures, side = config.training.images, config.training.batch, len(prepared.train), config.data.size
     pace = seconds_per_step / batch if seconds_per_step else None
-    guide = milestones(side)
+    guide = _milestones(side)
     facts = {
         "images": images,
         "epochs": images / pictures,
@@ -131,9 +131,9 @@ def training_length_guide(config: Config, prepared: Dataset, seconds_per_step: f
     time = f" in {format_duration(images * pace)}" if pace else ""
     place = "in addition to what its initial weights have seen" if config.init.folder else _place(images, guide)
     said = (
-        f"at {side} pixels, samples are recognisable after about {format_count(low)} to {format_count(high)} images "
-        f"and good after {format_count(guide['good'][0])} to {format_count(guide['good'][1])}; "
-        f"this run sees {format_count(images)}{time}, {place}"
+        f"at {side} pixels, samples are recognisable after about {_format_count(low)} to {_format_count(high)} images "
+        f"and good after {_format_count(guide['good'][0])} to {_format_count(guide['good'][1])}; "
+        f"this run sees {_format_count(images)}{time}, {place}"
     )
     return Finding("length.guide", "fine", said, facts=facts, figures=exhibits)
 
@@ -152,7 +152,7 @@ def _guide_rows(spans: dict[str, Range], batch: int, pictures: int, pace: float 
     rows = [["", "images", "steps", "epochs", "time"]]
     for name, span in spans.items():
         images, steps, epochs = (
-            _format_range([format_count(value / unit) for value in span]) for unit in (1, batch, pictures)
+            _format_range([_format_count(value / unit) for value in span]) for unit in (1, batch, pictures)
         )
         beyond = ": memorized before" if span[0] / pictures > _MANY_EPOCHS else ""
         time = _format_range([format_duration(value * pace) for value in span]) if pace else "not measured"
@@ -165,7 +165,7 @@ def _common_rows(side: int, pace: float | None) -> list[list[str]]:
     for name, its_side, pictures, steps, told in COMMON_LENGTHS:
         images = steps * _COMMON_BATCH
         time = format_duration(images * pace * (its_side / side) ** 2) if pace else "not measured"
-        counts = [format_count(value) for value in (steps, images, images / pictures)]
+        counts = [_format_count(value) for value in (steps, images, images / pictures)]
         rows.append([name, str(its_side), *counts, told, time])
     return rows
 
@@ -174,7 +174,7 @@ def _format_range(ends: list[str]) -> str:
     return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 
-def format_count(value: float) -> str:
+def _format_count(value: float) -> str:
     """Return "50,000", "1.5 million" or "2.5 billion"."""
     for unit, name in ((1e9, " billion"), (1e6, " million")):
         if value >= unit:
@@ -183,4 +183,6 @@ def format_count(value: float) -> str:
 
 
 def _cell(value: object) -> str:
-    return value if isinstance(value, str) else format_count(float(value)) if isinstance(value, float) else f"{value:,}"
+    return (
+        value if isinstance(value, str) else _format_count(float(value)) if isinstance(value, float) else f"{value:,}"
+    )

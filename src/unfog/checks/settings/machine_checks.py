@@ -36,7 +36,7 @@ def check_precision(config: Config, device: torch.device) -> Finding:
             return finding("hint", f"fp32 on {device}, which has bf16", "--precision bf16 is about twice as fast")
         return finding("fine", f"fp32 on {device}")
     try:
-        ours, fp32 = multiply_seconds(dtype, device), multiply_seconds(torch.float32, device)
+        ours, fp32 = _multiply_seconds(dtype, device), _multiply_seconds(torch.float32, device)
     except RuntimeError as error:  # torch says so where a device has no such arithmetic
         reason = str(error).splitlines()[0]
         return finding("fatal", f"{device} does not compute in {name}: {reason}", "--precision fp32")
@@ -58,10 +58,10 @@ def _has_native_bf16(device: torch.device) -> bool:
 def _bf16_pays(device: torch.device, fp32: float) -> bool:
     if device.type == "cuda":  # older ones emulate it, at the speed of fp32 at best
         return _has_native_bf16(device)
-    return multiply_seconds(torch.bfloat16, device) < fp32
+    return _multiply_seconds(torch.bfloat16, device) < fp32
 
 
-def multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
+def _multiply_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of one product of two square matrices, the fastest of several.
 
     Raises:

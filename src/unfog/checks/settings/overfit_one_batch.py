@@ -75,7 +75,7 @@ def overfit_one_batch(
         steps: limit of steps.
         see: from images as they are stored to x0; show: from x0 to pixels in [-1, 1]. Where x0 are latents.
     """
-    lesson = replace(OverfitBatch.of(images, objective, state.precision.device, see), show=show)
+    lesson = replace(_OverfitBatch.of(images, objective, state.precision.device, see), show=show)
     lesson.at_once = min(_IMAGES, config.training.microbatch or _IMAGES)
     settings = replace(config.training, batch=_IMAGES, microbatch=lesson.at_once, images=10**6 * _IMAGES)
     optimizer = replace(config.optimizer, warmup=20, schedule="constant")
@@ -90,7 +90,7 @@ def overfit_one_batch(
 
 
 @dataclass(eq=False)
-class OverfitBatch:
+class _OverfitBatch:
     """Eight images with labels, noise levels and noise; serves as data stream and as loss function."""
 
     x0: Tensor
@@ -112,7 +112,7 @@ class OverfitBatch:
     @classmethod
     def of(
         cls, images: ImageSet, objective: Objective, device: torch.device, see: _ToImages = to_model_range
-    ) -> OverfitBatch:
+    ) -> _OverfitBatch:
         """Take eight evenly spread images of a set, without label dropout, which would hide labels."""
         index = np.unique(np.linspace(0, len(images) - 1, _IMAGES).astype(np.int64))
         index = np.resize(index, _IMAGES)  # of a smaller set each comes at several levels
@@ -200,7 +200,7 @@ class _OverfitMonitor(TrainingHooks):
     """Training hooks that watch the loss and stop when the images are learned or the time is up."""
 
     def __init__(
-        self, lesson: OverfitBatch, progress: Progress, seconds: float, steps: int, interrupted: Callable[[], bool]
+        self, lesson: _OverfitBatch, progress: Progress, seconds: float, steps: int, interrupted: Callable[[], bool]
     ):
         self.lesson, self.progress, self.steps, self.interrupted = lesson, progress, steps, interrupted
         self.deadline = time.monotonic() + seconds
@@ -237,7 +237,7 @@ def _ratio(loss: Tensor, other: Tensor) -> float:
     return float((loss.double().clamp_min(1e-30) / other.double().clamp_min(1e-30)).log().mean().exp())
 
 
-def _finding(config: Config, state: TrainState, lesson: OverfitBatch, monitor: _OverfitMonitor) -> Finding:
+def _finding(config: Config, state: TrainState, lesson: _OverfitBatch, monitor: _OverfitMonitor) -> Finding:
     steps, (relative, fallen) = len(monitor.relative), monitor.reached
     facts: dict[str, Any] = {"steps": steps, "images": _IMAGES, "loss_to_blind": relative, "loss_to_first": fallen}
     facts = json_values(facts) | {"lr": config.optimizer.lr, "precision": config.training.precision}
@@ -261,7 +261,7 @@ def _finding(config: Config, state: TrainState, lesson: OverfitBatch, monitor: _
     return finding("hint", f"{said} when the time was up: it learns, but has not memorized them yet", remedy)
 
 
-def _figures(lesson: OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
+def _figures(lesson: _OverfitBatch, monitor: _OverfitMonitor, network: nn.Module) -> tuple[Figure, ...]:
     steps = list(range(1, len(monitor.relative) + 1))
     curves = {
         "of the first step": (steps, monitor.fallen),

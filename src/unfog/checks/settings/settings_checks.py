@@ -59,8 +59,8 @@ def check_settings(
     parameters, images = network.facts["parameters"], prepared.train
     return [
         network,
-        check_range(evenly_spread_pixels(images), Augment.from_settings(config.data)),
-        check_timesteps(config.diffusion),
+        _check_range(_evenly_spread_pixels(images), Augment.from_settings(config.data)),
+        _check_timesteps(config.diffusion),
         _check_terminal_signal(config),
         _check_input_scale(config.diffusion, _network_input(config, prepared)),
         _check_labels(config, prepared),
@@ -100,7 +100,7 @@ def _check_network(config: Config, prepared: Dataset) -> Finding:
     return Finding("settings.network", "fine", said, facts=facts)
 
 
-def evenly_spread_pixels(images: ImageSet) -> Tensor:
+def _evenly_spread_pixels(images: ImageSet) -> Tensor:
     """Return evenly spread images of the set, uint8 [B, C, H, W]."""
     index = np.unique(np.linspace(0, len(images) - 1, min(_IMAGES, len(images))).astype(np.int64))
     return torch.from_numpy(np.ascontiguousarray(images.pixels.take(index, axis=0)))
@@ -108,14 +108,14 @@ def evenly_spread_pixels(images: ImageSet) -> Tensor:
 
 def _network_input(config: Config, prepared: Dataset) -> Tensor:
     """Return some images as the network sees them, [B, C, H, W]."""
-    stored = evenly_spread_pixels(prepared.as_network_input.train)[:8]
+    stored = _evenly_spread_pixels(prepared.as_network_input.train)[:8]
     if not config.uses_latents:
         return to_model_range(stored)
     latents = Normalise(config.latents.mean, config.latents.deviation, config.diffusion.sigma_data)
     return latents.forward(stored[:, 0])
 
 
-def check_range(pixels: Tensor, augment: Augment) -> Finding:
+def _check_range(pixels: Tensor, augment: Augment) -> Finding:
     """Check that the training loop sees these pixels in [-1, 1], and on both sides of 0 where they should be."""
     with torch.random.fork_rng(devices=[]):
         x0, _ = augment(pixels)
@@ -131,7 +131,7 @@ def check_range(pixels: Tensor, augment: Augment) -> Finding:
     return Finding("settings.range", "fine", f"{evidence}, mean {mean:.2f}, deviation {std:.2f}", facts=facts)
 
 
-def check_timesteps(diffusion: Diffusion) -> Finding:
+def _check_timesteps(diffusion: Diffusion) -> Finding:
     """Check that training meets every timestep of a discrete schedule as a whole number, from 0 to T - 1."""
     kind, count = diffusion.schedule.kind, diffusion.schedule.steps
     if not count or diffusion.conditioning != "timestep":

@@ -70,7 +70,7 @@ def _inner_product(gamma_a: Floats, t_a: Floats, gamma_b: Floats | float, t_b: F
     return product
 
 
-def coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats, float]:
+def _coefficients(gammas: Floats, ends: Floats, gamma: float, end: float) -> tuple[Floats, float]:
     """Fit the profile (gamma, end) by EMAs with exponents `gammas`, each over its first `ends` updates.
 
     Returns:
@@ -125,7 +125,7 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
     step, end = used[-1].step, float(used[-1].updates)
     pairs = [(one, number) for one in used for number in range(len(one.widths))]
     gammas = np.array([PowerEma(one.widths[number]).gamma for one, number in pairs])
-    weights, error = coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
+    weights, error = _coefficients(gammas, np.array([float(one.updates) for one, _ in pairs]), profile.gamma, end)
     if error > _MAX_PROFILE_ERROR:
         raise RequestError(
             f"ema = {width:g} cannot be rebuilt at step {step:,}: the nearest sum of {len(used)} snapshots has a "
@@ -200,7 +200,7 @@ def _to_float16(tensors: list[Tensor]) -> list[Tensor]:
     return [half if good else tensor for half, good, tensor in zip(halves, all_finite(halves), tensors)]
 
 
-def write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
+def _write_snapshot(taken: _EmaSnapshot, folder: Path) -> None:
     """Write a snapshot. Raises OSError if that fails, and then leaves nothing."""
     make_folder(folder, folder.parent)  # not its parents: a run that was moved must not be created again
     path, partial = folder / f"{taken.step:08d}.safetensors", folder / f".partial-{taken.step:08d}"
@@ -266,7 +266,7 @@ class EmaSnapshotWriter:
             self._failed.append((taken.step, "it is not finite"))
             return
         try:
-            write_snapshot(taken, folder)
+            _write_snapshot(taken, folder)
             with suppress(OSError):
                 _remove_surplus(folder, self.settings.every, taken.step)
         except OSError as error:

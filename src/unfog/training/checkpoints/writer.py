@@ -124,7 +124,7 @@ class CheckpointWriter:
                 try:
                     if post is None:
                         snapshot.write_checkpoint(taken, self.checkpoints)
-                    elif not write_shard(taken, self.checkpoints, post, self._give_up):
+                    elif not _write_shard(taken, self.checkpoints, post, self._give_up):
                         return None
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
@@ -178,7 +178,7 @@ class ShardStatusStore:
         return found
 
 
-def write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give_up: threading.Event) -> bool:
+def _write_shard(taken: Snapshot, checkpoints: Path, post: ShardStatusStore, give_up: threading.Event) -> bool:
     """Write this rank's shard files; rank 0 publishes the checkpoint when all ranks have written theirs.
 
     May be repeated after an OSError. Returns False if `give_up` was set.

@@ -19,7 +19,7 @@ STEP = ("data", "forward", "backward", "agreeing")
 """Phases of a step, in order. None of them takes long, other than by waiting for other ranks."""
 
 
-class Heartbeat(NamedTuple):
+class _Heartbeat(NamedTuple):
     """The phase of a rank, as published in torchrun's store."""
 
     rank: int
@@ -33,7 +33,7 @@ class Heartbeat(NamedTuple):
     """Host and process."""
 
 
-def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], timeout: float) -> str | None:
+def _find_failed_rank(signs: Sequence[_Heartbeat], unheard: Mapping[int, float], timeout: float) -> str | None:
     """Return a message that names the rank which the others wait for in vain, or None if nothing is wrong.
 
     Args:
@@ -53,7 +53,7 @@ def find_failed_rank(signs: Sequence[Heartbeat], unheard: Mapping[int, float], t
     return f"rank {one.rank} ({one.where}) has been {_doing(one)} for {one.seconds:.0f} s"
 
 
-def _doing(sign: Heartbeat) -> str:
+def _doing(sign: _Heartbeat) -> str:
     return f"in phase {sign.phase!r}" + (f" of step {sign.step:,}" if sign.step >= 0 else "")
 
 
@@ -110,16 +110,16 @@ class Watchdog:
         phase, step, since = self._at
         self._number += 1
         where = f"{socket.gethostname()}, process {os.getpid()}"
-        sign = Heartbeat(self.rank, self._number, step, phase, time.monotonic() - since, where)
+        sign = _Heartbeat(self.rank, self._number, step, phase, time.monotonic() - since, where)
         self._store.set(f"sign/{self.rank}", json.dumps(sign))
 
     def _look(self) -> None:
-        signs = [Heartbeat(*json.loads(one)) for one in self._store.multi_get([f"sign/{r}" for r in range(self.size)])]
+        signs = [_Heartbeat(*json.loads(one)) for one in self._store.multi_get([f"sign/{r}" for r in range(self.size)])]
         now = time.monotonic()
         for sign in signs:
             if self._seen.get(sign.rank, (0, 0.0))[0] != sign.number:
                 self._seen[sign.rank] = (sign.number, now)
-        wrong = find_failed_rank(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
+        wrong = _find_failed_rank(signs, {rank: now - since for rank, (_, since) in self._seen.items()}, self.timeout)
         if wrong is not None:
             self._end(f"{wrong}; rank {self.rank} ends, as it waits for it")
 
