@@ -119,7 +119,7 @@ def test_the_schedule_ends_with_the_run_and_never_jumps():
     length.adopt(1000)
     for step, steps in ((300, 500), (450, 2000), (1900, 1950)):
         length.add([Plan(step, steps, 1, length.position(step))])
-    rates = [learning_rate(settings, length.position(step), 1000) for step in range(1950)]
+    rates = [learning_rate(settings, length.position(step), 1000, length.warmed(step)) for step in range(1950)]
     assert rates[-1] < 0.15
     assert length.position(1950) == 1000
     # As fast as the schedule is run through, which is fastest at its end.
@@ -161,7 +161,33 @@ def test_a_damaged_length_does_not_load(saved):
 def test_plans_are_read_from_events():
     row = {"kind": "length", "step": 4, "first": 9, "steps": 20, "stretch": 2, "position": 4.5}
     rows = [row, row | {"step": 2}, row | {"first": 8}, row | {"steps": "x"}, {"kind": "log"}, row | {"steps": 21}]
-    assert recorded_plans(rows, 9, 2) == [Plan(4, 21, 2, 4.5)]
+    assert recorded_plans(rows, 9, 3) == [Plan(4, 21, 2, 4.5)]
+    assert recorded_plans([row, row | {"step": 2}], 9, 2) == [Plan(2, 20, 2, 4.5)], "a later budget voids it"
+
+
+def test_a_plan_is_kept_once():
+    length, plans = Length(), [Plan(5, 20, 1, 5.0), Plan(9, 12, 1, 8.0)]
+    length.adopt(10)
+    for _ in range(3):  # resumes, each with the plans of the events
+        length.add(plans[1:])
+        length.load_state_dict(length.state_dict() | {"plans": [list(plan) for plan in plans]})
+        length.add(plans)
+    assert length.plans == plans
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "cooldown", "inverse-sqrt"])
+@pytest.mark.parametrize(
+    "changes", [[(10, 30)], [(0, 100)], [(20, 5000), (60, 100)], [(49, 70)], [(5, 400), (30, 45), (40, 3000)]]
+)
+def test_a_plan_in_the_warm_up_makes_no_jump(schedule, changes):
+    settings, length = Optimizer(lr=1.0, warmup=50, schedule=schedule), Length()
+    length.adopt(1000)
+    for step, steps in changes:
+        length.add([Plan(step, steps, 1, length.position(step))])
+    rates = [learning_rate(settings, length.position(n), 1000, length.warmed(n)) for n in range(length.steps)]
+    assert max(rates) <= 1.0
+    assert max(b - a for a, b in pairwise(rates)) <= 1 / 50 + 1e-9
+    assert rates[0] <= 1 / 50
 
 
 def test_the_command_began_with_its_process():
@@ -245,9 +271,10 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch)
     assert RunRecord.read(run, unfog.load(run).config, None).steps == 13
 
     monkeypatch.setattr(Session, "keep_budget", lambda self, auto: None)
-    for step in (4, 8):
-        again = tmp_path / f"from{step}"
-        shutil.copytree(run, again)
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    planned = [row for row in read_events(run / "events.jsonl") if row["kind"] == "length"]
+    for step in (4, 8, 8):  # the checkpoint of step 8 was made by a run that had the later plans
         for folder in (again / "checkpoints").iterdir():
             if int(folder.name) > step:
                 shutil.rmtree(folder)
@@ -256,6 +283,10 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch)
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert steps_with(again, "held_out_loss") == steps_with(run, "held_out_loss")
         assert RunRecord.read(again, unfog.load(again).config, None).steps == 13
+        assert (
+            read_state(again / "checkpoints/00000013")["length"] == read_state(run / "checkpoints/00000013")["length"]
+        )
+        assert [row for row in read_events(again / "events.jsonl") if row["kind"] == "length"] == planned
     unfog.resume(run)  # it is at its end
     assert read_events(run / "events.jsonl")[-1]["kind"] == "finished"
     longer = unfog.resume(run, steps=15).path

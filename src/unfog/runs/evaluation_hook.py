@@ -36,6 +36,7 @@ from unfog.reporting.recorder import Recorder
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.previews import Previews
 from unfog.runs.ranks import RunContext
+from unfog.training.learning_rate import Plan
 
 MIN_SAMPLES, _MAX_SAMPLES, _MAX_REFERENCE = 100, 5000, 10_000  # limits of what is chosen automatically
 _TARGET_TIMES = 5  # evaluations with metrics in a run, if the share of time permits
@@ -161,10 +162,14 @@ def _compute_metrics(
     return found
 
 
-def _metrics_due(config: Config, step: int, steps: int) -> bool:
-    """Return True if metrics are due after this step: the last one, or the first evaluation after their interval."""
-    every = config.evaluate.metrics_every
-    return every >= 0 and (step >= steps or step // every > (step - config.evaluate.every) // every)
+def _metrics_due(config: Config, step: int, plan: Plan) -> bool:
+    """Return True if metrics are due after this step: the last one, or the first evaluation after their interval.
+
+    Under a plan that stretches the interval of evaluations, that of metrics is as many times as long.
+    """
+    stretch = max(1, plan.stretch)
+    apart, every = stretch * config.evaluate.every, stretch * config.evaluate.metrics_every
+    return every >= 0 and (step >= plan.steps or step // every > (step - apart) // every)
 
 
 class _MetricsHook:
@@ -245,7 +250,7 @@ class EvaluationHook:
 
     def _evaluate_samples(self, step: int, recorder: Recorder) -> dict[str, Any]:
         metrics, started = self._metrics, time.perf_counter()
-        if metrics is None or not (step == 0 or _metrics_due(self._config, step, self._previews.state.length.steps)):
+        if metrics is None or (step > 0 and not _metrics_due(self._config, step, self._previews.state.length.at(step))):
             return {}
         with self._context.heartbeat.during("measuring samples"):
             # Before the first step they would measure noise, so they are only tried out.

@@ -174,11 +174,13 @@ def plan_fields(plan: Plan, first: int) -> dict[str, int | float]:
 
 
 def recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
-    """Return the plans of events for a run of `first` steps in its settings, from those after a step on."""
-    found: dict[int, Plan] = {}
+    """Return the plans of events for a run of `first` steps in its settings, from the step `after` on.
+
+    That step is among them, as a resume plans before it trains: its checkpoint does not have that plan.
+    """
+    found = Length()
     for row in events:
         if row.get("kind") == LENGTH_EVENT and row.get("first") == first:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                plan = as_plan(*(row[name] for name in Plan._fields))
-                found[plan.step] = plan
-    return [found[step] for step in sorted(found) if step > after]
+                found.add([as_plan(*(row[name] for name in Plan._fields))])
+    return [plan for plan in found.plans if plan.step >= after]

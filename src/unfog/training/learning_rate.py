@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from unfog.training.settings import Muon, Optimizer, OptimizerKind
@@ -45,14 +46,22 @@ def default_learning_rate(
     return (FINE_TUNING_FACTOR if fine_tuning else 1.0) * rate
 
 
-def learning_rate(settings: Optimizer, step: float, steps: int) -> float:
+def learning_rate(settings: Optimizer, step: float, steps: int, warmed: float | None = None) -> float:
     """Return the learning rate of step `step` (0, 1, …) of `steps`: a function of position, with no state to resume.
 
-    A run whose length was planned anew gives its position in the schedule instead of the step; see `Length`.
+    A run whose length was planned anew gives its position in the schedule instead of the step, and how far its warm-up
+    has come as `warmed`; see `Length`.
     """
     warmup = max(settings.warmup, 1)
-    if step < warmup:
-        return settings.lr * (step + 1) / warmup  # a first step at 0 would be wasted
+    warmed = step if warmed is None else warmed
+    if warmed >= warmup:
+        return _after_warmup(settings, warmup, step, steps)
+    lr = settings.lr * min(warmed + 1, warmup) / warmup  # a first step at 0 would be wasted
+    # A run that was shortened may have to cool down before it is warm.
+    return lr if step < warmup else min(lr, _after_warmup(settings, warmup, step, steps))
+
+
+def _after_warmup(settings: Optimizer, warmup: int, step: float, steps: int) -> float:
     if settings.schedule == "cosine":
         return settings.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
     if settings.schedule == "inverse-sqrt":
@@ -97,8 +106,9 @@ class Length:
             self.first, self.plans = first, []
 
     def add(self, plans: Iterable[Plan]) -> None:
-        """Add plans that are later than those so far."""
-        self.plans += plans
+        """Add plans in the order in which they were made. Each voids those at its step and later."""
+        for plan in plans:
+            self.plans = [*(before for before in self.plans if before.step < plan.step), plan]
 
     def at(self, step: int) -> Plan:
         """Return the plan that holds once so many steps are done."""
@@ -110,6 +120,20 @@ class Length:
             return step  # exact, as runs without a time budget must repeat to the bit
         plan = self.at(step)
         return plan.position + (self.first - plan.position) * (step - plan.step) / max(1, plan.steps - plan.step)
+
+    def warmed(self, step: int) -> float:
+        """Return how far the warm-up has come at step `step`, in steps: as the position, but at most one for each step.
+
+        A run that is shortened in its warm-up would otherwise jump to its peak.
+        """
+        if not self.plans:
+            return step
+        done: float = min(step, self.plans[0].step)
+        for plan, after in zip_longest(self.plans, self.plans[1:]):
+            pace = (self.first - plan.position) / max(1, plan.steps - plan.step)
+            end = step if after is None else min(step, after.step)
+            done += max(0, end - plan.step) * min(1.0, pace)
+        return done
 
     @property
     def steps(self) -> int:

@@ -132,7 +132,8 @@ def _compute_gradient(
 def _set_learning_rate(settings: LoopSettings, state: TrainState, step: int) -> float:
     """Set and return the learning rate of step `step`, halved by each roll-back so far."""
     steps = settings.training.images // settings.training.batch
-    lr = learning_rate(settings.optimizer, state.length.position(step), steps) * state.guard.lr_scale
+    length = state.length
+    lr = learning_rate(settings.optimizer, length.position(step), steps, length.warmed(step)) * state.guard.lr_scale
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     return lr
