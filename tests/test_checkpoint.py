@@ -240,7 +240,7 @@ def test_going_back_takes_the_loss_scale_of_fp16_as_well(tmp_path):
 
 
 def test_shards_count_as_a_file_only_where_all_are_there():
-    parts = [checkpoint.shard_name("model", rank, 3) for rank in range(3)]
+    parts = [snapshot._shard_name("model", rank, 3) for rank in range(3)]
     assert checkpoint._merge_shard_names([*parts, "state.json"]) == {"model.safetensors", "state.json"}
     for left_out in range(3):
         rest = [name for rank, name in enumerate(parts) if rank != left_out]

@@ -13,7 +13,8 @@ from torch.distributions import Normal, kl_divergence
 
 import unfog
 from unfog.cli.main import main
-from unfog.config.presets import AutoencoderRunSettings, add_autoencoder, autoencoder_recipe
+from unfog.commands.train import _add_autoencoder
+from unfog.config.presets import AutoencoderRunSettings, autoencoder_recipe
 from unfog.config.resume_rules import _flatten
 from unfog.config.schema import Config
 from unfog.errors import RequestError
@@ -129,10 +130,10 @@ def test_what_makes_no_codec_is_refused():
             Latents(**settings)
     for wrong in ({"width": "huge"}, {"factor": 5}):
         with pytest.raises(RequestError, match=r"is unknown|is not one of"):
-            add_autoencoder(autoencoder_recipe(), **wrong)
+            _add_autoencoder(autoencoder_recipe(), **wrong)
     for width in WIDTHS:
         for factor in FACTORS:
-            assert add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
+            assert _add_autoencoder(autoencoder_recipe(), factor, width=width).autoencoder.factor == factor
 
 
 def test_help_shows_what_a_codec_reads_and_no_more(capsys):

@@ -25,7 +25,7 @@ from unfog.diffusion.sampler import NoiseSource
 from unfog.diffusion.target import X0, Eps, V
 from unfog.errors import RequestError
 from unfog.inference.compute_metrics import LEVELS, _bits_per_value
-from unfog.inference.evaluation_files import weights_digest
+from unfog.inference.evaluate import _weights_digest
 from unfog.inference.run import Run, _check_guide
 from unfog.models.autoencoder import AutoencoderModel
 from unfog.models.autoencoder_settings import Autoencoder
@@ -214,10 +214,10 @@ def test_the_image_to_blame_is_found_in_every_network(kind):
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_weights_have_a_digest_in_every_network(kind):
     model = build_model(parse_spec({k: v() for k, v in KINDS.items()}, NETWORKS[kind]), 3)
-    before = weights_digest(model)
+    before = _weights_digest(model)
     with torch.no_grad():
         list(model.parameters())[-1].add_(1)
-    assert weights_digest(model) != before
+    assert _weights_digest(model) != before
 
 
 def test_guesses_of_latents_are_not_clipped_to_the_range_of_pixels(on_latents, monkeypatch):

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unfog.data.decode import ImageInfo, decode, read_size
+from unfog.data.decode import ImageInfo, decode
+from unfog.data.scan import _read_size
 from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
 
@@ -110,7 +111,7 @@ def test_exif_orientation_is_undone(orientation: int) -> None:
     expected, _ = decoded(saved(upright), 20)
     assert np.abs(pixels - expected).max() <= 1  # rounding after each direction, in another order
     assert (facts.width, facts.height) == (60, 40)
-    assert read_size(saved(stored, exif=tags)) == stored.size
+    assert _read_size(saved(stored, exif=tags)) == stored.size
     assert ("rotated" in facts.actions) is (orientation != 1)
 
 

@@ -27,11 +27,12 @@ from unfog.data.settings import Data
 from unfog.data.sources.registry import open_source
 from unfog.pipeline import contact_sheet as sheet_module
 from unfog.pipeline import skipped_images as data_record
-from unfog.pipeline.contact_sheet import contact_sheet, write_data_report
+from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.load_data import load_images
 from unfog.pipeline.skipped_images import data_json
 from unfog.process.run_folder import RunFolder
 from unfog.process.signals import StopSignals
+from unfog.runs.train import _write_data_report
 
 TREATMENTS = (("resized",), ("flattened", "resized"), ("rotated",), ())
 
@@ -163,12 +164,12 @@ def test_the_sheet_is_augmented_and_repeatable_and_leaves_the_random_numbers_alo
 
 
 def test_both_files_are_written_or_the_disk_s_refusal_is_raised(tmp_path: Path) -> None:
-    write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
+    _write_data_report(RunFolder(tmp_path), prepared(20), Augment(), seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["contact-sheet.png", "data.json"]
     with Image.open(tmp_path / "contact-sheet.png") as image:
         assert np.array_equal(np.asarray(image), contact_sheet(prepared(20), Augment(), seed=0))
     with pytest.raises(OSError, match="No such file"):
-        write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
+        _write_data_report(RunFolder(tmp_path / "gone"), prepared(20), Augment(), seed=0)
 
 
 def test_it_is_quick(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_it_is_quick(tmp_path: Path) -> None:
     for n, limit in ((10_000, 1.5), (1_000_000, 4.0)):
         images = prepared(n, classes=10, size=4)
         started = time.perf_counter()
-        write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
+        _write_data_report(RunFolder(tmp_path), images, Augment(flip=True), seed=0)
         assert time.perf_counter() - started < limit
 
 

@@ -14,7 +14,8 @@ from unfog.evaluation.feature_networks import (
     inception_path,
     parse_network_file,
 )
-from unfog.evaluation.features import is_inception, open_features
+from unfog.evaluation.features import open_features
+from unfog.evaluation.metrics import _is_inception
 
 INCEPTION = inception_path()
 """Of whoever runs the tests, which have a cache of their own later."""
@@ -92,7 +93,7 @@ def test_features_have_names_that_tell_them_apart(net):
     assert one.name.startswith("net@")
     assert one.name.split("@")[1] == again.name.split("@")[1]
     assert (one.resize, two.resize) == ("bicubic antialiased 16", "TF1 bilinear 24")
-    assert not is_inception(one)
+    assert not _is_inception(one)
 
 
 def test_a_network_is_in_evaluation_mode_and_in_full_precision(tmp_path):
@@ -174,7 +175,7 @@ def test_inception_sees_what_tensorflow_would_have_given_it(monkeypatch):
         expected = network((torch.tensor(np.array(resized)).float() - 128) / 128)
     found = features(x)
     assert found.shape == (2, 2048)
-    assert is_inception(features)
+    assert _is_inception(features)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
     assert open_features(str(inception_path()), only_known=True).digest == features.digest
 

@@ -14,8 +14,9 @@ from unfog.cli.completion import _completion_script
 from unfog.cli.main import main
 from unfog.cli.requests import REQUESTS, read_request
 from unfog.commands.explain import _explain
+from unfog.commands.train import _add_autoencoder
 from unfog.config.describe import describe
-from unfog.config.presets import add_autoencoder, autoencoder_recipe, preset
+from unfog.config.presets import autoencoder_recipe, preset
 from unfog.config.schema import SHORT, Config
 from unfog.config.toml import from_toml, read_toml, to_toml, update
 from unfog.config.values import registry_of
@@ -89,7 +90,7 @@ def test_an_autoencoder_lists_only_what_it_reads(said, tmp_path):
     flags = flags_in(said("train-autoencoder", "--help-all"))
     assert {"factor", "lr", "evaluate.images"} <= flags
     assert not any(flag.startswith(("ema-snapshots", "sampler", "data.labels")) for flag in flags)
-    config = replace(add_autoencoder(autoencoder_recipe()), source="photos")
+    config = replace(_add_autoencoder(autoencoder_recipe()), source="photos")
     (tmp_path / "config.toml").write_text(to_toml(config))
     resumed = flags_in(said("resume", str(tmp_path), "--help-all"))
     assert {"lr", "evaluate.images"} <= resumed

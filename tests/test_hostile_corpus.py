@@ -34,8 +34,8 @@ from unfog.data.sources.base import ImageError
 from unfog.data.sources.image_files import open_image
 from unfog.data.sources.registry import open_source
 from unfog.errors import RequestError
-from unfog.pipeline.contact_sheet import write_data_report
 from unfog.process.run_folder import RunFolder
+from unfog.runs.train import _write_data_report
 
 pytestmark = [
     pytest.mark.slow,
@@ -290,7 +290,7 @@ def files_of(record: Path) -> dict[str, dict[str, object]]:
 
 def recorded(folder: Path, prepared: Dataset) -> dict[str, dict[str, object]]:
     folder.mkdir(exist_ok=True)
-    write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
+    _write_data_report(RunFolder(folder), prepared, Augment(), seed=0)
     return files_of(folder / "data.json")
 
 

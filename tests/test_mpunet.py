@@ -19,9 +19,10 @@ from unfog.models.edm2_unet import (
     _MPConv,
     _MPEmbedding,
     _MPLinear,
+    _unit_rms,
     _Weights,
 )
-from unfog.models.layers import sinusoids, unit_rms
+from unfog.models.layers import sinusoids
 from unfog.models.settings import MPUNet
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
@@ -53,7 +54,7 @@ def test_a_sum_of_two_keeps_the_magnitude_in_these_shares(t):
 
 @pytest.mark.parametrize("t", [0.3, 0.5])
 def test_joined_channels_share_the_magnitude_however_many_there_are(t):
-    a, b = unit_rms(torch.randn(2, 4, 3, 3).double(), (1, 2, 3)), unit_rms(torch.randn(2, 12, 3, 3).double(), (1, 2, 3))
+    a, b = (_unit_rms(torch.randn(2, channels, 3, 3).double(), (1, 2, 3)) for channels in (4, 12))
     joined = _mp_cat(a, b, t)
     assert joined.shape == (2, 16, 3, 3)
     assert rms(joined) == pytest.approx(1)
@@ -63,7 +64,7 @@ def test_joined_channels_share_the_magnitude_however_many_there_are(t):
 
 def test_unit_rms_is_its_formula_and_its_gradient_orthogonal():
     x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
-    y = unit_rms(x, 1)
+    y = _unit_rms(x, 1)
     torch.testing.assert_close(y.square().mean(1), torch.ones(3, 4, dtype=torch.float64), atol=1e-6, rtol=0)
     torch.testing.assert_close(y, x / x.square().mean(1, keepdim=True).sqrt(), atol=1e-6, rtol=0)
     towards = torch.randn_like(y)
@@ -71,7 +72,7 @@ def test_unit_rms_is_its_formula_and_its_gradient_orthogonal():
     # Relative to both lengths, as the root mean square is rounded to float32.
     along = (x.grad * x).sum(1).abs() / (towards.norm(dim=1) * y.norm(dim=1))
     assert float(along.max().detach()) < 1e-6
-    assert torch.equal(unit_rms(torch.zeros(2, 3), 1), torch.zeros(2, 3))
+    assert torch.equal(_unit_rms(torch.zeros(2, 3), 1), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from unfog.diffusion.objective import Loss
+from unfog.training.gradient import _squared_gradient_norm
 from unfog.training.precision import Precision
 from unfog.training.settings import Optimizer, PowerEma
 from unfog.training.state import TrainState
-from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale, squared_gradient_norm
+from unfog.training.statistics import _NoiseScale, batch_advice, noise_scale
 
 CPU = torch.device("cpu")
 
@@ -94,8 +95,8 @@ def test_accumulated_gradients_of_a_network_agree_with_those_of_each_image():
         for start, stop in ((0, 2), (2, 3)):  # as the loop does: sums over the whole batch's size
             (losses(state, images[list(index[start:stop])]).per_image.sum() / 3).backward()
             if start == 0:
-                part = squared_gradient_norm(state.optimizer)
-        window.add(part, 2, squared_gradient_norm(state.optimizer), 3)
+                part = _squared_gradient_norm(state.optimizer)
+        window.add(part, 2, _squared_gradient_norm(state.optimizer), 3)
     found, (signal, noise) = window.close(), truth(state, images)
     assert found["gradient_signal"] == pytest.approx(signal, rel=1e-9)
     assert found["gradient_noise"] == pytest.approx(noise, rel=1e-9)

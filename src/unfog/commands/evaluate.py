@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 
 from unfog.config.run_requests import EvaluateRequest, EvaluationRequest, ReportRequest
@@ -31,10 +32,15 @@ def _evaluate(request: EvaluateRequest) -> None:
     from unfog.inference.run import Run
     from unfog.reporting.progress import print_result
     from unfog.reporting.report import write_report
-    from unfog.training.distributed.process_group import is_main_process, local_device
+    from unfog.training.distributed.process_group import local_device
 
     run = Run(request.run, request.weights, request.checkpoint, local_device(request.device), request.best)
     found = run.evaluate(**{f.name: getattr(request, f.name) for f in fields(EvaluationRequest)})
-    if is_main_process():
+    if _is_main_process():
         print_result("\n".join(found.lines()))
         write_report(run.path, RunStatus.read(run.path).headline)
+
+
+def _is_main_process() -> bool:
+    """Return whether this is rank 0."""
+    return os.environ.get("RANK", "0") == "0"

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
 
 from unfog.config.run_requests import SampleRequest, SamplingRequest
 from unfog.config.validate import check_out, check_sampler, override_sampler, report_dropped_levels
+from unfog.diffusion.editing import Edit
+from unfog.pipeline.generate import sample_grid, to_pixels
+from unfog.pipeline.image_files import DenoisingStrip
 from unfog.process.run_folder import RunFolder, unused_path
+from unfog.reporting.image_grids import Pixels, grid, save_png, with_caption
+from unfog.reporting.progress import say
+from unfog.text import sanitize
+
+_LONGEST_NAME = 40  # characters of a class in the name of a file
+_MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 
 
 def main(request: SampleRequest) -> int:
@@ -18,7 +31,7 @@ def main(request: SampleRequest) -> int:
     # Imported only now, as torch takes seconds: a wrong request is refused before.
     from unfog.inference.run import Run
     from unfog.pipeline.generate import parse_labels
-    from unfog.pipeline.image_files import DenoisingStrip, build_edit, write_images
+    from unfog.pipeline.image_files import DenoisingStrip, build_edit
     from unfog.reporting.progress import Progress, print_result, say
 
     parse_labels(request.label, stored.classes)  # before the weights are read
@@ -36,6 +49,48 @@ def main(request: SampleRequest) -> int:
         say(f"  adaptive took up to {run.calls} network calls")
     out = request.out or unused_path(run.path / "pictures")
     classes = [run.classes[i] for i in parse_labels(request.label, run.classes)]
-    write_images(out, images, classes, strip, edit, run.sampled)
+    _write_images(out, images, classes, strip, edit, run.sampled)
     print_result(str(out))
     return 0
+
+
+def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
+    """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
+    first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
+    if edit.unknown is not None:
+        first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
+    return grid(np.concatenate([np.stack(first), samples]))
+
+
+def _write_images(
+    folder: Path,
+    samples: Pixels,
+    classes: Sequence[str],
+    strip: DenoisingStrip | None,
+    edit: Edit | None = None,
+    settings: Sequence[str] = (),
+) -> None:
+    """Write 000000-CLASS.png, 000001-CLASS.png, …, grid.png, and strip.png if sampling was observed.
+
+    The grid shows the first thousand samples; those of an edit come after the edited image and its mask. The samples
+    cycle through the `classes`. The `settings` are stored in each file, and are the caption of the grid.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, sample in enumerate(samples):
+        name = sanitize(classes[number % len(classes)]) if classes else ""
+        text = {"Class": name} if name else {}
+        text |= {"Settings": sanitize(", ".join([*settings, f"sample {number}"]))} if settings else {}
+        save_png(folder / f"{number:06d}{_in_file_name(name)}.png", sample, text=text)
+    if len(samples) > _MAX_IN_GRID:
+        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {len(samples):,} samples")
+    first = samples[:_MAX_IN_GRID]
+    image = _edit_grid(edit, first) if edit else sample_grid(first, classes)
+    save_png(folder / "grid.png", with_caption(image, settings) if settings else image)
+    if strip is not None:
+        save_png(folder / "strip.png", strip.image())
+
+
+def _in_file_name(name: str) -> str:
+    """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
+    return f"-{plain}" if plain else ""

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unfog.config.presets import add_autoencoder
 from unfog.config.requests import ResumeRequest, TrainAutoencoderRequest, TrainRequest
 from unfog.config.resume_rules import check_changes
 from unfog.config.schema import Config, check_given_length
 from unfog.config.toml import read_toml, update
 from unfog.config.validate import check_autoencoder, check_out
+from unfog.config.values import quote, suggest
 from unfog.errors import RequestError, RunError
-from unfog.models.autoencoder_settings import Autoencoder, Latents
+from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder, Latents
 from unfog.process.run_folder import RunFolder, find_earlier_attempt, next_folder
 from unfog.text import sanitize
 
@@ -81,7 +81,7 @@ def train_autoencoder(request: TrainAutoencoderRequest) -> tuple[RunFolder, bool
     """Train an autoencoder. Returns and raises as `train`."""
     weights = {"kl": request.kl, "pyramid": request.pyramid}
     config = request.settings.config(request.source)
-    config = add_autoencoder(config, request.factor, request.channels, request.width, **weights)
+    config = _add_autoencoder(config, request.factor, request.channels, request.width, **weights)
     check_autoencoder(config)
     out = request.out or next_folder(config.source.rstrip("/") + request.suffix)
     check_out(out, config.source, "the folder of an autoencoder")
@@ -163,3 +163,16 @@ def _report_end(folder: RunFolder, done: bool) -> int:
     print_result(str(folder.path))
     # torchrun takes anything but 0 for a failure, and would start again what was to stop.
     return 0 if done or "TORCHELASTIC_RUN_ID" in os.environ else 3
+
+
+def _add_autoencoder(
+    config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float
+) -> Config:
+    """Return `config`, made from `autoencoder_recipe`, with an autoencoder; `weights` are kl and pyramid."""
+    if width not in WIDTHS:
+        raise RequestError(f"width = {quote(width)} is unknown{suggest(width, WIDTHS)}")
+    if factor not in FACTORS:
+        raise RequestError(f"factor = {quote(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
+    levels = WIDTHS[width][: factor.bit_length() - 1]
+    codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
+    return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from unfog.diffusion.sampler import Sampler
 from unfog.diffusion.target import EdmF, Eps, FlowVelocity
 from unfog.diffusion.weighting import Edm, Plain
 from unfog.errors import RequestError
-from unfog.models.autoencoder_settings import FACTORS, WIDTHS, Autoencoder
 from unfog.models.settings import SIZES
 from unfog.reporting.trackers import Log
 from unfog.training.settings import (
@@ -135,7 +134,7 @@ class AutoencoderRunSettings:
         return cls(**values | {"evaluate": _Evaluate(config.evaluate.every, config.evaluate.images)})
 
     def config(self, source: str) -> Config:
-        """Return the configuration of a run with these settings; `add_autoencoder` completes it."""
+        """Return the configuration of a run with these settings; `unfog.train_autoencoder` completes it."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         recipe = autoencoder_recipe()
         evaluate = replace(recipe.evaluate, every=self.evaluate.every, images=self.evaluate.images)
@@ -143,7 +142,7 @@ class AutoencoderRunSettings:
 
 
 def autoencoder_recipe() -> Config:
-    """Return the default settings of autoencoder training; `add_autoencoder` adds the autoencoder itself."""
+    """Return the default settings of autoencoder training; `unfog.train_autoencoder` adds the autoencoder itself."""
     # Small batches, as each image has thousands of pixels to learn from. Nothing is sampled: the sampler's two steps
     # only stand for the two passes that a preview costs.
     return Config(
@@ -154,19 +153,6 @@ def autoencoder_recipe() -> Config:
         preview=Preview(images=16),
         evaluate=Evaluate(images=128, levels=1),
     )
-
-
-def add_autoencoder(
-    config: Config, factor: int = 4, channels: int = 4, width: str = "small", **weights: float
-) -> Config:
-    """Return `config`, made from `autoencoder_recipe`, with an autoencoder; `weights` are kl and pyramid."""
-    if width not in WIDTHS:
-        raise RequestError(f"width = {quote(width)} is unknown{suggest(width, WIDTHS)}")
-    if factor not in FACTORS:
-        raise RequestError(f"factor = {quote(factor)} is not one of {', '.join(map(str, FACTORS))}; 4 or 8 is usual")
-    levels = WIDTHS[width][: factor.bit_length() - 1]
-    codec = Autoencoder(factor=factor, latent_channels=channels, channels=levels)
-    return replace(config, autoencoder=replace(codec, **weights))  # type: ignore[arg-type]
 
 
 def _first_unused(config: Config) -> str:

@@ -72,15 +72,6 @@ def parse_colour(text: str) -> tuple[int, int, int]:
         raise RequestError(f"background = {text!r} is not a colour; give a name such as white, or #rrggbb") from error
 
 
-def read_size(opener: Callable[[], Image.Image]) -> tuple[int, int]:
-    """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
-    try:
-        with opener() as image:
-            return image.size
-    except Exception as error:
-        raise image_error(error) from error
-
-
 def decode(
     opener: Callable[[], Image.Image], size: int, channels: int, background: tuple[int, int, int]
 ) -> tuple[NDArray[np.uint8], ImageInfo]:

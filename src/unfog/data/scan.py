@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from unfog.data.data_report import DataReport, SkippedFile
-from unfog.data.decode import parse_colour, read_size
+from unfog.data.decode import parse_colour
 from unfog.data.decode_pool import DecodeStatistics, PixelFormat, decode_with_retries
 from unfog.data.settings import Data
 from unfog.data.sources.base import ImageError, Source, TransientImageError
-from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE
+from unfog.data.sources.image_files import ARCHIVE_GONE, CHANGED, GONE, image_error
 from unfog.data.sources.label_tables import strip_shard
 from unfog.data.sources.labels import apply_label_table, labels_setting, read_labels
 from unfog.errors import RequestError, RunError
@@ -180,7 +181,7 @@ def _choose_size(source: Source) -> int:
     sizes = []
     for i in _spread(len(source.names), _HEADERS_SAMPLED):
         try:
-            sizes.append(read_size(partial(source.open, i)))
+            sizes.append(_read_size(partial(source.open, i)))
         except TransientImageError:  # retried, as a sample without it could give another size
             _, info = decode_with_retries(source, i, PixelFormat(8, 3, (0, 0, 0)))
             sizes.append((info.width, info.height))
@@ -274,3 +275,12 @@ def _side_statistics(sides: NDArray[np.int32]) -> dict[str, int]:
     found = {"min": ordered.min(0), "median": np.median(ordered, 0), "max": ordered.max(0)}
     columns = enumerate(("shortest", "longest"))
     return {f"{side}_{name}": int(values[k]) for k, side in columns for name, values in found.items()}
+
+
+def _read_size(opener: Callable[[], Image.Image]) -> tuple[int, int]:
+    """Read (width, height) of an image as stored, without decoding its pixels. Raises ImageError."""
+    try:
+        with opener() as image:
+            return image.size
+    except Exception as error:
+        raise image_error(error) from error

@@ -28,7 +28,6 @@ from unfog.cache_folder import cache_folder, hold, make_room, release
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.distances import FeatureStatistics, feature_statistics
 from unfog.evaluation.feature_networks import (
-    INCEPTION_DIGEST,
     load_inception,
     load_torchscript,
     parse_network_file,
@@ -103,11 +102,6 @@ def open_features(name_or_path: str, device: torch.device | str = "cpu", only_kn
             f"features = {name_or_path!r} is not inception, texture, pixels or the path of a TorchScript file"
         )
     return Features(network.name, network.resize, network.digest, device, network)
-
-
-def is_inception(features: Features | None) -> bool:
-    """Return True where a Frechet distance of these features is FID as in the literature."""
-    return features is not None and features.digest == INCEPTION_DIGEST
 
 
 def _small_pixels(x: Tensor) -> Tensor:

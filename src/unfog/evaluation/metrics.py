@@ -19,7 +19,8 @@ from unfog.evaluation.distances import (
     frechet_with_error,
     kernel_distance,
 )
-from unfog.evaluation.features import Features, is_inception
+from unfog.evaluation.feature_networks import INCEPTION_DIGEST
+from unfog.evaluation.features import Features
 
 Z = 1.959964
 """Standard errors from a normal distribution's mean to the ends of its middle 95%."""
@@ -137,7 +138,7 @@ def compare_features(
         raise RequestError(f"{len(fake)} images against {len(real)} real ones are too few; give at least 10 of each")
     sets = _FeatureSets(real, fake, seed, reference)
     extractor = (features.name, features.resize) if features else ("given", "none")
-    frechet = "fid" if is_inception(features) else "fd"
+    frechet = "fid" if _is_inception(features) else "fd"
     results = []
     for name in names:
         if name not in METRICS:
@@ -278,3 +279,8 @@ METRICS: dict[str, Callable[[_FeatureSets], _Estimate]] = {
     "density": _density,
     "coverage": _coverage,
 }
+
+
+def _is_inception(features: Features | None) -> bool:
+    """Return True where a Frechet distance of these features is FID as in the literature."""
+    return features is not None and features.digest == INCEPTION_DIGEST

@@ -21,7 +21,7 @@ from unfog.diffusion.denoiser import Denoiser
 from unfog.diffusion.likelihood import bits_per_dim
 from unfog.diffusion.sampler import NoiseSource
 from unfog.errors import RequestError
-from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics, delete_features
+from unfog.evaluation.features import Features, PixelSource, compute_features, compute_statistics
 from unfog.evaluation.held_out import HeldOut, MeanEstimate, mean_over_images, paired_difference
 from unfog.evaluation.metrics import MetricResult, Z, compare_features
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS, compare_pixels
@@ -86,13 +86,6 @@ def compute_metrics(
         drawn = ", ".join(f"{name} {value}" for name, value in generation.items() if name != "reference")
         metrics = [replace(one, drawn=drawn) for one in metrics] + _held_out_metrics(run, setup)
     return Evaluation(run.checkpoint.step, generation, metrics, copies, verdict(metrics, copies))
-
-
-def forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
-    """Delete the features of the samples from the cache, once all ranks have read them and the result is stored."""
-    # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
-    if setup.features is not None and samples is not None:
-        delete_features(samples.folder.name, len(samples), setup.features)
 
 
 def _describe_generation(run: LoadedRun, setup: EvaluationSetup) -> dict[str, Any]:

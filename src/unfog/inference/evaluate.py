@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,22 +15,15 @@ from unfog.config.run_requests import LOSSES, METRICS, ON_REQUEST, EvaluationReq
 from unfog.data.dataset import Dataset, ImageSet, evenly_spaced
 from unfog.errors import RequestError, RunError
 from unfog.evaluation.feature_networks import inception_path
-from unfog.evaluation.features import Features, open_features
+from unfog.evaluation.features import Features, delete_features, open_features
 from unfog.evaluation.metrics import check_count
 from unfog.evaluation.sliced_wasserstein import PIXEL_METRICS
-from unfog.inference.compute_metrics import compute_metrics, forget_sample_features
-from unfog.inference.evaluation_files import (
-    ARITHMETIC,
-    FORMAT,
-    Evaluation,
-    EvaluationSetup,
-    GeneratedSamples,
-    weights_digest,
-)
+from unfog.inference.compute_metrics import compute_metrics
+from unfog.inference.evaluation_files import ARITHMETIC, FORMAT, Evaluation, EvaluationSetup, GeneratedSamples
 from unfog.inference.loaded_run import LoadedRun
 from unfog.pipeline.generate import GenerationSettings, generate_images, proportional_labels
 from unfog.pipeline.load_data import load_images
-from unfog.planning.timing import cost_per_sample, wall_seconds
+from unfog.planning.timing import cost_per_sample
 from unfog.process.signals import StopSignals
 from unfog.reporting.image_grids import Pixels
 from unfog.reporting.progress import Progress, format_bytes, format_duration, plural, say
@@ -69,7 +63,7 @@ def evaluate(run: LoadedRun, request: EvaluationRequest) -> Evaluation:
             _write_result(path, replace(evaluation, asked=asdict(request), seconds=seconds))
         world.barrier()  # no rank reads the result, and none of the features are deleted, before it is written
         if world.is_main:
-            forget_sample_features(setup, samples)
+            _forget_sample_features(setup, samples)
         return Evaluation.read(path) or evaluation
 
 
@@ -180,7 +174,7 @@ def _samples_key(run: LoadedRun, setup: EvaluationSetup) -> str:
     how: tuple[object, ...] = (generation.sampler, labels, generation.seed, generation.guidance, generation.interval)
     # fp32 adds nothing, so that samples from before there was a choice of precision are found.
     how += () if generation.precision == "fp32" else (generation.precision,)
-    settings = (weights_digest(run.network), run.config.diffusion, how)
+    settings = (_weights_digest(run.network), run.config.diffusion, how)
     return hashlib.sha256(repr((FORMAT, settings, generation.batch)).encode()).hexdigest()[:16]
 
 
@@ -211,11 +205,11 @@ def _generate_samples(
 def _report_cost(run: LoadedRun, setup: EvaluationSetup, missing: int, world: World) -> None:
     """Say how long generation and features will take, from a few sampler steps and a few images."""
     few = replace(setup.generation, count=min(setup.generation.batch, missing))
-    seconds = cost_per_sample(run.network, run.config, few, wall_seconds) * missing
+    seconds = cost_per_sample(run.network, run.config, few, _wall_seconds) * missing
     line = f"generating {plural(missing, 'sample')} takes about {format_duration(seconds / world.size)}"
     if (features := setup.features) is not None:
         pixels = torch.from_numpy(np.ascontiguousarray(setup.reference.pixels[setup.rows[:50]]))
-        each = wall_seconds(lambda: features(pixels).cpu()) / len(pixels)
+        each = _wall_seconds(lambda: features(pixels).cpu()) / len(pixels)
         count = setup.generation.count + len(setup.rows)
         # At most, because features of real images are cached.
         line += (
@@ -231,3 +225,28 @@ def _write_result(path: Path, evaluation: Evaluation) -> None:
         evaluation.write(path)
     except OSError as error:
         raise RunError(f"{path} cannot be written ({error.strerror}); the samples are kept") from error
+
+
+def _forget_sample_features(setup: EvaluationSetup, samples: GeneratedSamples | None) -> None:
+    """Delete the features of the samples from the cache, once all ranks have read them and the result is stored."""
+    # Only the features of real images are used again, for the next checkpoint; the samples themselves stay.
+    if setup.features is not None and samples is not None:
+        delete_features(samples.folder.name, len(samples), setup.features)
+
+
+def _weights_digest(network: torch.nn.Module) -> str:
+    """Return the sha256 of the weights, whichever file they were loaded from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
+    """Return the wall time of `work`; with `warm`, of its second call, as the first also allocates."""
+    if warm:
+        work()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
@@ -197,12 +195,3 @@ class GeneratedSamples:
                 f"{self.folder} cannot be written ({error.strerror or error}); put that right, then run it again: "
                 "the samples so far are kept"
             ) from error
-
-
-def weights_digest(network: torch.nn.Module) -> str:
-    """Return the sha256 of the weights, whichever file they were loaded from."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from unfog.config.schema import Config
 from unfog.config.toml import of_type
@@ -17,10 +19,11 @@ from unfog.pipeline.latents import Decode, latent_decoder
 from unfog.process.device import choose_device
 from unfog.process.run_folder import RunFolder
 from unfog.reporting.progress import warn
+from unfog.safe_files import regular_file
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.format import CheckpointInfo
 from unfog.training.checkpoints.load import load_weights
-from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, rebuild, solve_mixture
+from unfog.training.checkpoints.posthoc_ema import Mixture, list_snapshots, solve_mixture
 from unfog.training.settings import PowerEma
 
 SWEEP_FILE = "ema-sweep.json"
@@ -133,7 +136,7 @@ def load_ema_weights(network: nn.Module, folder: RunFolder, width: float, step: 
     """
     mix = solve_mixture(list_snapshots(folder.averages), width, step)
     try:
-        network.load_state_dict(rebuild(mix), strict=True)
+        network.load_state_dict(_rebuild(mix), strict=True)
     except RuntimeError as error:
         raise RunError(f"the snapshots in {folder.averages} are of another network: {str(error)[:120]} ...") from None
     return mix
@@ -146,3 +149,29 @@ def _swept_width(run: Path) -> float | None:
         return PowerEma(float(width)).width
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RequestError):
         return None
+
+
+@torch.no_grad()
+def _rebuild(mix: Mixture) -> dict[str, Tensor]:
+    """Sum a mixture to the EMA, float32 by the network's names; buffers are those of the newest snapshot.
+
+    Raises RunError if a snapshot cannot be read.
+    """
+    paths = {one.path for one, _, _ in mix.terms}
+    try:
+        files: dict[Path, Any] = {path: safe_open(regular_file(path), "pt") for path in paths}
+        newest = max(paths, key=lambda path: path.name)
+        averaged: dict[str, Tensor] = {}
+        for full in files[newest].keys():  # noqa: SIM118 - it is no dict
+            kind, _, name = full.partition("/")
+            if kind == "buffer":
+                averaged[name] = files[newest].get_tensor(full)
+            elif kind == "0":
+                # In float64, as weights of the sum cancel; one tensor at a time, to spare memory.
+                total = torch.zeros(files[newest].get_slice(full).get_shape(), dtype=torch.float64)
+                for one, number, weight in mix.terms:
+                    total.add_(files[one.path].get_tensor(f"{number}/{name}").double(), alpha=weight)
+                averaged[name] = total.float()
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise RunError(f"a snapshot of averages cannot be read: {error}; remove it, and the others will do") from None
+    return averaged

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unfog.models import layers
-from unfog.models.layers import ConditionalNetwork, Runner, sinusoids, unit_rms
+from unfog.models.layers import ConditionalNetwork, Runner, sinusoids
 from unfog.models.settings import MPUNet
 
 _SILU_RMS = 0.596  # root mean square of silu(x) for normally distributed x (eq. 81)
@@ -100,7 +100,7 @@ class _MPAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).flatten(2).unflatten(1, (3, self.heads, -1))  # [B, 3, heads, D, N]
-        q, k, v = unit_rms(qkv, 3).permute(1, 0, 2, 4, 3)  # each [B, heads, N, D]
+        q, k, v = _unit_rms(qkv, 3).permute(1, 0, 2, 4, 3)  # each [B, heads, N, D]
         gathered = layers.attention(q, k, v).transpose(2, 3).reshape(x.shape)
         return _mp_sum(x, self.out(gathered), _RESIDUAL)
 
@@ -141,7 +141,7 @@ class _MPBlock(nn.Module):
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         if self.down:
             # Normalised pixel by pixel, so that deviations from unit magnitude do not add up.
-            x = unit_rms(self.shortcut(x), 1)
+            x = _unit_rms(self.shortcut(x), 1)
         # 1 for a fresh block, whose gain is 0: the condition has no influence yet.
         scale: Tensor = self.condition(embedding, self.gain) + 1
         h = _mp_silu(self.conv1(_mp_silu(x)) * scale[:, :, None, None])
@@ -261,3 +261,10 @@ def _up(settings: MPUNet, width: int, skips: list[int]) -> nn.ModuleList:
             last = channels
         levels.append(_UpLevel(enter, blocks))
     return nn.ModuleList(levels)
+
+
+def _unit_rms(x: Tensor, dim: int | tuple[int, ...], eps: float = 1e-4) -> Tensor:
+    """Divide `x` by its root mean square along `dim`, at least `eps`; computed in float32, in the type of `x`."""
+    square = x.float().square().mean(dim, keepdim=True)
+    # Clamped instead of adding eps, so that the gradient stays orthogonal to x.
+    return x * square.clamp_min(eps**2).rsqrt().to(x.dtype)

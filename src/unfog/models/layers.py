@@ -112,13 +112,6 @@ class ConditionalNetwork(nn.Module):
         return output
 
 
-def unit_rms(x: Tensor, dim: int | tuple[int, ...], eps: float = 1e-4) -> Tensor:
-    """Divide `x` by its root mean square along `dim`, at least `eps`; computed in float32, in the type of `x`."""
-    square = x.float().square().mean(dim, keepdim=True)
-    # Clamped instead of adding eps, so that the gradient stays orthogonal to x.
-    return x * square.clamp_min(eps**2).rsqrt().to(x.dtype)
-
-
 def zero_(module: nn.Conv2d | nn.Linear) -> None:
     """Set weights and bias to zero, so that a branch that ends in this module begins as zero."""
     for parameter in module.parameters():

@@ -13,23 +13,11 @@ from unfog.data.data_report import ACTIONS, COMMON_ACTIONS, DataReport
 from unfog.data.dataset import Dataset, evenly_spaced
 from unfog.data.stream import ImageStream
 from unfog.pipeline.generate import to_pixels
-from unfog.pipeline.skipped_images import DATA_FILE, data_json
-from unfog.process.run_folder import RunFolder
-from unfog.reporting.image_grids import Pixels, encode_png, grid, printable_name
-from unfog.safe_files import write_atomic
+from unfog.reporting.image_grids import Pixels, grid, printable_name
 
 _IMAGES, _PIXELS, _MIN_IMAGES = 64, 2**20, 8  # fewer large images, so that the sheet stays small
 _ROW = 12  # images across, as `grid` lays out what has captions
 _POSITIONS = 200_000  # of the stream, among which the images to show are chosen
-
-
-def write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
-    """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
-
-    `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
-    """
-    write_atomic(folder.path / DATA_FILE, data_json(dataset))
-    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))
 
 
 def contact_sheet(dataset: Dataset, augment: Augment, seed: int) -> Pixels:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +22,9 @@ from unfog.data.sources.image_files import open_image
 from unfog.diffusion.editing import Edit
 from unfog.diffusion.noise import Schedule
 from unfog.errors import RequestError
-from unfog.pipeline.generate import sample_grid, to_pixels
+from unfog.pipeline.generate import to_pixels
 from unfog.pipeline.latents import Decode
-from unfog.reporting.image_grids import Pixels, grid, labelled_strip, save_png, with_caption
-from unfog.reporting.progress import say
-from unfog.text import sanitize
+from unfog.reporting.image_grids import Pixels, labelled_strip
 
 ImageInput = str | PathLike[str] | np.typing.NDArray[Any]
 _DEFAULT_STRENGTH = 0.6
@@ -92,16 +89,6 @@ def _read_image(given: ImageInput, what: str, size: int, channels: int, backgrou
         raise RequestError(f"{what} = {named} cannot be used: {reason}; give an image such as a PNG or JPEG") from None
 
 
-def _edit_grid(edit: Edit, samples: Pixels) -> Pixels:
-    """Return a grid of the image, its mask if there is one, and the samples: uint8 [H, W, 3]."""
-    first = [to_pixels(edit.image).permute(1, 2, 0).numpy()]
-    if edit.unknown is not None:
-        first.append(np.broadcast_to(255 * edit.unknown[0].byte().numpy()[..., None], first[0].shape))
-    return grid(np.concatenate([np.stack(first), samples]))
-
-
-_LONGEST_NAME = 40  # characters of a class in the name of a file
-_MAX_IN_GRID = 1000  # samples; a grid of ten thousand takes more memory than generating them, and few programs open it
 _STRIP_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.05, 0.0)  # of the schedule: t = 999, 750, …, 0 where it has 1000 steps
 
 
@@ -153,37 +140,3 @@ class DenoisingStrip:
 def _first(x: Tensor) -> Pixels:
     pixels: Pixels = to_pixels(x[0]).permute(1, 2, 0).cpu().numpy()
     return pixels
-
-
-def write_images(
-    folder: Path,
-    samples: Pixels,
-    classes: Sequence[str],
-    strip: DenoisingStrip | None,
-    edit: Edit | None = None,
-    settings: Sequence[str] = (),
-) -> None:
-    """Write 000000-CLASS.png, 000001-CLASS.png, …, grid.png, and strip.png if sampling was observed.
-
-    The grid shows the first thousand samples; those of an edit come after the edited image and its mask. The samples
-    cycle through the `classes`. The `settings` are stored in each file, and are the caption of the grid.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, sample in enumerate(samples):
-        name = sanitize(classes[number % len(classes)]) if classes else ""
-        text = {"Class": name} if name else {}
-        text |= {"Settings": sanitize(", ".join([*settings, f"sample {number}"]))} if settings else {}
-        save_png(folder / f"{number:06d}{_in_file_name(name)}.png", sample, text=text)
-    if len(samples) > _MAX_IN_GRID:
-        say(f"  grid.png shows the first {_MAX_IN_GRID:,} of {len(samples):,} samples")
-    first = samples[:_MAX_IN_GRID]
-    image = _edit_grid(edit, first) if edit else sample_grid(first, classes)
-    save_png(folder / "grid.png", with_caption(image, settings) if settings else image)
-    if strip is not None:
-        save_png(folder / "strip.png", strip.image())
-
-
-def _in_file_name(name: str) -> str:
-    """Return a class as part of a file name: "-T_shirt"; letters and digits of any language stay."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)[:_LONGEST_NAME]
-    return f"-{plain}" if plain else ""

@@ -15,7 +15,7 @@ from unfog.planning.memory_estimate import MemoryEstimator, with_precision
 from unfog.planning.memory_trace import CUDA_CONTEXT, CUDNN_WORKSPACE, ONEDNN_HALF
 from unfog.process.device import available_memory, total_memory
 from unfog.reporting.progress import format_bytes, plural
-from unfog.training.distributed.process_group import processes_per_device
+from unfog.training.distributed.process_group import local_world_size
 
 MARGIN = 0.85
 """Share of the available memory that a prediction may take; predictions are within 15% of the measured peak."""
@@ -72,7 +72,7 @@ def choose_microbatch(
 
 def memory_per_process(device: torch.device) -> int:
     """Return bytes that this process can allocate on a device, an equal share if other ranks of this machine use it."""
-    return available_memory(device) // processes_per_device(device)
+    return available_memory(device) // _processes_per_device(device)
 
 
 def rooms_per_process(device: torch.device) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def rooms_per_process(device: torch.device) -> tuple[int, ...]:
 
     On a CPU half of the memory, as other programs use the rest, or all of it where not even one image fits in half.
     """
-    total = total_memory(device) // processes_per_device(device)
+    total = total_memory(device) // _processes_per_device(device)
     if device.type == "cpu":
         return total // 2, total
     return (total - CUDA_CONTEXT * (device.type == "cuda"),)
@@ -131,3 +131,9 @@ def _memory_upper_bound(config: Config, at_once: int) -> float:
     # between them; a checkpoint's snapshot of all that; and the gradient buckets of several processes.
     # 2 = every layer of a block keeps its input in fp32, twice.
     return 4 * (17 * weights + 2 * at_once * activations) + max(CUDNN_WORKSPACE, ONEDNN_HALF)
+
+
+def _processes_per_device(device: torch.device) -> int:
+    """Return how many of torchrun's processes on this machine share this device at most."""
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return -(-local_world_size() // devices)

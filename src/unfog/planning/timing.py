@@ -104,15 +104,6 @@ def _trial_steps(sampler: Sampler) -> int:
     return sampler.steps if sampler.kind == "adaptive" else min(2, sampler.steps)
 
 
-def wall_seconds(work: Callable[[], object], warm: bool = True) -> float:
-    """Return the wall time of `work`; with `warm`, of its second call, as the first also allocates."""
-    if warm:
-        work()
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def forward_passes(config: Config, held_out: int) -> dict[str, float]:
     """Return the cost of each part of a run, in forward passes of one image in fp32.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unfog.config.schema import Config
 from unfog.config.toml import from_toml, to_toml
@@ -29,7 +30,7 @@ from unfog.text import sanitize
 from unfog.training.checkpoints import snapshot
 from unfog.training.checkpoints.writer import CheckpointWriter, ShardStatusStore
 from unfog.training.distributed.coordination import CoordinatedHooks
-from unfog.training.distributed.process_group import is_lost_process, local_device
+from unfog.training.distributed.process_group import local_device
 from unfog.training.distributed.world import SINGLE_PROCESS, World, init_world
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.loop import LoopSettings, train
@@ -195,9 +196,15 @@ def run_training_loop(
             train(settings, state, task, hooks, world)
             CoordinatedHooks(hooks, world).finish(state)
         except RuntimeError as error:
-            if world.size == 1 or not is_lost_process(error):
+            if world.size == 1 or not _is_lost_process(error):
                 raise
             raise LostProcess(
                 f"rank {world.rank} has lost another rank, which ended or does not answer; unfog resume continues "
                 f"from the newest checkpoint, as torchrun does by itself with --max-restarts ({str(error)[:160]})"
             ) from error
+
+
+def _is_lost_process(error: BaseException) -> bool:
+    """Return whether this is how torch reports that another process is gone, or does not answer."""
+    named = any(name in str(error).lower() for name in ("gloo", "nccl"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named)

@@ -10,23 +10,27 @@ from unfog.config.schema import Config
 from unfog.config.validate import check_request
 from unfog.custom import PREFIX, resolve_step
 from unfog.data.augmentation import Augment
+from unfog.data.dataset import Dataset
 from unfog.diffusion.weighting import CustomWeighting
 from unfog.evaluation.features import open_features
 from unfog.models.network_settings import CustomNetwork
-from unfog.pipeline.contact_sheet import write_data_report
+from unfog.pipeline.contact_sheet import contact_sheet
 from unfog.pipeline.latents import copy_autoencoder_into_run
 from unfog.pipeline.load_data import load_images
+from unfog.pipeline.skipped_images import DATA_FILE, data_json
 from unfog.planning.auto_settings import AutoSettings
 from unfog.planning.disk import check_disk_room
 from unfog.process import command_clock
 from unfog.process.run_folder import RunFolder, next_folder
 from unfog.reporting.findings import Finding
+from unfog.reporting.image_grids import encode_png
 from unfog.reporting.progress import say, warn
 from unfog.runs.evaluation_hook import resolve_metrics
 from unfog.runs.init_weights import adopt_latent_statistics, load_initial_weights
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import broadcast_config, device_for, open_run
 from unfog.runs.session import Session
+from unfog.safe_files import write_atomic
 from unfog.training.optimizers import check_resumable
 from unfog.training.settings import Custom
 
@@ -112,6 +116,15 @@ def write_data_files(session: Session) -> None:
     config = session.config
     augment = Augment.from_settings(config.data)
     try:
-        write_data_report(session.context.folder, session.dataset, augment, config.training.seed)
+        _write_data_report(session.context.folder, session.dataset, augment, config.training.seed)
     except OSError as error:
         warn(f"data.json and contact-sheet.png could not be written: {error.strerror or error}")
+
+
+def _write_data_report(folder: RunFolder, dataset: Dataset, augment: Augment, seed: int) -> None:
+    """Write contact-sheet.png and data.json into a run folder, each atomically. OSError if that is impossible.
+
+    `seed` is that of the stream and of the augmentation; the random state of torch is left as it is.
+    """
+    write_atomic(folder.path / DATA_FILE, data_json(dataset))
+    write_atomic(folder.path / "contact-sheet.png", encode_png(contact_sheet(dataset, augment, seed)))

@@ -17,10 +17,11 @@ from unfog.sharded_rng import rows_of
 from unfog.training.distributed.world import World
 from unfog.training.hooks import Task, TrainingHooks
 from unfog.training.out_of_memory import microbatch_size
-from unfog.training.precision import to_device
+from unfog.training.precision import gradients, to_device
 from unfog.training.settings import Training
+from unfog.training.sharded_tensors import total_norm
 from unfog.training.state import TrainState
-from unfog.training.statistics import Stopwatch, squared_gradient_norm
+from unfog.training.statistics import Stopwatch
 
 _OWN_SEED = 0x5EED  # distinguishes the seed of a split micro-batch from that of the batch that its noise is drawn for
 
@@ -180,7 +181,7 @@ class GradientComputer:
             if first:
                 # DDP has not averaged this gradient yet, so it is `size` times as long as its share of the mean.
                 times = world.size if world.shards is None else 1
-                first_square = squared_gradient_norm(state.optimizer) / times**2
+                first_square = _squared_gradient_norm(state.optimizer) / times**2
         return Gradient(batches, losses, first_square)
 
     def _forward_backward(self, batch: _MicroBatch, last: bool, counts: bool) -> Loss:
@@ -194,3 +195,8 @@ class GradientComputer:
         with world.explain_out_of_memory(last):
             self.state.precision.backward(mean if world.size == 1 else mean * (float(counts) * world.size))
         return loss.detached()  # kept until the log, without its graph
+
+
+def _squared_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the squared norm of the gradients, 0-d, on the device. A collective if they are sharded."""
+    return total_norm(gradients(optimizer)).square()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from unfog.errors import Interrupted, RunError
 from unfog.training.checkpoints.posthoc_ema import snapshot_interval
-from unfog.training.distributed.coordination import StepResult, coordinate, reduce_step
+from unfog.training.distributed.coordination import CoordinatedHooks, StepResult, reduce_step
 from unfog.training.distributed.world import SINGLE_PROCESS, World
 from unfog.training.gradient import Gradient, GradientComputer, rng_batch_size, split_batch
 from unfog.training.hooks import Task, TrainingHooks
@@ -78,7 +78,7 @@ def train(
     state.model.train()
     network = world.wrap_network(state.model, training.compress)
     computer = GradientComputer(training, state, task, world, stopwatch, network)
-    hooks = coordinate(hooks, world)
+    hooks = _coordinate(hooks, world)
     reason = "it was stopped while in trouble"  # for the next roll-back
     try:
         while not hooks.stop_requested():
@@ -239,3 +239,8 @@ def run_due_hooks(state: TrainState, hooks: TrainingHooks, stopwatch: Stopwatch,
         for_best = "save" not in state.due
         state.due = []  # before saving, so that the checkpoint does not ask for itself
         hooks.save(state, for_best)
+
+
+def _coordinate(hooks: TrainingHooks, world: World) -> TrainingHooks:
+    """Return hooks that behave as one over all ranks."""
+    return CoordinatedHooks(hooks, world) if world.size > 1 else hooks

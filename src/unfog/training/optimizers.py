@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from unfog.errors import RequestError
 from unfog.training.settings import Custom, Muon, Optimizer
-from unfog.training.sharded_tensors import is_sharded, map_full_matrices, to_local
+from unfog.training.sharded_tensors import is_sharded, to_local
 
 # Of the quintic whose iteration brings singular values near to one the fastest (Jordan et al. 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -112,7 +113,7 @@ class _MuonAdamW(torch.optim.Optimizer):
         ahead = torch._foreach_lerp(gradients, means, momentum)
         stacked = torch.stack([a.reshape(len(a), columns) for a in ahead])
         work, fast = partial(_orthogonalize, rounds=rounds), stacked.to(self.fast)
-        made = map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
+        made = _map_full_matrices(fast, rows, work) if is_sharded(parameters[0]) else work(fast)
         return made.to(stacked.dtype)
 
 
@@ -261,3 +262,25 @@ def load_optimizer_state(
     for (place, key), items in lists.items():
         state.setdefault(place, {})[key] = [items[i] for i in sorted(items)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _map_full_matrices(shards: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function of full matrices [1, rows, C] to matrices that are sharded by rows. A collective.
+
+    `shards` and the results are [N, R, C], this rank's rows of each matrix.
+    """
+    # Each matrix is gathered on one rank only, so that the ranks share the work.
+    size, (count, mine, columns) = dist.get_world_size(), shards.shape
+    results, share = torch.empty_like(shards), -(-rows // size)
+    for first in range(0, count, size):
+        some = shards[first : first + size]
+        sent = shards.new_zeros(size, share, columns)
+        sent[: len(some), :mine] = some
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        if dist.get_rank() < len(some):
+            matrix = received.view(-1, columns)[:rows]
+            matrix.copy_(function(matrix[None])[0])
+        dist.all_to_all_single(sent, received)
+        results[first : first + size] = sent[: len(some), :mine]
+    return results

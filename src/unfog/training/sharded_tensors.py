@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -29,11 +29,6 @@ def first_local_row(tensor: Tensor) -> int:
     return int(min(mesh.get_local_rank() * share, len(tensor)))
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather all rows of a tensor on every rank. A collective if the tensor is sharded."""
-    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
-
-
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of all tensors together, 0-d. A collective if one of them is sharded."""
     rows = [to_local(tensor) for tensor in tensors if is_sharded(tensor)]
@@ -53,25 +48,3 @@ def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
     if any(map(is_sharded, tensors)):
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return [bool(good) for good in finite.tolist()]
-
-
-def map_full_matrices(shards: Tensor, rows: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function of full matrices [1, rows, C] to matrices that are sharded by rows. A collective.
-
-    `shards` and the results are [N, R, C], this rank's rows of each matrix.
-    """
-    # Each matrix is gathered on one rank only, so that the ranks share the work.
-    size, (count, mine, columns) = dist.get_world_size(), shards.shape
-    results, share = torch.empty_like(shards), -(-rows // size)
-    for first in range(0, count, size):
-        some = shards[first : first + size]
-        sent = shards.new_zeros(size, share, columns)
-        sent[: len(some), :mine] = some
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        if dist.get_rank() < len(some):
-            matrix = received.view(-1, columns)[:rows]
-            matrix.copy_(function(matrix[None])[0])
-        dist.all_to_all_single(sent, received)
-        results[first : first + size] = sent[: len(some), :mine]
-    return results

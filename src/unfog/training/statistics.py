@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unfog.training.precision import gradients
-from unfog.training.sharded_tensors import total_norm
-
 _BINS = 10  # of the noise quantile u
 
 
@@ -175,11 +172,6 @@ def noise_scale(records: Iterable[Mapping[str, Any]]) -> float | None:
     noise = sum(row["gradient_noise"] for row in known)
     scale = noise / signal if signal > 0 else math.nan
     return max(scale, 0.0) if math.isfinite(scale) else None
-
-
-def squared_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Return the squared norm of the gradients, 0-d, on the device. A collective if they are sharded."""
-    return total_norm(gradients(optimizer)).square()
 
 
 def batch_advice(scale: float, batch: int) -> str:

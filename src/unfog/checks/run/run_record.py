@@ -151,12 +151,6 @@ class RunRecord:
         return f"{said}; look at the images: unfog doctor {shlex.quote(self.config.source)}"
 
 
-def list_field(row: Row, name: str) -> list[Any]:
-    """Return the list under this name in a row; [] for none."""
-    value = row.get(name)
-    return value if isinstance(value, list) else []
-
-
 def _read_data_report(path: Path) -> dict[str, Any]:
     """Read data.json without its list of files; {} where it is missing or unreadable."""
     try:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unfog.checks.run.run_record import RunRecord, list_field
+from unfog.checks.run.run_record import RunRecord
 from unfog.reporting.charts import Floats, line_chart
 from unfog.reporting.findings import Figure, Finding, Severity
 from unfog.reporting.progress import format_number, plural
-from unfog.reporting.records import finite_number
+from unfog.reporting.records import Row, finite_number
 from unfog.reporting.report_charts import smoothed
 from unfog.text import without_secrets
 from unfog.training.statistics import batch_advice
@@ -190,7 +190,7 @@ def check_stability(record: RunRecord, usual_lr: float | None = None) -> Finding
     if not (refused or backs):
         return Finding("run.unstable", "fine", f"none of {plural(steps, 'step')}{since} was skipped or rolled back")
     share = len(refused) / steps
-    images = Counter(str(name) for row in refused for name in list_field(row, "images"))
+    images = Counter(str(name) for row in refused for name in _list_field(row, "images"))
     layers = Counter(str(row["layer"]) for row in refused if row.get("layer"))
     facts = {
         "refused": len(refused),
@@ -234,8 +234,8 @@ def _troubles(refused: list[dict[str, Any]], backs: list[dict[str, Any]]) -> Fig
     for row in sorted((*refused, *backs), key=lambda row: finite_number(row.get("step")))[:20]:
         back = row in backs
         what = f"rolled back: {row.get('reason', '')}" if back else f"skipped, gradient norm {row.get('gradient_norm')}"
-        levels = ", ".join(f"{finite_number(level):.2f}" for level in list_field(row, "levels"))
-        names = ", ".join(map(str, list_field(row, "images")))
+        levels = ", ".join(f"{finite_number(level):.2f}" for level in _list_field(row, "levels"))
+        names = ", ".join(map(str, _list_field(row, "images")))
         rows.append((str(row.get("step", "")), what, str(row.get("layer", "")), names[:200], levels[:80]))
     return Figure("Skipped steps and roll-backs", table=rows)
 
@@ -286,3 +286,9 @@ def _larger(record: RunRecord, images: float) -> str:
 
 def _power_of_two(images: float) -> int:
     return int(2 ** max(0, round(math.log2(images))))
+
+
+def _list_field(row: Row, name: str) -> list[Any]:
+    """Return the list under this name in a row; [] for none."""
+    value = row.get(name)
+    return value if isinstance(value, list) else []

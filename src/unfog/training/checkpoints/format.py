@@ -305,11 +305,6 @@ def find_rollback_checkpoint(checkpoints: Path, state: TrainState, patience: int
     return next((one for one in found if one is not None), None)
 
 
-def shard_name(file: str, rank: int, size: int) -> str:
-    """Return the name of a rank's shard of `file`.safetensors; that itself if there is one rank."""
-    return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"
-
-
 def _merge_shard_names(names: Iterable[str]) -> set[str]:
     """Replace the names of a file's shards by the file's name, if none is missing."""
     found, parts = set[str](), dict[tuple[str, str], set[int]]()
@@ -323,8 +318,3 @@ def _merge_shard_names(names: Iterable[str]) -> set[str]:
         complete = ranks == set(range(1, int(size) + 1)) and name not in found
         found.add(name if complete else f"{len(ranks)} of {int(size)} parts of {name}")
     return found
-
-
-def shard_paths(path: Path) -> list[Path]:
-    """Return the file, or its shards in order."""
-    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]

@@ -21,15 +21,9 @@ from torch import Tensor, nn
 
 from unfog.errors import RunError
 from unfog.safe_files import file_digest, regular_file, replace_file
-from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json, shard_paths
+from unfog.training.checkpoints.format import CONFIG, EMA2, SHARDING, STATE, read_state_json
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import TrainState
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
-    digests = [file_digest(file) for file in shard_paths(path)]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class _Rows(NamedTuple):
@@ -50,7 +44,7 @@ class TensorFile:
         """Shapes of the full tensors."""
         self._pieces: dict[str, list[_Rows]] = {}
         with self._reading():
-            for part in shard_paths(path):
+            for part in _shard_paths(path):
                 self._add(safe_open(regular_file(part), "pt"))
             for name, pieces in self._pieces.items():
                 pieces.sort(key=lambda piece: piece.first)
@@ -163,7 +157,7 @@ def load_tensors(folder: Path, state: TrainState) -> None:
     _load_into(folder, "ema", state.ema.state_dict(state.model))
     if state.second_ema is not None:
         # A run without a second EMA has nothing nearer than its first.
-        kind = "ema2" if shard_paths(folder / EMA2)[0].exists() else "ema"
+        kind = "ema2" if _shard_paths(folder / EMA2)[0].exists() else "ema"
         _load_into(folder, kind, state.second_ema.state_dict(state.model))
     stored, parameters = TensorFile(folder / "optimizer.safetensors"), dict(state.model.named_parameters())
     moments = {name: stored.tensor(name, parameters.get(name.partition("/")[2])) for name in stored.shapes}
@@ -200,3 +194,14 @@ def _load_into(folder: Path, kind: str, tensors: dict[str, Tensor]) -> None:
             f"the weights in {folder} do not fit the network that config.toml describes; was it edited? The settings "
             f"that they were trained with are in {folder / CONFIG} ({error})"
         ) from None
+
+
+def _shard_paths(path: Path) -> list[Path]:
+    """Return the file, or its shards in order."""
+    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")) or [path]
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hex digest of a file; of a sharded one, that of its shards' digests."""
+    digests = [file_digest(file) for file in _shard_paths(path)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unfog.errors import RequestError, RunError
+from unfog.errors import RequestError
 from unfog.safe_files import check_folder, make_folder, move, new_file, regular_file, remove
 from unfog.training.checkpoints.snapshot import sync, system_errors
 from unfog.training.settings import MAX_EMA_SNAPSHOTS, EmaSnapshots, PowerEma
@@ -132,32 +132,6 @@ def solve_mixture(kept: Sequence[EmaSnapshotFile], width: float, step: int | Non
             f"profile {100 * error:.0f}% away; give a width nearer to {' or '.join(f'{w:g}' for w in last.widths)}"
         )
     return Mixture([(one, n, float(w)) for (one, n), w in zip(pairs, weights)], error, step)
-
-
-@torch.no_grad()
-def rebuild(mix: Mixture) -> dict[str, Tensor]:
-    """Sum a mixture to the EMA, float32 by the network's names; buffers are those of the newest snapshot.
-
-    Raises RunError if a snapshot cannot be read.
-    """
-    paths = {one.path for one, _, _ in mix.terms}
-    try:
-        files: dict[Path, Any] = {path: safe_open(regular_file(path), "pt") for path in paths}
-        newest = max(paths, key=lambda path: path.name)
-        averaged: dict[str, Tensor] = {}
-        for full in files[newest].keys():  # noqa: SIM118 - it is no dict
-            kind, _, name = full.partition("/")
-            if kind == "buffer":
-                averaged[name] = files[newest].get_tensor(full)
-            elif kind == "0":
-                # In float64, as weights of the sum cancel; one tensor at a time, to spare memory.
-                total = torch.zeros(files[newest].get_slice(full).get_shape(), dtype=torch.float64)
-                for one, number, weight in mix.terms:
-                    total.add_(files[one.path].get_tensor(f"{number}/{name}").double(), alpha=weight)
-                averaged[name] = total.float()
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise RunError(f"a snapshot of averages cannot be read: {error}; remove it, and the others will do") from None
-    return averaged
 
 
 class _EmaSnapshot(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from unfog.safe_files import file_digest, make_folder, new_file, open_file, read_file, remove_tree, write_atomic
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints import rotation
-from unfog.training.checkpoints.format import SHARDING, shard_name
+from unfog.training.checkpoints.format import SHARDING
 from unfog.training.sharded_tensors import first_local_row, is_sharded, to_local
 from unfog.training.state import HELD_OUT_LOSS, TrainState, best_metric
 
@@ -131,7 +131,7 @@ def write_files(snapshot: Snapshot, folder: Path) -> list[Path]:
         write_atomic(folder / name, content, durable=False)  # flushed below
         written.append(folder / name)
     for file, tensors in snapshot.tensors.items():
-        path = folder / shard_name(file, snapshot.rank, snapshot.size)
+        path = folder / _shard_name(file, snapshot.rank, snapshot.size)
         rows = None if snapshot.first_rows is None else _shard_metadata(tensors, snapshot.first_rows[file])
         save_file(tensors, new_file(path), rows)
         written.append(path)
@@ -175,7 +175,7 @@ def _build_manifest(snapshot: Snapshot, files: Mapping[str, FileEntry]) -> dict[
 def verify_files(snapshot: Snapshot, folder: Path) -> None:
     """Read the files back and compare them with the snapshot. Raises OSError if they differ."""
     for file, tensors in snapshot.tensors.items():
-        path = folder / shard_name(file, snapshot.rank, snapshot.size)
+        path = folder / _shard_name(file, snapshot.rank, snapshot.size)
         found = load_file(path)
         if found.keys() != tensors.keys() or not all(torch.equal(found[name], t) for name, t in tensors.items()):
             raise OSError(f"{path.name} does not read back as it was written")
@@ -209,3 +209,8 @@ def sync(path: Path) -> None:
         with suppress(OSError):  # some network file systems refuse
             os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _shard_name(file: str, rank: int, size: int) -> str:
+    """Return the name of a rank's shard of `file`.safetensors; that itself if there is one rank."""
+    return f"{file}-{rank + 1:05d}-of-{size:05d}.safetensors" if size > 1 else f"{file}.safetensors"

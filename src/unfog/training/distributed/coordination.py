@@ -65,11 +65,6 @@ class StepResult(NamedTuple):
         return "overflow" if math.isfinite(self.relative_loss) and self.may_overflow else "skipped"
 
 
-def coordinate(hooks: TrainingHooks, world: World) -> TrainingHooks:
-    """Return hooks that behave as one over all ranks."""
-    return CoordinatedHooks(hooks, world) if world.size > 1 else hooks
-
-
 def reduce_step(
     settings: Training, state: TrainState, gradient: Gradient, hooks: TrainingHooks, world: World
 ) -> StepResult:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unfog.training.checkpoints.load import load_tensors
 from unfog.training.distributed.process_group import ProcessGroup
 from unfog.training.ema import Ema
-from unfog.training.sharded_tensors import full_tensor, is_sharded, to_local
+from unfog.training.sharded_tensors import is_sharded, to_local
 from unfog.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ShardedState:
         found: dict[str, dict[str, Tensor]] = {}
         for file, tensors in state.tensors().items():
             for name, tensor in tensors.items() if file in files else ():
-                full = full_tensor(tensor)  # freed before the next one is gathered, as a device has no room for two
+                full = _full_tensor(tensor)  # freed before the next one is gathered, as a device has no room for two
                 if self.world.is_main:
                     found.setdefault(file, {})[name] = full.to("cpu", copy=full is tensor).contiguous()
         return found
@@ -205,3 +205,8 @@ def _scatter_rows(tensor: Tensor | None, like: Tensor) -> Tensor:
     return DTensor.from_local(
         own[: len(mine)].to(mine.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
+
+
+def _full_tensor(tensor: Tensor) -> Tensor:
+    """Gather all rows of a tensor on every rank. A collective if the tensor is sharded."""
+    return cast(Any, tensor.detach()).full_tensor() if is_sharded(tensor) else tensor

@@ -179,12 +179,6 @@ def _failure_message(error: BaseException) -> dict[str, str]:
     return {"failed": str(error) if isinstance(error, UnfogError) else f"{type(error).__name__}: {error}"}
 
 
-def is_lost_process(error: BaseException) -> bool:
-    """Return whether this is how torch reports that another process is gone, or does not answer."""
-    named = any(name in str(error).lower() for name in ("gloo", "nccl"))
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named)
-
-
 def local_world_size() -> int:
     """Return the number of processes that torchrun has started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -195,11 +189,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_main_process() -> bool:
-    """Return whether this is rank 0."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def local_device(name: str) -> str:
     """Return this process's device: processes on one machine take its GPUs in turn."""
     local = os.environ.get("LOCAL_RANK")
@@ -208,12 +197,6 @@ def local_device(name: str) -> str:
     if not torch.cuda.is_available():
         return name
     return f"cuda:{int(local) % torch.cuda.device_count()}"
-
-
-def processes_per_device(device: torch.device) -> int:
-    """Return how many of torchrun's processes on this machine share this device at most."""
-    devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return -(-local_world_size() // devices)
 
 
 def agree_on_name(store: Store, rank: int, size: int, timeout: float = Training.timeout) -> str:
