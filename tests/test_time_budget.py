@@ -14,6 +14,7 @@ import torch
 import unfog
 from conftest import NETWORK
 from unfog.checks.run.run_record import RunRecord
+from unfog.planning.auto_settings import AutoSettings
 from unfog.process import command_clock
 from unfog.reporting.records import read_events, read_metrics
 from unfog.runs.session import Session
@@ -261,16 +262,16 @@ def steps_with(run, column):
 
 
 @pytest.mark.slow
-def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch):
+def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch, capsys):
     script = {0: (14, 1), 5: (20, 2), 9: (11, 2), 10: (13, 1)}
-    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Script(script)))
-    run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "keep_budget", lambda self, auto: setattr(self, "budget", Script(script)))
+        run = unfog.train("fashion", out=tmp_path / "run", steps=12, **SMALL).path
     assert sorted(int(p.name) for p in (run / "checkpoints").iterdir()) == [0, 4, 8, 12, 13]
     assert steps_with(run, "held_out_loss") == [0, 2, 4, 8, 10, 12, 13], "stretched from step 5 to 9"
     assert read_state(run / "checkpoints/00000008")["length"]["plans"][-1][:3] == [5, 20, 2]
     assert RunRecord.read(run, unfog.load(run).config, None).steps == 13
 
-    monkeypatch.setattr(Session, "keep_budget", lambda self, auto: None)
     again = tmp_path / "again"
     shutil.copytree(run, again)
     planned = [row for row in read_events(run / "events.jsonl") if row["kind"] == "length"]
@@ -283,10 +284,22 @@ def test_a_run_with_plans_repeats_to_the_bit_after_a_kill(tmp_path, monkeypatch)
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert steps_with(again, "held_out_loss") == steps_with(run, "held_out_loss")
         assert RunRecord.read(again, unfog.load(again).config, None).steps == 13
-        assert (
-            read_state(again / "checkpoints/00000013")["length"] == read_state(run / "checkpoints/00000013")["length"]
-        )
+        states = [read_state(folder / "checkpoints/00000013") for folder in (run, again)]
+        assert states[0]["length"] == states[1]["length"]
         assert [row for row in read_events(again / "events.jsonl") if row["kind"] == "length"] == planned
+    capsys.readouterr()
+    for folder in (again / "checkpoints").iterdir():
+        if int(folder.name) > 8:
+            shutil.rmtree(folder)
+    unfog.resume(again, steps=12)  # as many as its settings had, before the budget planned 11 and then 13
+    assert "12 steps in all, as given" in capsys.readouterr().err
+    for _ in range(2):
+        assert read_events(again / "events.jsonl")[-1]["step"] == 12
+        shutil.rmtree(again / "checkpoints/00000012")
+        unfog.resume(again)  # the plans stay void after a kill
+    monkeypatch.setattr(AutoSettings, "seconds_per_step", lambda self: 0.1)
+    with pytest.raises(unfog.RequestError, match="leaves no time to train: the start took"):
+        unfog.resume(run, budget="0.01s")
     unfog.resume(run)  # it is at its end
     assert read_events(run / "events.jsonl")[-1]["kind"] == "finished"
     longer = unfog.resume(run, steps=15).path

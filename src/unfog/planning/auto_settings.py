@@ -73,6 +73,8 @@ class AutoSettings:
         """When the command began, if its time budget counts from there."""
         self.budget = 0.0
         """Seconds of that budget; 0 if the length is given in steps or images."""
+        self.new_length = False
+        """True once the length was resolved, rather than taken over in images."""
 
     def resolve(self) -> None:
         """Resolve all settings of a new run."""
@@ -219,6 +221,7 @@ class AutoSettings:
         """Turn steps or a time budget into a number of images; a budget begins after the `seen` images."""
         training = self.config.training
         images = training.images or training.steps * training.batch
+        self.new_length = not training.images
         self.check_length()
         if not images and self.machine.data_sheet is None and not self.machine.timed:
             images = training.batch  # a plan for one step, as the speed is unknown

@@ -33,7 +33,7 @@ from unfog.runs.init_weights import load_initial_weights
 from unfog.runs.previews import export_autoencoder
 from unfog.runs.ranks import RunContext, StoppableHooks, broadcast_config, open_run
 from unfog.runs.session import Session
-from unfog.runs.time_budget import recorded_plans
+from unfog.runs.time_budget import check_time_left, estimated_costs, resume_length
 from unfog.runs.train import check_custom_parts, settings_findings, write_data_files
 from unfog.safe_files import make_folder
 from unfog.training.checkpoints import format as checkpoint
@@ -70,7 +70,7 @@ def resume(folder: RunFolder, config: Config | None = None, force: bool = False)
         config = _disable_impossible_snapshots(config, point)
         check_changes(point.config, config, force)  # once more, as reading the images has completed the settings
         auto = _resolve_open_settings(run, config, dataset, point, began)
-        if point.is_end_of(auto.config, folder):
+        if point.is_end_of(auto, folder):
             broadcast_config(run.world, folder.checkpoints, None)
             _finish_without_training(folder, stored, config, point.step)
             return folder, True
@@ -113,16 +113,16 @@ class _ResumePoint:
         """Name -> reason of the shards that the run continued without; None before the first checkpoint."""
         return None if self.saved is None else read_state(self.saved.folder).get("lost_shards", {})
 
-    def is_end_of(self, config: Config, folder: RunFolder) -> bool:
+    def is_end_of(self, auto: AutoSettings, folder: RunFolder) -> bool:
         """Return True if nothing is left to train, log, evaluate or save."""
         if self.saved is None:
             return False
-        state, length = read_state(self.saved.folder), Length()
+        state, length, training = read_state(self.saved.folder), Length(), auto.config.training
         if state.get("length"):
             length.load_state_dict(state["length"])
-        length.adopt(config.training.images // config.training.batch)
-        length.add(recorded_plans(read_events(folder.events), length.first, self.step))
-        if self.saved.images < (length.steps * config.training.batch if length.plans else config.training.images):
+        first = training.images // training.batch
+        resume_length(length, first, self.step, read_events(folder.events), auto.new_length)
+        if self.saved.images < (length.steps * training.batch if length.plans else training.images):
             return False
         window = state["window"]  # of losses that are not logged
         return not state["due"] and not any((*window["count"], window["refused"], window["overflows"]))
@@ -186,6 +186,9 @@ def _resolve_open_settings(
     # A run with a time budget may be beyond the length in its settings, which then says nothing.
     same = config.training.images == point.config.training.images > 0
     auto.resolve_resumed(seen=0 if same or point.saved is None else point.saved.images)
+    if auto.budget:
+        costs = estimated_costs(auto.config, len(dataset.held_out))
+        check_time_left(auto.budget, began, auto.seconds_per_step(), costs)
     resolve_metrics(auto, dataset.train, run.device)
     run.stop.leave_if_requested()
     return auto

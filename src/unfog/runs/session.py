@@ -33,7 +33,7 @@ from unfog.runs.evaluation_hook import EvaluationHook
 from unfog.runs.previews import build_previews
 from unfog.runs.ranks import RunContext, StoppableHooks, run_training_loop
 from unfog.runs.saver import Saver
-from unfog.runs.time_budget import STRETCHES, TimeBudget, estimated_costs, plan_fields, recorded_plans
+from unfog.runs.time_budget import STRETCHES, TimeBudget, estimated_costs, plan_fields, resume_length
 from unfog.safe_files import remove
 from unfog.training.checkpoints import format as checkpoint
 from unfog.training.checkpoints.load import load_checkpoint, read_state
@@ -81,6 +81,7 @@ class Session(StoppableHooks):
         self.state.length.adopt(config.training.images // config.training.batch)
         self.budget: TimeBudget | None = None
         self._said_steps = 0  # the length that was printed last
+        self._new_length = False  # a resume gives one
         self.recorder: Recorder
         self.saver: Saver
 
@@ -100,7 +101,8 @@ class Session(StoppableHooks):
         return self.step >= self.steps and not self.state.due
 
     def keep_budget(self, auto: AutoSettings) -> None:
-        """Plan the length anew as the run trains, if a time budget chose it."""
+        """Plan the length anew as the run trains, if a time budget chose it; else end earlier plans if it is given."""
+        self._new_length = auto.new_length
         if auto.budget and auto.began is not None:
             every = build_intervals(self.config, self.state)
             costs = estimated_costs(self.config, len(self.dataset.held_out))
@@ -117,15 +119,15 @@ class Session(StoppableHooks):
 
         Automatic `choices`, `changes` of settings and bad `findings` of the checks are printed and recorded first.
         """
+        fixed: Plan | None = None
         if saved is None:
             # Left by a start that was killed before its first checkpoint.
             remove(self.context.folder.metrics)
         else:
             self._load(saved)
-            length = self.state.length
-            length.adopt(self.config.training.images // self.config.training.batch)
-            if self.budget is None:  # steps that were trained before, and were not saved
-                length.add(recorded_plans(read_events(self.context.folder.events), length.first, self.step))
+            length, events = self.state.length, read_events(self.context.folder.events)
+            first = self.config.training.images // self.config.training.batch
+            fixed = resume_length(length, first, self.step, events, self._new_length)
             if self.done:  # a step that was not to be the last when it was trained, with losses that are not logged
                 every = build_intervals(self.config, self.state).stretched(length.at(self.step).stretch)
                 self.state.due = every.due(self.step, last=True)
@@ -136,6 +138,10 @@ class Session(StoppableHooks):
                 self.saver.saved = (self.step, list(self.state.due))
             try:
                 self._announce(choices, findings, changes, fresh=saved is None)
+                if fixed is not None:
+                    self._record_plan(fixed, reason="the length was given")
+                    if self.budget is None:
+                        say(f"  {fixed.steps:,} steps in all, as given: the time budget does not hold from here on")
                 if self.budget is not None and (plan := self.plan_length(self.state)) is not None:
                     self.state.length.add([plan])
                 if saved is None:
@@ -346,8 +352,7 @@ class Session(StoppableHooks):
         if self.budget is None or (plan := self.budget.plan(self.step, state.length)) is None:
             return None
         before, why = state.length.at(self.step), self.budget.describe(plan)
-        fields = plan_fields(plan, state.length.first)
-        self.recorder.event(LENGTH_EVENT, self.step, **fields, seconds_per_step=self.budget.step_seconds, reason=why)
+        self._record_plan(plan, seconds_per_step=self.budget.step_seconds, reason=why)
         self.recorder.set_total(plan.steps)
         self.context.heartbeat.steps = plan.steps
         if abs(plan.steps - (self._said_steps or before.steps)) > 0.1 * plan.steps:
@@ -358,3 +363,6 @@ class Session(StoppableHooks):
             what = f"previews and evaluation {apart}" if plan.stretch else "previews at the end only, no evaluation"
             say(f"  {what}, as a tenth of the budget is for them and for checkpoints")
         return plan
+
+    def _record_plan(self, plan: Plan, **facts: object) -> None:
+        self.recorder.event(LENGTH_EVENT, self.step, **plan_fields(plan, self.state.length.first), **facts)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from unfog.config.schema import Config
+from unfog.errors import RequestError
 from unfog.planning.timing import forward_passes, repetitions
 from unfog.reporting.progress import format_duration
 from unfog.reporting.records import LENGTH_EVENT, Row
@@ -168,6 +169,18 @@ def estimated_costs(config: Config, held_out: int) -> dict[str, float]:
     return {name: passes[name] / count / (passes["training"] / steps) for name, count in times.items()}
 
 
+def check_time_left(seconds: float, began: float, step_seconds: float, costs: Mapping[str, float]) -> None:
+    """RequestError if a time budget is over before a step and the preview at the end; see `TimeBudget`."""
+    spent = time.monotonic() - began
+    needed = step_seconds * (1 + _FINAL_PREVIEWS * costs["preview"])
+    if spent + needed > seconds:
+        raise RequestError(
+            f"a budget of {format_duration(seconds)} leaves no time to train: the start took {spent:.2g} s, and "
+            f"one step with the preview at the end takes about {needed:.2g} s; give --budget "
+            f"{math.ceil(2 * (spent + needed))}s or more, or --steps"
+        )
+
+
 def plan_fields(plan: Plan, first: int) -> dict[str, int | float]:
     """Return a plan as the fields of its event."""
     return {"first": first, "steps": plan.steps, "stretch": plan.stretch, "position": plan.position}
@@ -184,3 +197,17 @@ def recorded_plans(events: list[Row], first: int, after: int) -> list[Plan]:
             with suppress(KeyError, TypeError, ValueError, OverflowError):
                 found.add([as_plan(*(row[name] for name in Plan._fields))])
     return [plan for plan in found.plans if plan.step >= after]
+
+
+def resume_length(length: Length, first: int, step: int, events: list[Row], anew: bool) -> Plan | None:
+    """Continue a length at `step`, with `first` steps in the settings and the plans that events have for later steps.
+
+    If the length is given `anew`, such plans are void. Returns the plan that says so, which is to be recorded.
+    """
+    length.adopt(first)
+    length.add(recorded_plans(events, first, step))
+    if not (anew and length.plans):
+        return None
+    fixed = Plan(step, first, 1, float(step))
+    length.add([fixed])
+    return fixed
